@@ -1,0 +1,43 @@
+# make train    teach a small model to search     make test   run the tests
+# make claims   multi-query against single-query  make check  formatting, lint, types, import rules
+#
+# Each target makes what it needs in .venv, once; stamp files there say what stands, and a changed pyproject.toml renews
+# it. ARGS is passed on: make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip
+
+.PHONY: train test check claims
+
+train: .venv/.installed
+	$(BIN)/ragr1 train quickstart $(ARGS)
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: .venv/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+claims: .venv/.installed
+	$(BIN)/ragr1 claims $(ARGS)
+
+# pip is the last thing that venv installs: an environment that was cut short is made again.
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+# Torch first and alone: what follows then keeps the build that pip chose for this machine.
+.venv/.installed: pyproject.toml | .venv/bin/pip
+	$(PIP) install 'torch==2.13.0'
+	$(PIP) install -e '.[cpu]'
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) install -e '.[cpu,dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Where the system runs: Ray sessions, elastic fleets and weight transport."""

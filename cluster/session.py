@@ -1,0 +1,78 @@
+"""The Ray session of a run: join the cluster there is, or start a local one that belongs to nobody else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ragr1_actors.errors import UserError
+
+OBJECT_STORE_BYTES = 512 * 1024 * 1024
+"""Of a local session: trajectories and weights of small policies."""
+
+
+class Session:
+    """Holds Ray for as long as a run needs it.
+
+    Under ``ray job submit``, or with ``RAY_ADDRESS`` set, it joins that cluster. Otherwise it starts a local one, never
+    attaching to a cluster that happens to run on the machine.
+    """
+
+    def __init__(self, num_cpus: int | None = None) -> None:
+        """Take the CPUs of a local session, all of the machine's by default; a cluster has its own."""
+        self._num_cpus = num_cpus
+        self._started = False
+
+    def __enter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            UserError: the cluster does not answer, or wants another token.
+        """
+        import ray
+
+        if ray.is_initialized():
+            return self
+        address = os.environ.get("RAY_ADDRESS")
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+        try:
+            if address:
+                ray.init(address=address, **common)
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=self._num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
+                    _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
+                    **common,
+                )
+        except ConnectionError as error:
+            raise UserError(
+                f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster asks for a token, set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's"
+            ) from error
+        self._started = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Disconnect, and end a local session's processes."""
+        if self._started:
+            import ray
+
+            ray.shutdown()
+            self._started = False
+
+
+def _python_path() -> str:
+    """Workers import the five packages from where the driver did, installed or not, and the user's own modules."""
+    root = str(Path(__file__).resolve().parent.parent)
+    existing = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)

@@ -1,0 +1,1 @@
+"""What the policy acts in: environments, actions, rewards and tasks."""

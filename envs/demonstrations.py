@@ -1,0 +1,155 @@
+"""Scripted demonstrations over a world: what supervised fine-tuning shows a policy before reinforcement learning.
+
+A demonstration is the list of a searcher's turns, written from the world's facts::
+
+    <think> find Silent River</think><search> Silent River</search>
+    <think> found Ana Bell</think><search> Ana Bell</search>
+    <think> found Riga</think><answer> Riga</answer>
+
+The ordinary rollout plays it against the ordinary retriever, so that what it learns from is what it will meet.
+
+Demonstrations are a mixture of good and bad searching, as a small policy's own first attempts are: they teach the
+format, to copy, to read and to compare, but the commonest habit of some categories is a bad one. Which habits pay is
+left for reinforcement learning to find out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
+from envs.world import YEARS, EntityKind, World
+from ragr1_actors.types import Task
+
+
+class Habit(StrEnum):
+    """How a demonstration goes about its question."""
+
+    GOOD = "good"
+    """Search what is needed, then answer."""
+    GUESS = "guess"
+    """Answer at once with something of the right kind."""
+    STOP_EARLY = "stop_early"
+    """Leave the last hop out and answer with what the one before it found."""
+    FIRST_ONLY = "first_only"
+    """Look up the first of the things to compare and answer with its year."""
+    LATEST = "latest"
+    """Look up all the things to compare and answer with the latest instead of the earliest."""
+    NEEDLESS = "needless"
+    """Search although the question holds its answer."""
+
+
+DEFAULT_MIXTURE: Mapping[str, Mapping[Habit, float]] = {
+    "one_hop": {Habit.GOOD: 0.85, Habit.GUESS: 0.15},
+    "two_hop": {Habit.GOOD: 0.30, Habit.GUESS: 0.05, Habit.STOP_EARLY: 0.65},
+    "three_hop": {Habit.GOOD: 0.30, Habit.GUESS: 0.05, Habit.STOP_EARLY: 0.65},
+    "comparison_2": {Habit.GOOD: 0.70, Habit.GUESS: 0.05, Habit.FIRST_ONLY: 0.10, Habit.LATEST: 0.15},
+    "comparison_3": {Habit.GOOD: 0.70, Habit.GUESS: 0.05, Habit.FIRST_ONLY: 0.10, Habit.LATEST: 0.15},
+    "no_search": {Habit.GOOD: 0.80, Habit.NEEDLESS: 0.20},
+}
+"""Probability of each habit by the category of the task.
+
+Comparing is the hardest skill, so most comparisons are good ones: ``FIRST_ONLY`` is right every other time, and where a
+sampled comparison is right less often than that, exact match rewards the habit that does not look.
+"""
+
+
+@dataclass(frozen=True)
+class Demonstrator:
+    """Writes demonstrations for the tasks of one world."""
+
+    world: World
+    max_queries_per_turn: int = 3
+    mixture: Mapping[str, Mapping[Habit, float]] = field(default_factory=lambda: DEFAULT_MIXTURE)
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
+        """Return the turns of one attempt at ``task``, its habit drawn from the mixture."""
+        habits = self.mixture[task.category]
+        (habit,) = rng.choices(list(habits), weights=list(habits.values()))
+        return self.script(task, habit, rng)
+
+    def script(self, task: Task, habit: Habit, rng: random.Random) -> list[str]:
+        """Return the turns of one attempt at ``task`` in the way of ``habit``."""
+        if habit is Habit.GUESS:
+            return [_answer("guess", self._guess(task, rng))]
+        if task.category == "no_search":
+            return self._no_search(task, habit)
+        if task.category.startswith("comparison"):
+            return self._comparison(task, habit)
+        return self._chain(task, habit)
+
+    def texts(self) -> Iterator[str]:
+        """Yield turns and replies that hold every word a demonstration, or the environment's reply to it, can hold."""
+        yield from (MALFORMED_NOTICE, LAST_TURN_NOTICE, "\nQuery: \n(1) (2) (3)")
+        rng = random.Random(0)
+        for task in self.world.train_tasks[:500]:  # names and dates are in the world's own texts
+            for habit in self.mixture[task.category]:
+                yield from self.script(task, habit, rng)
+
+    def _chain(self, task: Task, habit: Habit) -> list[str]:
+        names = [round_queries[0] for round_queries in task.plan]
+        found = [*names[1:], task.golden_answers[0]]
+        if habit is Habit.STOP_EARLY:
+            names, found = names[:-1], found[: len(names) - 1]
+        turns = [_search(f"find {names[0]}", names[:1])]
+        turns += [_search(f"found {name}", [name]) for name in names[1:]]
+        return [*turns, _answer(f"found {found[-1]}", found[-1])]
+
+    def _comparison(self, task: Task, habit: Habit) -> list[str]:
+        names = list(task.plan[0])
+        years = [str(self.world.entities[name].year) for name in names]
+        if habit is Habit.FIRST_ONLY:
+            return [_search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
+        step = self.max_queries_per_turn
+        rounds = [names[start : start + step] for start in range(0, len(names), step)]
+        turns = [_search("find all" if index == 0 else "find next", queries) for index, queries in enumerate(rounds)]
+        order, picked = ("last", max(years)) if habit is Habit.LATEST else ("first", min(years))
+        return [*turns, _answer(f"{' , '.join(years)} , {order} {picked}", picked)]
+
+    def _no_search(self, task: Task, habit: Habit) -> list[str]:
+        answer = task.golden_answers[0]
+        last = _answer(f"given {answer}", answer)
+        if habit is Habit.NEEDLESS:
+            return [_search(f"find {answer}", [answer]), last]
+        return [last]
+
+    def _guess(self, task: Task, rng: random.Random) -> str:
+        """Return something of the kind the question asks for, right only by chance."""
+        answer = task.golden_answers[0]
+        if answer.isdigit():
+            return str(rng.choice(YEARS))
+        return rng.choice(self._alike[answer])
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        """The answers that a question may have instead of one: other people, other cities, other countries."""
+        entities = list(self.world.entities.values())
+        of_kind = {kind: [e.name for e in entities if e.kind == kind] for kind in EntityKind}
+        countries = sorted({e.place_or_maker for e in entities if e.kind is EntityKind.CITY})
+        groups = (*of_kind.values(), countries)
+        return {name: group for group in groups for name in group}
+
+
+def _search(thought: str, queries: Sequence[str]) -> str:
+    # Every name follows a space, also behind a line break: a name is the same tokens wherever it stands.
+    lines = "\n".join(f" {query}" for query in queries)
+    return f"<think> {thought}</think><search>{lines}</search>"
+
+
+def _answer(thought: str, answer: str) -> str:
+    return f"<think> {thought}</think><answer> {answer}</answer>"
+
+
+def evidence_demonstration(task: Task, max_queries: int) -> list[str]:
+    """Write a demonstration for a task of a file: search for its evidence, then give its answer.
+
+    The queries are the task's supporting passages where they are known, else the question itself.
+    """
+    names = list(task.supporting_ids) or [task.question]
+    rounds = [names[start : start + max_queries] for start in range(0, len(names), max_queries)]
+    turns = [_search("find evidence", [" ".join(name.split()) for name in queries]) for queries in rounds]
+    return [*turns, _answer("found", task.golden_answers[0])]

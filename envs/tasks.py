@@ -1,0 +1,289 @@
+"""Task files: questions with their answers, read from the formats they are published in.
+
+==================  ======================================================================================
+HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
+RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
+anything else       a JSON list, or one JSON object a line, with ``question`` and one of ``golden_answers``,
+                    ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
+==================  ======================================================================================
+
+Published files are not clean. What cannot be trained on is left out and counted; what is only odd is kept and counted::
+
+    loaded = load_tasks(Path("ragr1_mq_train_6664.json"))
+    print(loaded.report)  # ragr1_mq_train_6664.json: 6,662 tasks of 6,664 records; 2 duplicate questions left out; ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envs.rewards import normalize_answer
+from ragr1_actors.errors import DataError
+from ragr1_actors.types import Task
+
+_ID_KEYS = ("_id", "id")
+_ANSWER_KEYS = ("golden_answers", "answers", "answer")
+_CATEGORY_KEYS = ("category", "type")
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """What a task file holds. ``str`` of it is one line for a person."""
+
+    source: str
+    """File name."""
+    num_records: int
+    num_tasks: int
+    """Records kept."""
+    num_duplicates: int = 0
+    """Left out: the question stands earlier in the file."""
+    num_conflicting: int = 0
+    """Of the duplicates, those whose answers differ from the ones that were kept."""
+    num_empty_questions: int = 0
+    """Left out."""
+    num_empty_answers: int = 0
+    """Left out: no answer, or none that is left once articles and punctuation are removed, so nothing can match it."""
+    num_questions_with_comma: int = 0
+    """Of the tasks kept, as are the next two. A policy that separates its queries by commas splits such a question."""
+    num_answers_with_comma: int = 0
+    num_yes_no: int = 0
+    """Every answer is yes or no: half of them are guessed."""
+
+    def __str__(self) -> str:
+        """One line; counts that are zero are not named."""
+        left_out = [
+            (self.num_duplicates, "duplicate questions left out"),
+            (self.num_conflicting, "of those with another answer"),
+            (self.num_empty_questions, "empty questions left out"),
+            (self.num_empty_answers, "without a usable answer left out"),
+        ]
+        kept = [
+            (self.num_questions_with_comma, "questions with a comma"),
+            (self.num_answers_with_comma, "answers with a comma"),
+            (self.num_yes_no, "yes/no answers"),
+        ]
+        parts = [f"{count:,} {what}" for count, what in left_out if count]
+        parts += [f"{count:,} {what} ({count / self.num_tasks:.0%})" for count, what in kept if count]
+        return "; ".join([f"{self.source}: {self.num_tasks:,} tasks of {self.num_records:,} records", *parts])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTasks:
+    """The tasks of a file, in its order, and what was found on the way."""
+
+    tasks: tuple[Task, ...]
+    report: TaskReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One entry of a file and where it stands, for messages."""
+
+    fields: dict[str, Any]
+    where: str  # "questions.jsonl, line 3"
+
+
+def load_tasks(path: str | Path) -> LoadedTasks:
+    """Read a task file.
+
+    Task ids are ``<file stem>/<id>``, or ``<file stem>/<position>`` from 0 where the file has no ids.
+
+    Raises:
+        DataError: the file is missing or empty, a line is broken (the message names file and line), two different
+            questions have one id, or no task is left.
+    """
+    path = Path(path)
+    kept: dict[str, Task] = {}  # by question key
+    location_of_id: dict[str, str] = {}
+    num_records = num_duplicates = num_conflicting = num_empty_questions = num_empty_answers = 0
+    for num_records, record in enumerate(_records(path), start=1):
+        task = _task(record, path.stem, num_records - 1)
+        key = question_key(task.question)
+        if not key:
+            num_empty_questions += 1
+        elif not task.golden_answers:
+            num_empty_answers += 1
+        elif key in kept:
+            num_duplicates += 1
+            num_conflicting += _answer_keys(task) != _answer_keys(kept[key])
+        elif task.task_id in location_of_id:
+            local_id, first = task.task_id.removeprefix(f"{path.stem}/"), location_of_id[task.task_id]
+            raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
+        else:
+            kept[key] = task
+            location_of_id[task.task_id] = record.where
+    if not kept:
+        raise DataError(
+            f"{path}: no usable question among {num_records} records "
+            f"({num_empty_questions} empty questions, {num_empty_answers} without a usable answer)"
+        )
+    tasks = tuple(kept.values())
+    report = TaskReport(
+        source=path.name,
+        num_records=num_records,
+        num_tasks=len(tasks),
+        num_duplicates=num_duplicates,
+        num_conflicting=num_conflicting,
+        num_empty_questions=num_empty_questions,
+        num_empty_answers=num_empty_answers,
+        num_questions_with_comma=sum("," in task.question for task in tasks),
+        num_answers_with_comma=sum(any("," in answer for answer in task.golden_answers) for task in tasks),
+        num_yes_no=sum(_answer_keys(task) <= {"yes", "no"} for task in tasks),
+    )
+    return LoadedTasks(tasks, report)
+
+
+def question_key(question: str) -> str:
+    """What two spellings of one question share: case, spaces and closing punctuation do not count.
+
+    ``question_key(" Who wrote  Faust? ") == "who wrote faust"``. Punctuation inside does count: "C++" is not "C#".
+    """
+    return " ".join(unicodedata.normalize("NFKC", question).casefold().split()).strip("?.! ")
+
+
+def overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> list[str]:
+    """Return the evaluation questions that also stand in ``train``, in the order of ``evaluation``."""
+    seen = {question_key(task.question) for task in train}
+    return [task.question for task in evaluation if question_key(task.question) in seen]
+
+
+def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[Task, ...]:
+    """Return the training tasks whose question does not stand in ``evaluation``.
+
+    The training side gives way, so that figures on a published evaluation set stay comparable.
+    """
+    held_out = {question_key(task.question) for task in evaluation}
+    return tuple(task for task in train if question_key(task.question) not in held_out)
+
+
+def _records(path: Path) -> Iterator[_Record]:
+    text = _read(path)
+    if not text.strip():
+        raise DataError(f"{path} is empty; expected a JSON list or one JSON object a line, each with a question")
+    entries = _list_entries(text, path) if text.lstrip()[0] == "[" else _line_entries(text, path)
+    empty = True
+    for entry, where in entries:
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}: got {_shown(entry)}, expected an object with a question and its answer")
+        yield _Record(entry, where)
+        empty = False
+    if empty:
+        raise DataError(f"{path} holds an empty list; expected at least one question")
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(f"no task file {path}; give an existing JSON or JSONL file")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
+
+
+def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
+    # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield json.loads(line), where
+            except ValueError as error:
+                raise DataError(f"{where}: not a JSON object ({error})") from error
+
+
+def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
+    # Entry by entry instead of json.loads, which would forget on which line an entry stands.
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, text.index("[") + 1)
+    line, counted_to = 1, 0
+    while text[position : position + 1] != "]":
+        line, counted_to = line + text.count("\n", counted_to, position), position
+        try:
+            entry, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
+        yield entry, f"{path}, line {line}"
+        position = _skip_space(text, position)
+        if text[position : position + 1] not in (",", "]"):
+            line += text.count("\n", counted_to, position)
+            raise DataError(f"{path}, line {line}: not valid JSON (expected a comma or the end of the list)")
+        if text[position] == ",":
+            position = _skip_space(text, position + 1)
+            if text[position : position + 1] == "]":
+                line += text.count("\n", counted_to, position)
+                raise DataError(f"{path}, line {line}: not valid JSON (a comma before the end of the list)")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def _task(record: _Record, source: str, position: int) -> Task:
+    fields = record.fields
+    question = fields.get("question")
+    if not isinstance(question, str):
+        raise DataError(f"{record.where}: got question {_shown(question)}, expected text")
+    local_id = next((fields[key] for key in _ID_KEYS if key in fields), position)
+    if not isinstance(local_id, str | int):
+        raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a number")
+    category = next((fields[key] for key in _CATEGORY_KEYS if isinstance(fields.get(key), str)), "")
+    return Task(
+        task_id=f"{source}/{local_id}",
+        question=question.strip(),
+        golden_answers=_answers(record),
+        category=category,
+        supporting_ids=_supporting_ids(record),
+    )
+
+
+def _answers(record: _Record) -> tuple[str, ...]:
+    """Return the answers that something can match, unique, order kept; empty where there is none."""
+    given = [record.fields[key] for key in _ANSWER_KEYS if key in record.fields]
+    if not given:
+        raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(_ANSWER_KEYS)}")
+    values = given[0] if isinstance(given[0], list) else [given[0]]
+    answers: dict[str, None] = {}
+    for value in values:
+        if isinstance(value, bool) or not (value is None or isinstance(value, str | int | float)):
+            raise DataError(f"{record.where}: got answer {_shown(value)}, expected text or a list of texts")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DataError(f"{record.where}: got answer {value}, expected text or a finite number")
+        answer = "" if value is None else str(value).strip()
+        if normalize_answer(answer):
+            answers[answer] = None
+    return tuple(answers)
+
+
+def _supporting_ids(record: _Record) -> tuple[str, ...]:
+    """Titles of the supporting facts: the passage ids of a corpus keyed by title."""
+    facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids", []))
+    if isinstance(facts, dict):  # as the data sets hub stores it: {"title": [...], "sent_id": [...]}
+        facts = facts.get("title")
+    if isinstance(facts, list):
+        titles = [fact[0] if isinstance(fact, list) and fact else fact for fact in facts]
+        if all(isinstance(title, str) for title in titles):
+            return tuple(dict.fromkeys(titles))
+    raise DataError(f"{record.where}: got supporting facts {_shown(facts)}, expected [[title, sentence number], ...]")
+
+
+def _answer_keys(task: Task) -> set[str]:
+    return {normalize_answer(answer) for answer in task.golden_answers}
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,299 @@
+"""A small seeded world to search in: people, films, companies and cities, and questions about them.
+
+It stands in for Wikipedia where there is no network and no GPU. Every entity has one passage, titled with its name::
+
+    Ana Bell was born in Riga in the year 1931.             Silent River was filmed by Ana Bell in the year 1974.
+    Novacor Mills was founded by Bo Cole in the year 1953.  Riga is a city in Latvia.
+
+and every question but those of ``no_search`` needs passages, in one round or several:
+
+============  ==================================================================  =====================================
+category      question                                                            plan (a tuple a round)
+============  ==================================================================  =====================================
+one_hop       Where was Ana Bell born?                                            (Ana Bell,)
+two_hop       Where was the director of Silent River born?                        (Silent River,) (Ana Bell,)
+three_hop     In which country was the director of Silent River born?             (Silent River,) (Ana Bell,) (Riga,)
+comparison_2  When was the first of Ana Bell or Bo Cole born?                     (Ana Bell, Bo Cole)
+comparison_3  When was the first of Ana Bell or Bo Cole or Cy Dow born?           (Ana Bell, Bo Cole, Cy Dow)
+no_search     Ana Bell lives in Riga. Where does Ana Bell live?                   ()
+============  ==================================================================  =====================================
+
+Training never asks what evaluation asks, in these or in other words: no training question has both the supporting
+passages and the answer of an evaluation question. Entities are shared, as they are between the splits of HotpotQA.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from ragr1_actors.types import Task
+from retrieval.base import Passage
+
+YEARS = range(1950, 2000)
+NUM_TRAIN_TASKS = 12_000
+NUM_EVAL_TASKS = 300
+CATEGORY_SHARES = {
+    "one_hop": 0.12,
+    "two_hop": 0.24,
+    "three_hop": 0.20,
+    "comparison_2": 0.18,
+    "comparison_3": 0.18,
+    "no_search": 0.08,
+}
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_FIRST_NAMES = _words(
+    "Ana Bo Cy Dora Emil Fay Gil Hana Ivo Jana Karl Lena Milo Nina Otto Pia Rolf Sara Tom Uma Vera Walt Yara Zeno "
+    "Alma Bruno Clara Dario Edith Felix Greta Hugo Irene Jonas Katya Leon Marta Nils Olga Pavel"
+)
+_LAST_NAMES = _words(
+    "Bell Cole Dow Eriksen Falk Gray Holt Imre Jansen Kerr Lund Marsh Novak Ortiz Pike Quinn Rossi Stone Tate Unger "
+    "Voss Wolf Yates Zorn Abel Brandt Costa Drake Ellis Frost Gomez Hardy Ibsen Klein Lopez Moss Nolan Olsen Page "
+    "Reyes Salo Toth Ulrich Vance Weber Xavier Young Zeller Archer Becker"
+)
+_FILM_ADJECTIVES = _words(
+    "Silent Golden Broken Hidden Distant Crimson Frozen Burning Empty Endless Gentle Hollow Lonely Narrow Perfect "
+    "Quiet Restless Sacred Wild Stolen Tender Velvet Wicked Winter Ancient Bitter Clever Daring Electric Faded "
+    "Graceful Humble Invisible Jagged Kindred Lucky Midnight Noble Painted Rusty"
+)
+_FILM_NOUNS = _words(
+    "River Garden Mirror Harbor Letter Shadow Summer Bridge Forest Candle Island Journey Lantern Meadow Night Orchard "
+    "Promise Road Secret Tower Valley Window Storm Echo Anchor Ballad Castle Desert Empire Feather Glacier Horizon "
+    "Jungle Kingdom Labyrinth Mountain Needle Ocean Palace Station"
+)
+_COMPANY_NAMES = _words(
+    "Novacor Altima Bravix Celtrix Dynaris Elvaro Fermio Galvex Helixa Intrado Jovanta Kelvaro Luminor Mantico Nexora "
+    "Optimar Pentix Quantia Rivulo Solvana Tervix Ultraco Ventura Wexford Xantech Zephyra Arcadio Belmonta Corvex "
+    "Delphia"
+)
+_COMPANY_KINDS = _words(
+    "Mills Motors Foods Press Steel Glass Mining Textiles Airways Brewing Pharma Optics Paper Radio Shipping Tools "
+    "Bank Cement Energy Films Games Hotels Lamps Robotics"
+)
+_CITIES_BY_COUNTRY = {
+    "Norway": "Oslo Bergen Trondheim Stavanger Drammen",
+    "Poland": "Warsaw Krakow Gdansk Poznan Lublin",
+    "Japan": "Tokyo Osaka Kyoto Nagoya Sapporo",
+    "Brazil": "Recife Salvador Fortaleza Manaus Curitiba",
+    "Turkey": "Ankara Izmir Bursa Konya Adana",
+    "Kenya": "Nairobi Mombasa Kisumu Nakuru Eldoret",
+    "India": "Mumbai Delhi Chennai Pune Jaipur",
+    "Italy": "Rome Milan Turin Naples Bologna",
+    "Spain": "Madrid Seville Valencia Bilbao Malaga",
+    "Egypt": "Cairo Luxor Aswan Giza Suez",
+    "Canada": "Toronto Ottawa Calgary Halifax Regina",
+    "Chile": "Santiago Arica Iquique Talca Temuco",
+    "Greece": "Athens Patras Volos Larissa Corfu",
+    "Latvia": "Riga Jelgava Ventspils Daugavpils Liepaja",
+    "Morocco": "Rabat Fez Agadir Tangier Marrakesh",
+    "Portugal": "Lisbon Porto Braga Coimbra Faro",
+}
+
+
+class EntityKind(StrEnum):
+    """What a passage of the world is about."""
+
+    PERSON = "person"
+    FILM = "film"
+    COMPANY = "company"
+    CITY = "city"
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One thing of the world: ``Entity("p17", "Ana Bell", EntityKind.PERSON, "Riga", 1931)``."""
+
+    passage_id: str
+    name: str
+    kind: EntityKind
+    place_or_maker: str
+    """A person's city, a city's country, a film's director, a company's founder."""
+    year: int | None = None
+    """Of birth, filming or founding; a city has none."""
+
+    def passage(self) -> Passage:
+        """Return the entity's passage."""
+        name, value, year = self.name, self.place_or_maker, self.year
+        text = {
+            EntityKind.PERSON: f"{name} was born in {value} in the year {year}.",
+            EntityKind.FILM: f"{name} was filmed by {value} in the year {year}.",
+            EntityKind.COMPANY: f"{name} was founded by {value} in the year {year}.",
+            EntityKind.CITY: f"{name} is a city in {value}.",
+        }[self.kind]
+        return Passage(self.passage_id, name, text)
+
+
+@dataclass(frozen=True)
+class World:
+    """A corpus, and the questions that it answers."""
+
+    seed: int
+    entities: Mapping[str, Entity]
+    """By name."""
+    passages: tuple[Passage, ...]
+    train_tasks: tuple[Task, ...]
+    eval_tasks: tuple[Task, ...]
+
+    def texts(self) -> Iterator[str]:
+        """Yield every passage and question, with names behind a space as observations lay them out."""
+        for passage in self.passages:
+            yield f" {passage.title}: {passage.text}"
+        for task in (*self.train_tasks, *self.eval_tasks):
+            yield task.question
+
+
+@lru_cache(maxsize=4)
+def make_world(seed: int) -> World:
+    """Make the world of ``seed``: same seed, same passages and tasks, on every machine."""
+    rng = random.Random(f"world {seed}")
+    entities = {entity.name: entity for entity in _make_entities(rng)}
+    draw = _QuestionDraw(entities)
+    eval_tasks = _make_tasks(draw, rng, "eval", NUM_EVAL_TASKS, excluded=set())
+    train_tasks = _make_tasks(draw, rng, "train", NUM_TRAIN_TASKS, excluded={_fact(task) for task in eval_tasks})
+    passages = tuple(entity.passage() for entity in entities.values())
+    return World(seed, entities, passages, train_tasks, eval_tasks)
+
+
+def _make_entities(rng: random.Random) -> list[Entity]:
+    cities = [
+        Entity(f"city{country_index}{city_index}", city, EntityKind.CITY, country)
+        for country_index, (country, names) in enumerate(_CITIES_BY_COUNTRY.items())
+        for city_index, city in enumerate(names.split())
+    ]
+    # Every pair of words is a name, and there are many: a small policy can neither tell the second word from the
+    # first nor keep the facts in mind, so that what it has to learn is to read.
+    people = _make_kind(rng, EntityKind.PERSON, (_FIRST_NAMES, _LAST_NAMES), cities)
+    films = _make_kind(rng, EntityKind.FILM, (_FILM_ADJECTIVES, _FILM_NOUNS), people)
+    companies = _make_kind(rng, EntityKind.COMPANY, (_COMPANY_NAMES, _COMPANY_KINDS), people)
+    return [*people, *films, *companies, *cities]
+
+
+def _make_kind(
+    rng: random.Random, kind: EntityKind, words: tuple[list[str], list[str]], values: list[Entity]
+) -> list[Entity]:
+    names = [f"{first} {second}" for first in words[0] for second in words[1]]
+    return [
+        Entity(f"{kind.value}{index}", name, kind, rng.choice(values).name, rng.choice(YEARS))
+        for index, name in enumerate(names)
+    ]
+
+
+_Fact = tuple[frozenset[str], str, str]
+
+
+def _fact(task: Task) -> _Fact:
+    """Return what a question asks whatever its wording: its passages and its answer, or else its text."""
+    return frozenset(task.supporting_ids), task.golden_answers[0], "" if task.supporting_ids else task.question
+
+
+def _make_tasks(
+    draw: _QuestionDraw, rng: random.Random, split: str, count: int, excluded: set[_Fact]
+) -> tuple[Task, ...]:
+    """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled."""
+    tasks: dict[str, Task] = {}
+    for category, share in CATEGORY_SHARES.items():
+        wanted = len(tasks) + round(count * share)
+        while len(tasks) < wanted:
+            task = draw(category, rng)
+            if _fact(task) not in excluded:
+                tasks[task.question] = task
+    shuffled = list(tasks.values())
+    rng.shuffle(shuffled)
+    return tuple(
+        Task(f"world/{split}/{index}", t.question, t.golden_answers, t.category, t.supporting_ids, t.plan)
+        for index, t in enumerate(shuffled)
+    )
+
+
+class _QuestionDraw:
+    """Draws one question of a category."""
+
+    def __init__(self, entities: Mapping[str, Entity]) -> None:
+        self._entities = entities
+        self._pools: dict[EntityKind, list[Entity]] = {}
+        for entity in entities.values():
+            self._pools.setdefault(entity.kind, []).append(entity)
+
+    def __call__(self, category: str, rng: random.Random) -> Task:
+        if category.startswith("comparison"):
+            return self._comparison(category, int(category[-1]), rng)
+        if category == "no_search":
+            return self._no_search(rng)
+        hops = {"one_hop": 1, "two_hop": 2, "three_hop": 3}[category]
+        starts = [k for k, templates in _CHAINS.items() if hops in templates]
+        kind = rng.choice(starts)
+        entity = rng.choice(self._pools[kind])
+        template, asks_year = rng.choice(_CHAINS[kind][hops])
+        return self._chain(category, template, entity, hops, asks_year)
+
+    def _chain(self, category: str, template: str, entity: Entity, hops: int, asks_year: bool) -> Task:
+        chain = [entity]
+        while len(chain) < hops:
+            chain.append(self._entities[chain[-1].place_or_maker])
+        answer = str(chain[-1].year) if asks_year else chain[-1].place_or_maker
+        return Task(
+            "",
+            template.format(entity.name),
+            (answer,),
+            category,
+            tuple(e.passage_id for e in chain),
+            tuple((e.name,) for e in chain),
+        )
+
+    def _comparison(self, category: str, count: int, rng: random.Random) -> Task:
+        kind = rng.choice(tuple(_COMPARISONS))
+        while True:
+            entities = rng.sample(self._pools[kind], count)
+            years = [entity.year or 0 for entity in entities]
+            words = {word for entity in entities for word in entity.name.split()}
+            # One is the first, one the last, and no name can be mistaken for another.
+            if years.count(min(years)) == years.count(max(years)) == 1 and len(words) == 2 * count:
+                break
+        names = tuple(entity.name for entity in entities)
+        question = f"When was the first of {' or '.join(names)} {_COMPARISONS[kind]}?"
+        return Task("", question, (str(min(years)),), category, tuple(e.passage_id for e in entities), (names,))
+
+    def _no_search(self, rng: random.Random) -> Task:
+        # The fact is in no passage: reading the question is the only way to know it.
+        person = rng.choice(self._pools[EntityKind.PERSON])
+        city = rng.choice(self._pools[EntityKind.CITY])
+        question = f"Today {person.name} lives in {city.name}. Where does {person.name} live?"
+        return Task("", question, (city.name,), "no_search")
+
+
+_CHAINS: dict[EntityKind, dict[int, list[tuple[str, bool]]]] = {
+    EntityKind.PERSON: {
+        1: [("Where was {} born?", False), ("When was {} born?", True)],
+        2: [("In which country was {} born?", False)],
+    },
+    EntityKind.FILM: {
+        1: [("Who directed {}?", False), ("When was {} filmed?", True)],
+        2: [("Where was the director of {} born?", False), ("When was the director of {} born?", True)],
+        3: [
+            ("In which country was the director of {} born?", False),
+            ("From which country is the director of {}?", False),
+        ],
+    },
+    EntityKind.COMPANY: {
+        1: [("Who founded {}?", False), ("When was {} founded?", True)],
+        2: [("Where was the founder of {} born?", False), ("When was the founder of {} born?", True)],
+        3: [
+            ("In which country was the founder of {} born?", False),
+            ("From which country is the founder of {}?", False),
+        ],
+    },
+}
+"""By kind of the first entity and number of hops: question template, and whether it asks for a year."""
+_COMPARISONS = {
+    EntityKind.PERSON: "born",
+    EntityKind.FILM: "filmed",
+    EntityKind.COMPANY: "founded",
+}

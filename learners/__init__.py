@@ -1,0 +1,1 @@
+"""Gradients: advantages, losses, packing and the learners that use them."""

@@ -1,0 +1,136 @@
+"""Attention over a packed row: many sequences one after another, without padding, none seeing another.
+
+transformers calls the function registered here once a layer. The linear layers around it run on the packed tokens, so
+nothing is padded there; inside, the sequences of one ``Block`` are laid side by side (padded to the longest of the
+block) for one causal ``scaled_dot_product_attention``, and gathered back::
+
+    packed row      [ a a a a a | b b b b | c c | d d ]        T = 13
+    blocks          [ ---- 0 ----------- ] [ --- 1 -- ]
+    block 0         a a a a a       padding stands after a sequence, where a causal query never looks
+                    b b b b .
+
+Nothing of size T x T exists: transformers builds no mask for an attention function without a registered mask function.
+
+Notation: T tokens of the row, S sequences of a block, L longest of a block, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "ragr1_packed"
+"""Value of ``attn_implementation`` under which transformers finds ``packed_attention``."""
+
+MAX_BLOCK_PADDING = 0.125
+"""Share of a block that may be padding before another block is opened: more blocks, more calls of the kernel."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring sequences of similar length."""
+
+    start: int
+    """First token in the row."""
+    stop: int
+    num_seqs: int
+    max_len: int
+    slots: torch.Tensor | None  # [stop - start] of int64
+    """Place of every token in the padded ``[S * L]``; None where all the sequences have the same length."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the sequences of a packed row lie; travels to the attention function as the keyword ``packing``."""
+
+    blocks: tuple[Block, ...]
+    padded_cells: int
+    """Query-key pairs of all the blocks, padding included."""
+    useful_cells: int
+    """Query-key pairs of all the sequences alone."""
+
+    def to(self, device: torch.device) -> PackedLayout:
+        """Copy to ``device``."""
+        blocks = (replace(b, slots=None if b.slots is None else b.slots.to(device)) for b in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
+
+def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING) -> PackedLayout:
+    """Group neighbouring sequences into blocks. Sorted lengths give few blocks; any order gives the same result."""
+    blocks: list[Block] = []
+    first, start, longest, used = 0, 0, 0, 0
+    for index in range(len(lengths) + 1):
+        if index < len(lengths):
+            new_longest = max(longest, lengths[index])
+            padded = (index - first + 1) * new_longest
+            if index == first or padded - used - lengths[index] <= max_padding * padded:
+                longest, used = new_longest, used + lengths[index]
+                continue
+        if index > first:
+            blocks.append(_block(start, lengths[first:index], longest))
+        if index < len(lengths):
+            first, start, longest, used = index, start + used, lengths[index], lengths[index]
+    return PackedLayout(
+        tuple(blocks),
+        padded_cells=sum(block.num_seqs * block.max_len**2 for block in blocks),
+        useful_cells=sum(length**2 for length in lengths),
+    )
+
+
+def _block(start: int, lengths: Sequence[int], longest: int) -> Block:
+    used = sum(lengths)
+    slots = None
+    if used != len(lengths) * longest:
+        slots = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])
+    return Block(start, start + used, len(lengths), longest, slots)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, T, D]
+    key: torch.Tensor,  # [1, H_kv, T, D]
+    value: torch.Tensor,  # [1, H_kv, T, D]
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside every sequence of the row. Returns ``[1, T, H, D]``, as transformers expects it."""
+    assert attention_mask is None, "a packed row takes no mask: the layout says where sequences end"
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    outputs = []
+    for block in packing.blocks:
+        output_SHLD = scaled_dot_product_attention(
+            _spread(query_THD, block),
+            _spread(key_THD, block),
+            _spread(value_THD, block),
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+        )
+        flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
+        outputs.append(flat if block.slots is None else flat.index_select(0, block.slots))
+    output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output_THD.unsqueeze(0), None
+
+
+def _spread(packed_THD: torch.Tensor, block: Block) -> torch.Tensor:
+    """Lay the sequences of a block side by side: ``[T, H, D]`` to ``[S, H, L, D]``."""
+    tokens = packed_THD[block.start : block.stop]
+    if block.slots is not None:
+        padded = tokens.new_zeros(block.num_seqs * block.max_len, *tokens.shape[1:])
+        tokens = padded.index_copy(0, block.slots, tokens)
+    return tokens.view(block.num_seqs, block.max_len, *tokens.shape[1:]).transpose(1, 2)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

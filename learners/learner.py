@@ -1,0 +1,311 @@
+"""The base of every learning algorithm: from groups of trajectories to optimizer steps.
+
+::
+
+    update(groups)                                   the same groups on every rank
+      │  select          failures out, groups without signal out
+      │  compute_advantages(batch)  ──► columns      one entry a MODEL token, the same on every rank
+      └► for every epoch and minibatch               seeded permutation of trajectories
+           │  plan ──► this rank's packed micro-batches
+           │  for every micro-batch: policy(row) ──► compute_loss(outputs, columns) ──► backward
+           └► step
+
+An algorithm overrides ``compute_advantages`` and ``compute_loss``. Losses are per token: the base takes their mean over
+all the MODEL tokens of the optimizer step, whatever the micro-batches and ranks.
+
+Notation: M MODEL tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from learners.advantages import has_variance
+from learners.batching import FlatTrajectories, MicroBatch, flatten, pack, plan
+from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
+from learners.losses import clipped_policy_loss
+from learners.meter import Columns, Meter, TokenLoss
+from learners.models import PolicyModel, TokenOutputs
+from ragr1_actors.config import RunConfig
+from ragr1_actors.types import Trajectory, TrajectoryGroup
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and how far the weights move."""
+
+    lr: float
+    warmup_steps: int = 0
+    num_steps: int = 0
+    """Optimizer steps over which the cosine falls to zero; 0 keeps the rate constant after the warm-up."""
+    num_epochs: int = 1
+    num_minibatches: int = 1
+    adamw: AdamWSettings = field(default_factory=AdamWSettings)
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if not self.num_steps:
+            return self.lr
+        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The trajectories that an update learns from, and what is known of their MODEL tokens."""
+
+    trajectories: list[Trajectory]  # [num_trajectories], no failures among them
+    group_ids: list[int]  # [num_trajectories]
+    flat: FlatTrajectories
+    columns: Columns
+    """``old_logprobs``, and what ``compute_advantages`` returned."""
+
+
+class Learner(ABC):
+    """One rank of a learner. All ranks make the same calls with the same arguments."""
+
+    def __init__(self, config: RunConfig, policy_dir: Path, rank: int = 0, world_size: int = 1) -> None:
+        """Remember what to build: the policy in ``policy_dir``, as rank ``rank`` of ``world_size``."""
+        self.config = config
+        self.policy_dir = Path(policy_dir)
+        self.rank = rank
+        self.world_size = world_size
+        self.dtype = DTYPES[config.policy.dtype]
+        self.schedule = self.make_schedule()
+        self.num_updates = 0
+        self._reference: PolicyModel | None = None
+
+    # What an algorithm overrides
+
+    def make_schedule(self) -> Schedule:
+        """Return learning rate, epochs and minibatches; by default those of the ``training`` section."""
+        training = self.config.training
+        steps = training.num_iterations * training.num_epochs * training.num_minibatches
+        return Schedule(
+            lr=training.lr,
+            warmup_steps=training.warmup_steps,
+            num_steps=steps if training.lr_schedule == "cosine" else 0,
+            num_epochs=training.num_epochs,
+            num_minibatches=training.num_minibatches,
+            adamw=AdamWSettings(weight_decay=training.weight_decay, grad_clip=training.grad_clip),
+        )
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by: the sampling temperature, under which the rollout's log-probs were taken."""
+        return self.config.env_runners.temperature
+
+    @property
+    def needs_reward_variance(self) -> bool:
+        """Whether groups whose rewards are all alike are left out."""
+        return False
+
+    @abstractmethod
+    def compute_advantages(self, batch: TrainBatch) -> Columns:
+        """Return the columns that ``compute_loss`` needs, each ``[M]`` of the whole batch; the same on every rank."""
+
+    @abstractmethod
+    def compute_loss(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
+        """Return the loss of every MODEL token of one micro-batch, not averaged."""
+
+    def surrogate(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
+        """Clipped policy loss on the columns ``old_logprobs`` and ``advantages``, less the entropy bonus."""
+        training = self.config.training
+        policy_loss, was_clipped = clipped_policy_loss(
+            outputs.logprobs, columns["old_logprobs"], columns["advantages"], training.clip_low, training.clip_high
+        )
+        loss = policy_loss
+        if training.entropy_coeff:
+            loss = loss - training.entropy_coeff * outputs.entropy
+        return TokenLoss(loss, {"policy_loss": policy_loss, "clip_fraction": was_clipped})
+
+    # Building
+
+    def build(self) -> None:
+        """Load the policy and set DeepSpeed up."""
+        self.device = init_distributed(self.rank, self.world_size)
+        self.policy = self.make_engine(
+            self._load_policy(self.config.learners.gradient_checkpointing), self.schedule.adamw
+        )
+
+    def make_engine(self, module: torch.nn.Module, settings: AdamWSettings) -> DeepSpeedEngine:
+        """Wrap a module that this learner trains."""
+        return DeepSpeedEngine(module.to(self.device), settings, zero_stage=self.config.learners.zero_stage)
+
+    def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
+        return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
+
+    # Learning
+
+    def update(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Learn from a batch and return metrics over all ranks. Every rank is given the whole batch."""
+        batch = self._select(groups)
+        meter = Meter()
+        if batch is not None:
+            batch.columns.update(self.compute_advantages(batch))
+            rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
+            for _ in range(self.schedule.num_epochs):
+                order = rng.permutation(len(batch.trajectories))
+                for part in np.array_split(order, self.schedule.num_minibatches):
+                    if len(part):
+                        self._train_minibatch(batch, part.tolist(), meter)
+        steps_an_update = self.schedule.num_epochs * self.schedule.num_minibatches
+        self.num_updates += 1
+        num_trajectories = sum(len(group.trajectories) for group in groups)
+        kept = len(batch.trajectories) if batch is not None else 0
+        return {
+            "num_steps": float(meter.num_steps),
+            "trajectories": float(num_trajectories),
+            "trajectories_left_out": float(num_trajectories - kept),
+            "lr": self.schedule.lr_at(self.num_updates * steps_an_update - 1),
+            **meter.reduce(self.device),
+        }
+
+    def _select(self, groups: Sequence[TrajectoryGroup]) -> TrainBatch | None:
+        """Leave out what carries no gradient, before anything is computed."""
+        trajectories: list[Trajectory] = []
+        group_ids: list[int] = []
+        for group_id, group in enumerate(groups):
+            members = [t for t in group.trajectories if not t.stop_reason.is_failure and t.num_model_tokens > 0]
+            if self.needs_reward_variance and not has_variance([member.reward for member in members]):
+                continue
+            trajectories += members
+            group_ids += [group_id] * len(members)
+        if not trajectories:
+            return None
+        flat = flatten(trajectories)
+        return TrainBatch(trajectories, group_ids, flat, {"old_logprobs": torch.from_numpy(flat.old_logprobs)})
+
+    def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
+        micro_batches = self._share(batch.flat, indices)
+        model_lengths = batch.flat.model_lengths
+        num_tokens = sum(model_lengths[index] for index in indices)
+        meter.add_layout(micro_batches)
+        self.train_step(micro_batches, batch.columns, num_tokens, meter)
+        meter.num_steps += 1
+
+    def train_step(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
+        """Take one optimizer step; ``num_tokens`` MODEL tokens are in the micro-batches of all ranks together."""
+        for micro_batch in micro_batches:
+            outputs = self.policy(micro_batch)
+            chosen = {name: column[micro_batch.columns].to(self.device) for name, column in columns.items()}
+            token_loss = self.compute_loss(outputs, chosen)
+            loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
+            # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
+            self.policy.backward(loss * self.world_size)
+            meter.add_tokens(micro_batch, outputs, chosen["old_logprobs"], token_loss)
+        meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter))))
+
+    def step_index(self, meter: Meter) -> int:
+        """Optimizer steps before this one; skipped ones count, so that a schedule depends on the iteration alone."""
+        return self.num_updates * self.schedule.num_epochs * self.schedule.num_minibatches + meter.num_steps
+
+    def _share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
+        """This rank's micro-batches of some trajectories."""
+        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens)
+        return [pack(flat, share).to(self.device) for share in shares[self.rank]]
+
+    def score(self, forward: Callable[[MicroBatch], torch.Tensor], flat: FlatTrajectories) -> torch.Tensor:
+        """Run a model over the whole batch without gradients, shared among ranks; return ``[M]`` on every rank."""
+        scores = torch.zeros(len(flat.model_positions), device=self.device)
+        with torch.no_grad():
+            for micro_batch in self._share(flat, range(len(flat.lengths))):
+                values = forward(micro_batch).float()
+                if micro_batch.weight:
+                    scores[micro_batch.columns] = values
+        if self.world_size > 1:
+            dist.all_reduce(scores)
+        return scores.cpu()
+
+    def reference_logprobs(self, flat: FlatTrajectories) -> torch.Tensor:
+        """Log-probs of the MODEL tokens under the policy that this learner was built from, ``[M]``."""
+        if self._reference is None:
+            self._reference = self._load_policy().to(self.device).eval().requires_grad_(False)
+        reference = self._reference
+        return self.score(lambda micro_batch: reference(micro_batch).logprobs, flat)
+
+    # State and weights
+
+    def engines(self) -> dict[str, DeepSpeedEngine]:
+        """Return everything that is trained, by name."""
+        return {"policy": self.policy}
+
+    def get_weights(self) -> State:
+        """Return the policy's weights by their Hugging Face names, whole, on rank 0; nothing on the other ranks.
+
+        A tied ``lm_head.weight`` is there as well: an engine that packs its weights does not follow the tie. bfloat16
+        comes as float32, since numpy has no bfloat16.
+        """
+        weights: State = {}
+        for name, tensor in self.policy.full_weights():
+            if self.rank == 0:
+                weights[name.removeprefix("model.")] = tensor.float().cpu().numpy()
+        model: Any = self.policy.module.get_submodule("model")
+        if self.rank == 0 and model.config.tie_word_embeddings:
+            weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        return weights
+
+    def get_state(self) -> State:
+        """Return all that a resumed run needs beside the folder it was built from; the same on every rank."""
+        state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
+        for name, engine in self.engines().items():
+            state |= {f"{name}/{key}": value for key, value in engine.get_state().items()}
+        return state
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from ``get_state`` of any number of ranks and any ZeRO stage.
+
+        Build from the folder that the stage started from, not from a later policy: it is the reference of the KL terms.
+        """
+        self.num_updates = int(state["num_updates"])
+        for name, engine in self.engines().items():
+            prefix = f"{name}/"
+            engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def save_policy(self, directory: str | Path) -> None:
+        """Write the policy as a Hugging Face folder, tokenizer included. All ranks call; rank 0 writes."""
+        weights = self.get_weights()
+        if self.rank == 0:
+            directory = Path(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            tied = self.policy.module.get_submodule("model").config.tie_word_embeddings  # type: ignore[union-attr]
+            tensors = {
+                name: torch.from_numpy(weight).to(self.dtype).contiguous()
+                for name, weight in weights.items()
+                if not (tied and name == "lm_head.weight")
+            }
+            copy_policy_files(self.policy_dir, directory, self.config.policy.dtype)
+            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def close(self) -> None:
+        """Let go of the engines."""
+        for engine in self.engines().values():
+            engine.close()
+
+
+def copy_policy_files(source: Path, target: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer of a Hugging Face folder, but not its weights."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.resolve().parent != target.resolve():
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = dtype  # transformers loads in this dtype unless told otherwise
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,55 @@
+"""RAGR1-Actors: train language models to reason and search with reinforcement learning, on Ray actors.
+
+The names below are the public surface; everything else is an internal address. They are imported when first used, so
+that ``import ragr1_actors`` costs nothing and pulls in neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+_PUBLIC = {
+    "Algorithm": "ragr1_actors.algorithm",
+    "AlgorithmConfig": "ragr1_actors.config",
+    "Answer": "envs.base",
+    "Learner": "learners.learner",
+    "Malformed": "envs.base",
+    "Passage": "retrieval.base",
+    "Retriever": "retrieval.base",
+    "Search": "envs.base",
+    "SearchEnv": "envs.search",
+    "StepResult": "envs.base",
+    "StopReason": "ragr1_actors.types",
+    "Task": "ragr1_actors.types",
+    "TextEnv": "envs.base",
+    "TokenKind": "ragr1_actors.types",
+    "Trajectory": "ragr1_actors.types",
+    "TrajectoryGroup": "ragr1_actors.types",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ragr1_actors' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def _check_siblings() -> None:
+    """Refuse to start where a folder of the user's shadows one of the project's own top-level packages."""
+    home = Path(__file__).resolve().parent.parent
+    for package in ("envs", "learners", "retrieval", "cluster"):
+        spec = importlib.util.find_spec(package)
+        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
+        if found != home / package:
+            raise ImportError(
+                f"ragr1_actors needs its own package {package!r} at {home / package}, but Python finds "
+                f"{found or 'a folder without __init__.py, or none'}; rename your {package!r} folder"
+            )
+
+
+_check_siblings()

@@ -1,0 +1,5 @@
+"""``python -m ragr1_actors`` is ``ragr1``."""
+
+from ragr1_actors.cli import main
+
+main()

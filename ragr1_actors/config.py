@@ -1,0 +1,354 @@
+"""Configuration: RLlib's fluent sections over validated models; YAML recipes load into it.
+
+Two levels, ``section.key``. The same names everywhere: in a recipe file, on the command line and in Python::
+
+    config = (
+        AlgorithmConfig.from_recipe("quickstart")
+        .training(lr=5e-4, group_size=8)
+        .env_runners(num_env_runners=2)
+        .debugging(seed=1)
+    )
+    algorithm = config.build_algo(run_dir="runs/mine")
+
+An unknown key, a wrong type or a value out of range is a ``ConfigError`` that names the nearest key there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ragr1_actors.errors import ConfigError
+
+if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
+    from ragr1_actors.algorithm import Algorithm
+
+DEFAULT_PROMPT = (
+    "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "
+    "missing, search for it: write up to {max_queries} queries, one a line, inside <search> and </search>; what is "
+    "found will stand inside <information> and </information>. Search as often as you need. Once you know, write only "
+    "the short answer inside <answer> and </answer>.\nQuestion: {question}"
+)
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EnvironmentSettings(Section):
+    """What the policy acts in."""
+
+    env: str = "search"
+    """``search``, or a custom ``my_module:MyEnv``."""
+    tasks: str = "world"
+    """Training tasks: ``world`` (made by the project) or a task file."""
+    eval_tasks: str = ""
+    """Held-out tasks: a task file; empty takes the world's, or holds ``evaluation.num_tasks`` of the file out."""
+    world_seed: int = 0
+    prompt: str = DEFAULT_PROMPT
+    """The user message; ``{question}`` and ``{max_queries}`` are filled in."""
+    reward: str = "exact_match"
+    """``exact_match``, ``token_f1`` or ``my_module:my_function``."""
+    max_turns: int = Field(5, ge=1)
+    """Turns the policy has, its answer included; searches are at most one less."""
+    max_queries_per_turn: int = Field(3, ge=1)
+    query_separator: str = Field("\n", min_length=1)
+    """Between the queries of one turn. RAG-R1's checkpoints use a comma."""
+    top_k: int = Field(3, ge=1)
+    """Passages a query."""
+    max_observation_tokens_per_query: int = Field(512, ge=8)
+    max_observation_tokens: int = Field(1536, ge=16)
+
+
+class PolicySettings(Section):
+    """The model that is trained."""
+
+    model: str = "tiny"
+    """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 and its tokenizer, made in the run directory."""
+    vocab_size: int = Field(2048, ge=300)
+    """Of the tiny policy, as are the next three."""
+    hidden_size: int = Field(128, ge=8)
+    num_layers: int = Field(3, ge=1)
+    num_heads: int = Field(4, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class EnvRunnerSettings(Section):
+    """The rollout fleet."""
+
+    num_env_runners: int = Field(1, ge=0)
+    """Actors; 0 samples in the driver."""
+    num_cpus_per_env_runner: float = Field(1, ge=0)
+    num_gpus_per_env_runner: float = Field(0, ge=0)
+    engine: str = "transformers"
+    """``transformers``, or ``my_module:MyEngine``."""
+    max_concurrent_trajectories: int = Field(128, ge=1)
+    """In one runner."""
+    max_context_tokens: int = Field(4096, ge=32)
+    """Prompt, model turns and observations together."""
+    max_new_tokens_per_turn: int = Field(500, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_task_retries: int = Field(3, ge=0)
+    """Times a task is issued again after a failure of the machinery."""
+
+
+class RetrievalSettings(Section):
+    """The retrieval fleet."""
+
+    corpus: str = "world"
+    """``world``, or a corpus file to index into the run directory."""
+    index: str = ""
+    """An index directory made by ``ragr1 index build``; empty builds one from ``corpus``."""
+    type: str = "flat"
+    """Index type to build."""
+    encoder: str = "static"
+    """``static`` (seeded random token vectors, no download) or a sentence-transformers folder or hub name."""
+    num_retrievers: int = Field(1, ge=0)
+    """Actors; 0 searches in the process that asks."""
+    num_cpus_per_retriever: float = Field(1, ge=0)
+    num_gpus_per_retriever: float = Field(0, ge=0)
+    timeout_s: float = Field(30, gt=0)
+    """Of one attempt at one replica."""
+    max_retries: int = Field(2, ge=0)
+    """On other replicas, before the search counts as failed."""
+
+
+class SFTSettings(Section):
+    """Stage 1: supervised fine-tuning on demonstrations."""
+
+    num_steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 skips the stage."""
+    num_demonstrations: int = Field(4000, ge=1)
+    batch_size: int = Field(64, ge=1)
+    """Trajectories a step."""
+    lr: float = Field(1e-5, gt=0)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up; ``cosine`` falls to 0 at the last step. So in ``training``."""
+    warmup_steps: int = Field(0, ge=0)
+
+
+class TrainingSettings(Section):
+    """Stage 2: reinforcement learning. Names are RLlib's where RLlib has one."""
+
+    algorithm: str = "grpo"
+    """``grpo``, ``ppo``, or a custom ``my_module:MyLearner``."""
+    num_iterations: int = Field(100, ge=0)
+    train_batch_size: int = Field(512, ge=1)
+    """Tasks an iteration."""
+    group_size: int = Field(5, ge=1)
+    """Trajectories a task."""
+    num_epochs: int = Field(1, ge=1)
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer steps an epoch."""
+    max_policy_lag: int = Field(0, ge=0)
+    """Versions a trajectory may be behind the policy it trains; 0 is synchronous."""
+    lr: float = Field(1e-6, gt=0)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.2, ge=0)
+    kl_coeff: float = Field(0.0, ge=0)
+    """Of k3 (GRPO, in the loss) or k1 (PPO, in the reward) against the policy at the start of the stage."""
+    entropy_coeff: float = 0.0
+    gamma: float = Field(1.0, ge=0, le=1)
+    lambda_: float = Field(1.0, ge=0, le=1)
+    vf_lr: float = Field(1e-5, gt=0)
+    vf_clip: float = Field(0.5, gt=0)
+    drop_zero_variance: bool = True
+    """Leave groups out whose rewards are all alike: they carry no gradient under GRPO."""
+
+
+class LearnerSettings(Section):
+    """The learner group."""
+
+    num_learners: int = Field(1, ge=0)
+    """DeepSpeed ranks, each an actor; 0 learns in the driver."""
+    num_cpus_per_learner: float = Field(1, ge=0)
+    num_gpus_per_learner: float = Field(0, ge=0)
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    micro_batch_tokens: int = Field(16384, ge=32)
+    """Token budget of one forward and backward pass."""
+    gradient_checkpointing: bool = False
+
+
+class EvaluationSettings(Section):
+    """Greedy evaluation on held-out tasks."""
+
+    interval: int = Field(0, ge=0)
+    """Iterations between evaluations; 0 evaluates at the ends of the stages only."""
+    num_tasks: int = Field(200, ge=1)
+
+
+class CheckpointingSettings(Section):
+    """What is kept of a run."""
+
+    interval: int = Field(10, ge=1)
+    """Iterations between checkpoints; one is always written at the end."""
+    num_to_keep: int = Field(2, ge=1)
+    keep_trajectories: bool = True
+    """Write each iteration's trajectories to ``trajectories/*.arrow``."""
+
+
+class DebuggingSettings(Section):
+    """Seeds and threads."""
+
+    seed: int = 0
+    num_threads: int = Field(0, ge=0)
+    """Torch threads a process; 0 takes the actor's CPUs."""
+
+
+class RunConfig(BaseModel):
+    """The resolved configuration of a run: every key has a value. Stored as ``config.yaml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: EnvironmentSettings = EnvironmentSettings()
+    policy: PolicySettings = PolicySettings()
+    env_runners: EnvRunnerSettings = EnvRunnerSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    sft: SFTSettings = SFTSettings()
+    training: TrainingSettings = TrainingSettings()
+    learners: LearnerSettings = LearnerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpointing: CheckpointingSettings = CheckpointingSettings()
+    debugging: DebuggingSettings = DebuggingSettings()
+
+    def to_yaml(self) -> str:
+        """Every section and key with its value."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+class AlgorithmConfig:
+    """Builder of a ``RunConfig``, one method a section, each returning ``self`` as in RLlib."""
+
+    def __init__(self, sections: dict[str, dict[str, Any]] | None = None) -> None:
+        """Start from the defaults, or from ``{section: {key: value}}``."""
+        self._sections: dict[str, dict[str, Any]] = {}
+        for section, settings in (sections or {}).items():
+            self._update(section, settings)
+
+    @classmethod
+    def from_recipe(cls, name_or_path: str) -> Self:
+        """Load a recipe of the project by name, or a YAML file by path."""
+        path = Path(name_or_path)
+        if path.suffix in (".yaml", ".yml"):
+            if not path.is_file():
+                raise ConfigError(
+                    f"no recipe file {path}; give an existing YAML file or one of: {', '.join(recipe_names())}"
+                )
+            text = path.read_text(encoding="utf-8")
+        elif name_or_path in recipe_names():
+            text = resources.files("ragr1_actors.recipes").joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
+        else:
+            raise ConfigError(f"unknown recipe {name_or_path!r}{_nearest(name_or_path, recipe_names())}")
+        try:
+            sections = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name_or_path}: not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
+            raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
+        return cls(sections)
+
+    def override(self, assignments: list[str]) -> Self:
+        """Apply ``section.key=value`` strings, values read as YAML."""
+        for assignment in assignments:
+            name, equals, value = assignment.partition("=")
+            section, dot, key = name.partition(".")
+            if not equals or not dot:
+                raise ConfigError(f"got {assignment!r}, expected section.key=value, such as training.lr=1e-4")
+            try:
+                self._update(section, {key: yaml.safe_load(value) if value else ""})
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{name}: {value!r} is not a YAML value; quote it") from error
+        return self
+
+    def _update(self, section: str, settings: dict[str, Any]) -> Self:
+        known = RunConfig.model_fields
+        if section not in known:
+            raise ConfigError(f"unknown section {section!r}{_nearest(section, list(known))}")
+        section_class = known[section].annotation
+        assert section_class is not None
+        keys = list(section_class.model_fields)
+        for key in settings:
+            if key not in keys:
+                raise ConfigError(f"unknown key {section}.{key}{_nearest(key, keys)}")
+        self._sections[section] = self._sections.get(section, {}) | settings
+        return self
+
+    def environment(self, **settings: Any) -> Self:
+        """Set keys of ``EnvironmentSettings``."""
+        return self._update("environment", settings)
+
+    def policy(self, **settings: Any) -> Self:
+        """Set keys of ``PolicySettings``."""
+        return self._update("policy", settings)
+
+    def env_runners(self, **settings: Any) -> Self:
+        """Set keys of ``EnvRunnerSettings``."""
+        return self._update("env_runners", settings)
+
+    def retrieval(self, **settings: Any) -> Self:
+        """Set keys of ``RetrievalSettings``."""
+        return self._update("retrieval", settings)
+
+    def sft(self, **settings: Any) -> Self:
+        """Set keys of ``SFTSettings``."""
+        return self._update("sft", settings)
+
+    def training(self, **settings: Any) -> Self:
+        """Set keys of ``TrainingSettings``."""
+        return self._update("training", settings)
+
+    def learners(self, **settings: Any) -> Self:
+        """Set keys of ``LearnerSettings``."""
+        return self._update("learners", settings)
+
+    def evaluation(self, **settings: Any) -> Self:
+        """Set keys of ``EvaluationSettings``."""
+        return self._update("evaluation", settings)
+
+    def checkpointing(self, **settings: Any) -> Self:
+        """Set keys of ``CheckpointingSettings``."""
+        return self._update("checkpointing", settings)
+
+    def debugging(self, **settings: Any) -> Self:
+        """Set keys of ``DebuggingSettings``."""
+        return self._update("debugging", settings)
+
+    def freeze(self) -> RunConfig:
+        """Validate everything and return the resolved configuration."""
+        try:
+            return RunConfig.model_validate(self._sections)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(
+                f"{name}: got {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}"
+            ) from error
+
+    def build_algo(self, run_dir: str | Path) -> Algorithm:
+        """Validate, and build the algorithm that writes into ``run_dir``."""
+        from ragr1_actors.algorithm import Algorithm  # pulls in Ray and torch
+
+        return Algorithm(self.freeze(), Path(run_dir))
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with the project."""
+    files = resources.files("ragr1_actors.recipes").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""Engines: ``generate(prompt_token_ids, sampling) -> Completion`` over one model."""

@@ -1,0 +1,195 @@
+"""EnvRunner: one engine and as many concurrent trajectories as it holds.
+
+``EnvRunner`` is plain asyncio and runs anywhere; ``EnvRunnerActor`` puts it behind Ray and turns groups into record
+batches, which stay in the object store while only their references travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from envs.base import EnvContext, TextEnv
+from envs.registry import ENVS
+from envs.rewards import exact_match, token_f1
+from ragr1_actors.config import RunConfig
+from ragr1_actors.engines.base import Engine
+from ragr1_actors.engines.registry import ENGINES
+from ragr1_actors.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.plugins import load_object
+from ragr1_actors.rollout import RolloutSettings, run_trajectory
+from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.task_sampler import Issue
+from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
+from retrieval.base import Retriever
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One group to sample."""
+
+    issue: Issue
+    num_trajectories: int
+    temperature: float
+    """0 is greedy."""
+
+    def trajectory_id(self, index: int) -> str:
+        """Name of the group's trajectory ``index``: ``world/train/17#2/0``."""
+        return f"{self.issue.group_id}/{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What the driver needs to know of a group whose tokens it never sees."""
+
+    category: str
+    rewards: tuple[float, ...]  # [num_trajectories that did not fail]
+    num_failed: int
+    errors: tuple[str, ...]
+    oldest_version: int
+    """Of the policy, over all tokens; -1 where nothing was sampled."""
+    means: dict[str, float]
+    """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's own ..."""
+
+
+class EnvRunner:
+    """Samples trajectories with one engine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy_dir: str | Path,
+        retriever: Retriever,
+        version: int = 0,
+        scripts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Load tokenizer and engine.
+
+        Args:
+            config: of the run.
+            policy_dir: Hugging Face folder or hub name.
+            retriever: what environments search with.
+            version: policy version of the weights in ``policy_dir``.
+            scripts: turns to recite in place of the policy, by trajectory id; no model is loaded then.
+        """
+        settings = config.env_runners
+        self._config = config
+        self._tokenizer = PolicyTokenizer(policy_dir)
+        if scripts is not None:
+            self._engine: Engine = ScriptedEngine(scripts, self._tokenizer.encode, version)
+        else:
+            engine_class = load_object(settings.engine, ENGINES)
+            self._engine = engine_class(
+                policy_dir,
+                self._tokenizer,
+                max_rows=settings.max_concurrent_trajectories,
+                dtype=config.policy.dtype,
+                device="cuda" if settings.num_gpus_per_env_runner else "cpu",
+                version=version,
+            )
+        self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
+        self._context = EnvContext(retriever, self._tokenizer.encode)
+        self._room = asyncio.Semaphore(settings.max_concurrent_trajectories)
+
+    async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
+        """Sample the trajectories of one group, all at once where there is room."""
+        indices = range(request.num_trajectories)
+        trajectories = await asyncio.gather(*(self._sample(request, index) for index in indices))
+        return TrajectoryGroup(request.issue.task, tuple(trajectories))
+
+    async def _sample(self, request: GroupRequest, index: int) -> Trajectory:
+        settings = self._config.env_runners
+        trajectory_id = request.trajectory_id(index)
+        async with self._room:
+            try:
+                return await run_trajectory(
+                    self._env_class(self._config.environment, self._context),
+                    request.issue.task,
+                    self._engine.generate,
+                    self._tokenizer,
+                    RolloutSettings(
+                        Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
+                        settings.max_context_tokens,
+                    ),
+                    trajectory_id=trajectory_id,
+                    seed=self._config.debugging.seed,
+                )
+            finally:
+                self._engine.release(trajectory_id)
+
+    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Swap the policy's weights in; see ``Engine.update_weights``."""
+        await self._engine.update_weights(weights, version)
+
+    async def close(self) -> None:
+        """Free the engine."""
+        await self._engine.close()
+
+
+class EnvRunnerActor:
+    """``EnvRunner`` as a Ray actor."""
+
+    def __init__(self, config: RunConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
+        """Build the runner in the actor's process, with the actor's share of the cores."""
+        set_threads(config)
+        self._runner = EnvRunner(config, policy_dir, retriever, version)
+
+    async def ping(self) -> bool:
+        """Answer: the engine is loaded."""
+        return True
+
+    async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
+        """Sample a group; Ray stores the two results under two references."""
+        group = await self._runner.sample_group(request)
+        return summarize(group), groups_to_record_batch([group])
+
+    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Swap the policy's weights in."""
+        await self._runner.update_weights(weights, version)
+
+
+def set_threads(config: RunConfig) -> None:
+    """Give torch the runner's share of the cores."""
+    import torch
+
+    torch.set_num_threads(
+        config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
+    )
+
+
+def summarize(group: TrajectoryGroup) -> GroupSummary:
+    """Reduce a group to what the driver's books and metrics need."""
+    kept = [t for t in group.trajectories if not t.stop_reason.is_failure]
+    totals: dict[str, float] = {}
+    for trajectory in kept:
+        values = {
+            "em": exact_match(trajectory.answer, trajectory.task.golden_answers),
+            "f1": token_f1(trajectory.answer, trajectory.task.golden_answers),
+            "rounds": float(trajectory.num_search_rounds),
+            "queries": float(trajectory.num_queries),
+            "turns": float(len(trajectory.turns)),
+            "tokens": float(trajectory.num_model_tokens),
+            "observation_tokens": float((trajectory.kinds == TokenKind.OBSERVATION).sum()),
+            "context_tokens": float(trajectory.num_tokens),
+            f"stop_{trajectory.stop_reason.value}": 1.0,
+            **trajectory.metrics,
+        }
+        for name, value in values.items():
+            totals[name] = totals.get(name, 0.0) + value
+    versions = [int(v) for t in kept for v in t.policy_versions[t.kinds == TokenKind.MODEL][:1]]
+    return GroupSummary(
+        category=group.task.category,
+        rewards=tuple(t.reward for t in kept),
+        num_failed=len(group.trajectories) - len(kept),
+        errors=tuple(t.error for t in group.trajectories if t.error),
+        oldest_version=min(versions, default=-1),
+        means={name: total / len(kept) for name, total in totals.items()},
+    )

@@ -1,0 +1,241 @@
+"""EnvRunnerGroup: the rollout fleet. Requests go in, finished groups come out in the order they finish.
+
+::
+
+    submit ──► pending ──► runner with the least to do ──► in flight ──► collect
+                  ▲                                            │
+                  └── the runner died: hand it to another ─────┘
+
+A runner that dies is restarted by Ray, given the newest weights, and used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from ragr1_actors.config import RunConfig
+from ragr1_actors.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
+from ragr1_actors.errors import FleetError, RagR1Error
+from ragr1_actors.schema import groups_to_record_batch
+from retrieval.base import Retriever
+
+START_TIMEOUT_S = 600.0
+"""For an engine to load."""
+PROBE_INTERVAL_S = 1.0
+RESTART_TIMEOUT_S = 300.0
+"""How long the fleet waits for any runner to come back when none is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A sampled group: its summary, and where its tokens are."""
+
+    request: GroupRequest
+    summary: GroupSummary
+    batch: Any
+    """``ray.ObjectRef`` of the group's record batch; the record batch itself where the driver samples."""
+
+
+@dataclass(slots=True)
+class _Runner:
+    handle: Any
+    is_healthy: bool = True
+    num_in_flight: int = 0
+    probe: Any = None
+    probed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request: GroupRequest
+    runner: _Runner
+    batch: Any = field(repr=False, default=None)
+
+
+class EnvRunnerGroup:
+    """N runners as actors, or one in the driver where ``num_env_runners = 0``."""
+
+    def __init__(self, config: RunConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> None:
+        """Start the runners and wait until every engine is loaded.
+
+        Raises:
+            FleetError: a runner did not start.
+        """
+        settings = config.env_runners
+        self._pending: deque[GroupRequest] = deque()
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._runners: list[_Runner] = []
+        self._weights: tuple[Any, int] | None = None
+        self.num_restarts = 0
+        self._local: EnvRunner | None = None
+        # twice what a runner works on at once: the next request is there when a trajectory ends
+        self._max_in_flight = 2 * math.ceil(settings.max_concurrent_trajectories / max(1, config.training.group_size))
+        if settings.num_env_runners == 0:
+            self._local = EnvRunner(config, policy_dir, retriever, version)
+            self._loop = asyncio.new_event_loop()
+            return
+        actor_class: Any = ray.remote(EnvRunnerActor)
+        actor_class = actor_class.options(
+            num_cpus=settings.num_cpus_per_env_runner,
+            num_gpus=settings.num_gpus_per_env_runner,
+            max_restarts=-1,
+            max_task_retries=0,  # the group hands the request to another runner
+            max_concurrency=4 * self._max_in_flight,
+        )
+        for _ in range(settings.num_env_runners):
+            self._runners.append(_Runner(actor_class.remote(config, str(policy_dir), retriever, version)))
+
+    def wait_until_ready(self) -> None:
+        """Return once every runner has loaded its engine; runners load while the caller does something else."""
+        if not self._runners:
+            return
+        try:
+            ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+        except RayError as error:
+            raise FleetError(f"an env runner did not start: {_cause(error)}") from error
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not collected."""
+        return len(self._pending) + len(self._in_flight)
+
+    @property
+    def num_healthy(self) -> int:
+        """Runners that take requests."""
+        return 1 if self._local is not None else sum(runner.is_healthy for runner in self._runners)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        self._pending.append(request)
+        if self._local is None:
+            self._dispatch()
+
+    def collect(self) -> list[FinishedGroup]:
+        """Return the groups that are finished; wait until there is one.
+
+        Raises:
+            FleetError: no runner is left and none comes back.
+        """
+        if self._local is not None:
+            return self._loop.run_until_complete(self._collect_local(self._local))
+        deadline = time.monotonic() + RESTART_TIMEOUT_S
+        while self.num_unfinished:
+            self._probe()
+            self._dispatch()
+            if self._in_flight:
+                deadline = time.monotonic() + RESTART_TIMEOUT_S
+                done, _ = ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
+                more, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
+                finished = [group for ref in {*done, *more} if (group := self._finish(ref)) is not None]
+                if finished:
+                    return finished
+            elif time.monotonic() > deadline:
+                raise FleetError(f"all {len(self._runners)} env runners died and none came back; see the Ray logs")
+            else:
+                time.sleep(PROBE_INTERVAL_S / 10)
+        return []
+
+    async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
+        requests, self._pending = list(self._pending), deque()
+        groups = await asyncio.gather(*(runner.sample_group(request) for request in requests))
+        return [
+            FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
+            for request, group in zip(requests, groups, strict=True)
+        ]
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        """Publish a policy version to every runner, and remember it for those that come back later.
+
+        Args:
+            weights: ``{name: array}``, or an ``ObjectRef`` of it.
+            version: recorded with every token sampled from now on.
+        """
+        if self._local is not None:
+            self._loop.run_until_complete(self._local.update_weights(weights, version))
+            return
+        self._weights = (weights, version)
+        updates = {r.handle.update_weights.remote(weights, version): r for r in self._runners if r.is_healthy}
+        for update, runner in updates.items():
+            try:
+                ray.get(update)
+            except RayActorError:
+                self._mark_dead(runner)
+
+    def stop(self) -> None:
+        """End all runners. What is in flight is lost."""
+        if self._local is not None:
+            for task in asyncio.all_tasks(self._loop):  # an interrupt leaves trajectories behind
+                task.cancel()
+            self._loop.run_until_complete(self._local.close())
+            self._loop.close()
+            self._local = None
+        for runner in self._runners:
+            ray.kill(runner.handle, no_restart=True)
+        self._runners = []
+        self._in_flight.clear()
+        self._pending.clear()
+
+    def _dispatch(self) -> None:
+        while self._pending:
+            free = [r for r in self._runners if r.is_healthy and r.num_in_flight < self._max_in_flight]
+            if not free:
+                return
+            runner = min(free, key=lambda r: r.num_in_flight)
+            request = self._pending.popleft()
+            summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
+            runner.num_in_flight += 1
+            self._in_flight[summary] = _InFlight(request, runner, batch)
+
+    def _finish(self, ref: Any) -> FinishedGroup | None:
+        flight = self._in_flight.pop(ref)
+        flight.runner.num_in_flight -= 1
+        try:
+            summary = ray.get(ref)
+        except RayActorError:
+            self._pending.appendleft(flight.request)
+            self._mark_dead(flight.runner)
+            return None
+        except RayTaskError as error:
+            if isinstance(error.cause, RagR1Error):
+                raise error.cause from None
+            raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {_cause(error)}") from error
+        return FinishedGroup(flight.request, summary, flight.batch)
+
+    def _mark_dead(self, runner: _Runner) -> None:
+        if runner.is_healthy:
+            runner.is_healthy = False
+            self.num_restarts += 1
+
+    def _probe(self) -> None:
+        """Take runners that came back into use, once they have the newest weights."""
+        for runner in self._runners:
+            if runner.is_healthy:
+                continue
+            if runner.probe is None and time.monotonic() - runner.probed_at > PROBE_INTERVAL_S:
+                runner.probed_at = time.monotonic()
+                runner.probe = (
+                    runner.handle.update_weights.remote(*self._weights)
+                    if self._weights
+                    else runner.handle.ping.remote()
+                )
+            if runner.probe is not None and ray.wait([runner.probe], timeout=0)[0]:
+                probe, runner.probe = runner.probe, None
+                try:
+                    ray.get(probe)
+                except RayError:
+                    continue  # still restarting: probe again
+                runner.is_healthy, runner.num_in_flight = True, 0
+
+
+def _cause(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

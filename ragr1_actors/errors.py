@@ -1,0 +1,49 @@
+"""Every exception a user can meet.
+
+::
+
+    RagR1Error
+    ├── UserError                  what was asked for cannot be done; one sentence, exit status 2
+    │   ├── ConfigError (ValueError)   unknown key, wrong type, unknown recipe
+    │   ├── DataError (ValueError)     a task, corpus or index file that cannot be used
+    │   └── RunDirectoryError          the run directory holds a run already, or holds none
+    ├── RetrievalError             a search failed on every replica
+    ├── EngineError                an engine did not start or did not answer
+    └── FleetError                 no actor of a fleet is left
+
+All of them pickle (Ray sends them between processes): they take one message and keep no other state.
+"""
+
+from __future__ import annotations
+
+
+class RagR1Error(Exception):
+    """Base of every exception raised on purpose."""
+
+
+class UserError(RagR1Error):
+    """What was asked for cannot be done. The message says what was got, what was expected and what to do."""
+
+
+class ConfigError(UserError, ValueError):
+    """A recipe, a section, a key or a value that does not exist or does not fit."""
+
+
+class DataError(UserError, ValueError):
+    """A task file, a corpus or an index that cannot be used as it is."""
+
+
+class RunDirectoryError(UserError):
+    """A run directory that holds a run already, or that holds none where one is needed."""
+
+
+class RetrievalError(RagR1Error):
+    """A search that failed on every replica it was tried on."""
+
+
+class EngineError(RagR1Error):
+    """An engine that did not start or did not answer."""
+
+
+class FleetError(RagR1Error):
+    """A fleet of which no actor is left."""

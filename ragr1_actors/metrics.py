@@ -1,0 +1,146 @@
+"""What a run writes about itself: one line of JSON an iteration, and the same numbers for TensorBoard.
+
+``metrics.jsonl``, one line for every ``log``, keys sorted::
+
+    {"iteration": 3, "loop/tokens": 81920.0, "rollout/reward": 0.61, "stage": "rl", "time/iteration_s": 4.2}
+
+A metric's name is ``group/what``: ``rollout/…``, ``learner/…``, ``eval/…``, ``loop/…``. Names that start with ``time/``
+are wall times in seconds. They are the only ones that two runs of the same seed do not share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragr1_actors.errors import RunDirectoryError
+
+if TYPE_CHECKING:  # TensorBoard's writer imports torch
+    from torch.utils.tensorboard import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIRECTORY = "tensorboard"
+TIME_PREFIX = "time/"
+_RESERVED = ("iteration", "stage")
+
+
+class MetricsLogger:
+    """Appends to ``metrics.jsonl`` and ``tensorboard/`` of one run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Open for appending. ``run_dir`` is made where it does not exist."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._path = run_dir / METRICS_FILE
+        if self._path.is_file():
+            self._rewrite(read_metrics(run_dir))  # without a last line that a crash cut off
+        self._file = self._path.open("a", encoding="utf-8")
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def log(self, stage: str, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one iteration of ``stage``. The line is in the file when this returns.
+
+        ``log("rl", 3, {"rollout/reward": 0.61, "time/iteration_s": 4.2})``
+
+        A logger's first line of a stage drops the lines of that stage from ``iteration`` on: a run that is resumed
+        from iteration 3 does not keep what its earlier life logged after that checkpoint.
+        """
+        reserved = [name for name in metrics if name in _RESERVED]
+        if reserved:
+            raise ValueError(
+                f"got a metric named {reserved[0]!r}, which is the line's own; name it group/{reserved[0]}"
+            )
+        values = {name: float(value) for name, value in metrics.items()}
+        writer = self._writer(stage, iteration)
+        self._file.write(_line({"stage": stage, "iteration": iteration, **values}))
+        self._file.flush()
+        for name, value in sorted(values.items()):
+            writer.add_scalar(name, value, global_step=iteration)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        self._file.close()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _writer(self, stage: str, iteration: int) -> SummaryWriter:
+        # One TensorBoard run a stage: iterations start at 0 in each, and the curves can be laid over one another.
+        if stage not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            resumed = self._drop(stage, iteration)
+            self._writers[stage] = SummaryWriter(
+                str(self._run_dir / TENSORBOARD_DIRECTORY / stage), purge_step=iteration if resumed else None
+            )
+        return self._writers[stage]
+
+    def _drop(self, stage: str, first_iteration: int) -> bool:
+        rows = read_metrics(self._run_dir)
+        kept = [row for row in rows if row["stage"] != stage or row["iteration"] < first_iteration]
+        if len(kept) < len(rows):
+            self._file.close()
+            self._rewrite(kept)
+            self._file = self._path.open("a", encoding="utf-8")
+        return any(row["stage"] == stage for row in rows)
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(_line(row) for row in rows), encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``, oldest first; a last line that a crash cut off is left out.
+
+    Numbers that are not finite come back as floats again.
+
+    Raises:
+        RunDirectoryError: the folder has no metrics, or a line before the last cannot be read.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        raise RunDirectoryError(f"{run_dir} holds no {METRICS_FILE}; give the directory of a run")
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty, or cut off
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RunDirectoryError(f"{path}, line {number}: not JSON ({error.msg}); delete the line") from error
+        rows.append({name: _as_float(value) if name not in _RESERVED else value for name, value in row.items()})
+    return rows
+
+
+def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics without wall times: two runs of the same seed share these."""
+    return {name: value for name, value in metrics.items() if not name.startswith(TIME_PREFIX)}
+
+
+def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Average every name over the mappings that hold it.
+
+    ``mean_over([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}``
+    """
+    values: dict[str, list[float]] = {}
+    for mapping in metrics:
+        for name, value in mapping.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    # JSON has no word for these, and a diverged run must still leave a file that every JSON reader opens.
+    plain = {
+        name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+        for name, value in row.items()
+    }
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _as_float(value: float | str) -> float:
+    return float(value)

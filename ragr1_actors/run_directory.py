@@ -1,0 +1,41 @@
+"""Making and opening the directory of a run; light, so that mistakes are told before torch and Ray are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.errors import RunDirectoryError
+
+CONFIG_FILE = "config.yaml"
+
+
+def create_run_directory(config: RunConfig, run_dir: Path) -> None:
+    """Make the directory of a new run and store the resolved configuration in it.
+
+    Raises:
+        RunDirectoryError: it holds a run already, or cannot be made.
+    """
+    if (run_dir / CONFIG_FILE).exists():
+        raise RunDirectoryError(
+            f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write to {run_dir}: {error.strerror}; choose another --run-dir") from error
+
+
+def open_run_directory(run_dir: Path) -> RunConfig:
+    """Return the configuration of the run in a directory.
+
+    Raises:
+        RunDirectoryError: there is no run in it.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise RunDirectoryError(f"{run_dir} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
+    return AlgorithmConfig(yaml.safe_load(path.read_text(encoding="utf-8"))).freeze()

@@ -1,0 +1,135 @@
+"""Makes a tiny random policy from nothing: an ordinary Hugging Face folder that needs no model hub.
+
+The tokenizer is a byte-level one: whole words of the given texts are single tokens, and any other text falls back to
+bytes, so that nothing is ever lost or unknown.
+
+The model is a small random ``Qwen2ForCausalLM``. ``AutoTokenizer`` gives such a folder Qwen2's tokenizer class, which
+brings its own pre-tokenizer (it cuts numbers into digits) and keeps of the saved one only vocabulary, merges and added
+tokens; so the words are added tokens, space included, and load as they were saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PROTOCOL_TAGS = (
+    "<think>",
+    "</think>",
+    "<search>",
+    "</search>",
+    "<information>",
+    "</information>",
+    "<answer>",
+    "</answer>",
+)
+PAD_TOKEN = "<|endoftext|>"
+START_TOKEN = "<|im_start|>"
+END_TOKEN = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_policy(
+    directory: Path,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    vocab_size: int = 2048,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    intermediate_size: int | None = None,
+    max_position_embeddings: int = 1024,
+    rope_theta: float = 1_000.0,
+    initializer_range: float = 0.06,
+) -> None:
+    """Write tokenizer and weights to ``directory``, for ``AutoTokenizer`` and ``AutoModelForCausalLM``.
+
+    Args:
+        directory: Made where missing.
+        texts: What the tokenizer is trained on; their commonest words become tokens.
+        seed: Of the weights.
+        vocab_size: At most this many tokens; fewer where the texts have fewer words.
+        hidden_size: Width of the model.
+        num_layers: Depth of the model.
+        num_heads: Attention heads; as many for keys and values.
+        intermediate_size: Width of the feed-forward part; ``None`` is twice ``hidden_size``.
+        max_position_embeddings: The longest context.
+        rope_theta: Base of the rotary position embedding; a small one tells near positions well apart.
+        initializer_range: Standard deviation of the random weights; Qwen's .02, meant for a wide model, learns to copy
+            half as fast here.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of one small file
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer.save_pretrained(directory)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        intermediate_size=intermediate_size or 2 * hidden_size,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(directory)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Return a byte-level tokenizer with the protocol's tags, the chat template and the commonest words of ``texts``.
+
+    Without merges, a word is one token where it is among the added tokens, else its bytes are. Merges would add the
+    fragments of every word to a vocabulary whose rows a tiny model pays for at each token.
+    """
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = (PAD_TOKEN, START_TOKEN, END_TOKEN)
+    room = max(0, vocab_size - len(alphabet) - len(special) - len(PROTOCOL_TAGS))
+    words = _commonest_words((*texts, "user", "assistant", "system"), splitter, room)
+    vocab = {token: index for index, token in enumerate((*special, *alphabet))}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[],
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        unk_token=PAD_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[START_TOKEN],
+        clean_up_tokenization_spaces=False,
+    )
+    # Tags are not "special": decoding keeps them, and they are what an environment reads.
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*PROTOCOL_TAGS, *words)])
+    return tokenizer
+
+
+def _commonest_words(texts: Iterable[str], splitter: Any, count: int) -> list[str]:
+    """Return up to ``count`` words of more than one byte, commonest first and then in the order of the alphabet."""
+    frequencies: Counter[str] = Counter()
+    for text in texts:
+        for tag in PROTOCOL_TAGS:
+            text = text.replace(tag, "\0")
+        for piece in text.split("\0"):
+            frequencies.update(piece[start:end] for _, (start, end) in splitter.pre_tokenize_str(piece))
+    ranked = sorted(frequencies.items(), key=lambda item: (-item[1], item[0]))
+    return [word for word, _ in ranked if len(word.encode()) > 1][:count]

@@ -1,0 +1,187 @@
+"""A whole training run in its directory: stages, progress bars, checkpoints, report. What ``ragr1 train`` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cluster.session import Session
+from ragr1_actors.algorithm import Algorithm
+from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.config import RunConfig
+from ragr1_actors.interrupt import InterruptGuard
+from ragr1_actors.metrics import MetricsLogger
+from ragr1_actors.report import (
+    EvalResult,
+    PeakMemory,
+    RunReport,
+    StageName,
+    StageReport,
+    TaskCounts,
+    render_table,
+    write_report,
+)
+
+
+class TrainingRun:
+    """One run. ``execute()`` takes it from wherever it stands to its end."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
+        """Open a run directory made by ``run_directory.create_run_directory``."""
+        self._config = config
+        self._run_dir = run_dir
+        self._console = console
+        self._stages: list[StageReport] = []
+        self._wall_before_s = 0.0
+        self._started = time.monotonic()
+
+    def execute(self) -> RunReport:
+        """Run the stages that are not done yet.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; a checkpoint is written and all actors are gone.
+            UserError: something asked for cannot be done.
+        """
+        with PeakMemory() as memory, InterruptGuard() as guard, self._session(), self._logger() as logger:
+            with self._console.status("starting the fleets"):
+                algorithm = Algorithm(self._config, self._run_dir, guard)
+            try:
+                self._restore(algorithm)
+                self._describe(algorithm)
+                self._run_stages(algorithm, logger)
+            except KeyboardInterrupt:
+                self._save(algorithm)
+                raise
+            finally:
+                algorithm.stop()
+        report = RunReport(
+            stages=tuple(self._stages),
+            wall_s=self._wall_s(),
+            peak_rss_bytes=memory.peak_bytes,
+            tasks=TaskCounts(**algorithm.task_counts()),
+            ratios=dict(algorithm.workspace.recall),
+        )
+        write_report(self._run_dir, report)
+        return report
+
+    def _session(self) -> AbstractContextManager[object]:
+        config = self._config
+        num_actors = config.env_runners.num_env_runners + config.retrieval.num_retrievers + config.learners.num_learners
+        return Session() if num_actors else nullcontext()
+
+    @contextmanager
+    def _logger(self) -> Iterator[MetricsLogger]:
+        logger = MetricsLogger(self._run_dir)
+        try:
+            yield logger
+        finally:
+            logger.close()
+
+    def _restore(self, algorithm: Algorithm) -> None:
+        extra = algorithm.restore()
+        if extra is not None:
+            self._wall_before_s = extra["wall_s"]
+            self._stages = [
+                StageReport(stage["stage"], EvalResult(**stage["eval"]), stage["wall_s"]) for stage in extra["stages"]
+            ]
+            self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
+
+    def _save(self, algorithm: Algorithm) -> Path:
+        extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
+        return algorithm.save(extra)
+
+    def _wall_s(self) -> float:
+        return self._wall_before_s + time.monotonic() - self._started
+
+    def _describe(self, algorithm: Algorithm) -> None:
+        workspace = algorithm.workspace
+        for note in workspace.notes:
+            self._console.print(note)
+        recall = ", ".join(f"{name} {value:.2f}" for name, value in workspace.recall.items())
+        self._console.print(
+            f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"
+            + (f"; the question as query finds the evidence with {recall}" if recall else "")
+        )
+
+    def _run_stages(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        config = self._config
+        if not self._has_stage("start"):
+            self._evaluate(algorithm, logger, "start", time.monotonic())
+        if config.sft.num_steps and not self._has_stage("sft"):
+            started = time.monotonic()
+            with self._progress("SFT", config.sft.num_steps, algorithm.sft_step) as report:
+
+                def on_step(step: int, metrics: dict[str, float]) -> None:
+                    logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
+                    report(step, f"loss {metrics['loss']:.3f}")
+
+                algorithm.pretrain(on_step)
+            decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
+            self._console.print(f"decisions demonstrated: {decisions}")
+            self._evaluate(algorithm, logger, "sft", started)
+            self._save(algorithm)
+        started = time.monotonic()
+        if algorithm.iteration < config.training.num_iterations:
+            self._reinforce(algorithm, logger)
+        self._evaluate(algorithm, logger, "rl", started)
+        self._save(algorithm)
+
+    def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        config = self._config
+        with self._progress("RL ", config.training.num_iterations, algorithm.iteration) as report:
+            while algorithm.iteration < config.training.num_iterations:
+                metrics = algorithm.train()
+                is_last = algorithm.iteration == config.training.num_iterations
+                if config.evaluation.interval and algorithm.iteration % config.evaluation.interval == 0 and not is_last:
+                    metrics |= {f"eval/{name}": value for name, value in asdict(algorithm.evaluate()).items()}
+                logger.log("rl", algorithm.iteration, metrics)
+                report(
+                    algorithm.iteration,
+                    f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}",
+                )
+                if algorithm.iteration % config.checkpointing.interval == 0 and not is_last:
+                    self._save(algorithm)
+
+    def _has_stage(self, name: StageName) -> bool:
+        return any(stage.stage == name for stage in self._stages)
+
+    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> None:
+        if self._has_stage(name):
+            return
+        with self._console.status("evaluating"):
+            result = algorithm.evaluate()
+        logger.log(f"eval_{name}", 0, {f"eval/{key}": value for key, value in asdict(result).items()})
+        self._stages.append(StageReport(name, result, time.monotonic() - started))
+
+    @contextmanager
+    def _progress(self, title: str, total: int, done: int) -> Iterator[Any]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            bar = progress.add_task(title, total=total, completed=done, status="")
+            yield lambda step, status: progress.update(bar, completed=step, status=status)
+
+    def describe_end(self, report: RunReport) -> None:
+        """Print the table, and where everything lies."""
+        self._console.print(render_table(report))
+        self._console.print(
+            f"TensorBoard   tensorboard --logdir {self._run_dir / 'tensorboard'}\n"
+            f"trajectories  {self._run_dir / 'trajectories'}\n"
+            f"checkpoint    {CheckpointStore(self._run_dir / 'checkpoints').latest()}\n"
+            f"report        {self._run_dir / 'report.html'}\n"
+            f"wall time {report.wall_s:.0f} s, peak memory {report.peak_rss_bytes / 2**30:.1f} GiB",
+            soft_wrap=True,
+            highlight=False,
+        )

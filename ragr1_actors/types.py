@@ -1,0 +1,232 @@
+"""The nouns of the system. Read this file first.
+
+One trajectory, from question to gradient::
+
+    Task ──► Message(s) ──► prompt token ids
+                                │
+              ┌─────────────────┴── one Turn ───────────────────────┐
+              │ Sampling ──► Completion ──► Search | Answer | Malformed
+              │                               │
+              │                  queries ──► RetrievalRecord(s) ──► observation
+              └──────────────────────────────────────────────────────┘
+                                │  (repeat; the ids only ever grow)
+                                ▼
+                           Trajectory  ── siblings of one Task ──►  TrajectoryGroup
+
+* ``Task``: a question with its gold answers.
+* ``Completion``: what an engine sampled for one turn, as token ids with their log-probs.
+* ``Turn``: one completion, what it asked and what came back.
+* ``Trajectory``: all the tokens of one attempt, each with its ``TokenKind``.
+* ``TrajectoryGroup``: the attempts at one task, the unit that a baseline is computed over.
+
+Token ids are only ever appended. Nothing here is decoded and encoded again, so the ids a learner sees are the ids
+the engine sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenKind(IntEnum):
+    """Who wrote a token. Every loss, KL, entropy, whitening and value mask is ``kind == MODEL`` and nothing else."""
+
+    PROMPT = 0
+    """The question and its instructions, from the chat template."""
+    MODEL = 1
+    """Sampled by the policy, its end-of-sequence token included. The only kind that is trained on."""
+    OBSERVATION = 2
+    """Retrieved text and the tags around it."""
+    NOTICE = 3
+    """The environment's own words: a malformed turn, the last turn."""
+    INJECTED = 4
+    """Written into the policy's turn by somebody else (a forced prefix, say)."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWERED = "answered"
+    """The policy submitted an answer."""
+    MAX_TURNS = "max_turns"
+    """The turn budget was used up without an answer (gymnasium's truncated)."""
+    CONTEXT_FULL = "context_full"
+    """No room was left in the context for another turn."""
+    RETRIEVAL_FAILED = "retrieval_failed"
+    """A search failed on every replica. Left out of the group's baseline; the task is issued again."""
+    ENV_ERROR = "env_error"
+    """The environment raised. Left out of the group's baseline; the task is issued again."""
+    ENGINE_ERROR = "engine_error"
+    """The engine failed or returned a log-prob that is not finite. Left out; the task is issued again."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the machinery failed rather than the policy: such a trajectory carries no reward and no gradient."""
+        return self in (StopReason.RETRIEVAL_FAILED, StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question to answer.
+
+    ``Task("hotpotqa/5a7a06935542990198eaf050", "Which magazine was started first, ...?", ("Arthur's Magazine",))``
+    """
+
+    task_id: str
+    """Unique over all sources, ``source/local id``; the group of a trajectory is its task."""
+    question: str
+    golden_answers: tuple[str, ...]
+    """Any one of them counts."""
+    category: str = ""
+    """What sort of question (``comparison``, ``two_hop``), for metrics only."""
+    supporting_ids: tuple[str, ...] = ()
+    """Passage ids that hold the evidence, where known; recall is measured against them."""
+    plan: tuple[tuple[str, ...], ...] = ()
+    """The queries a perfect searcher asks, a tuple a round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message, as a chat template takes it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine samples one completion."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Generation ends with the token that completes one of these; that token is kept."""
+    seed: int | None = None
+    """Same seed, same prompt, same policy version: same tokens."""
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped generating."""
+
+    STOP = "stop"
+    """A stop string was completed, or the end-of-sequence token was sampled."""
+    LENGTH = "length"
+    """``max_new_tokens`` or the context was used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one turn.
+
+    ``Completion([27, 301, 28], [-0.1, -0.7, -0.0], [3, 3, 3], "<answer> Riga</answer>", FinishReason.STOP)``
+    """
+
+    token_ids: list[int]  # [num_new_tokens]
+    logprobs: list[float]  # [num_new_tokens], under the sampling temperature
+    policy_versions: list[int]  # [num_new_tokens], the weights that sampled each
+    text: str
+    """``token_ids`` decoded; read by ``TextEnv.parse``, never encoded again."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalRecord:
+    """What one query brought back, as kept with the trajectory."""
+
+    query: str
+    passage_ids: tuple[str, ...]  # [k], best first
+    scores: tuple[float, ...]  # [k]
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion and the environment's reply to it."""
+
+    completion_text: str
+    num_model_tokens: int
+    action: str
+    """``search``, ``answer`` or ``malformed``."""
+    queries: tuple[str, ...] = ()
+    """As executed: at most the limit, no duplicates, none empty."""
+    retrievals: tuple[RetrievalRecord, ...] = ()
+    observation: str = ""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One attempt at a task.
+
+    The four arrays have one entry a token of prompt and response together. For a two-turn attempt::
+
+        token_ids        [ 1 40 41  2 | 7 90 91  8 | 5 90 33 17  6 | 9 33 10 ]
+        kinds            [ P  P  P  P | M  M  M  M | O  O  O  O  O | M  M  M ]
+        logprobs         [ 0  0  0  0 |-.1-.4-.2  0| 0  0  0  0  0 |-.3-.1 0 ]
+        policy_versions  [-1 -1 -1 -1 | 3  3  3  3 |-1 -1 -1 -1 -1 | 4  4  4 ]
+    """
+
+    trajectory_id: str
+    task: Task
+    token_ids: NDArray[np.int32]  # [num_tokens]
+    kinds: NDArray[np.uint8]  # [num_tokens], TokenKind
+    logprobs: NDArray[np.float32]  # [num_tokens], 0 where the kind is not MODEL
+    policy_versions: NDArray[np.int32]  # [num_tokens], -1 where the kind is not MODEL
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    reward: float
+    answer: str = ""
+    """The submitted answer; empty where there is none."""
+    error: str = ""
+    """What went wrong, where ``stop_reason.is_failure``; kept for people, never shown to the policy."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Counts of the environment's own, such as ``duplicate_queries``; averaged into the iteration's metrics."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.token_ids)
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.kinds == TokenKind.MODEL))
+
+    @property
+    def num_search_rounds(self) -> int:
+        """Turns that searched (RAG-R1's retrieval count)."""
+        return sum(turn.action == "search" for turn in self.turns)
+
+    @property
+    def num_queries(self) -> int:
+        """Queries executed over all rounds."""
+        return sum(len(turn.queries) for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class TrajectoryGroup:
+    """The attempts at one task that share a baseline."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+
+class GenerateFn(Protocol):
+    """What a trajectory needs of an engine."""
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str
+    ) -> Awaitable[Completion]:
+        """Continue ``prompt_token_ids``; ``request_id`` is that of the trajectory, whose prefix stays cached."""
+        ...
+
+
+EncodeFn = Callable[[str], list[int]]
+"""Text to token ids, without special tokens added."""

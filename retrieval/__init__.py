@@ -1,0 +1,1 @@
+"""Evidence: corpora, encoders, indexes and the fleet that serves them."""

@@ -1,0 +1,60 @@
+"""What all tests share: one thread a process, no network hub, and a Ray cluster of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Torch, FAISS and Ray read these when they are first imported, so they are set here and not in a fixture. The token is
+# new in every session: a test can neither attach to nor be attached to by another cluster on this machine.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+os.environ.pop("RAY_ADDRESS", None)
+
+
+@pytest.fixture(scope="session")
+def ray_temp_dir() -> Iterator[str]:
+    """A folder for Ray's session files with a short path: a Unix socket's path may have 107 characters, Ray adds 75."""
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp"
+    directory = tempfile.mkdtemp(prefix="rr", dir=parent)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
+    """A local Ray cluster of four (logical) CPUs, shared by the session; yields the module ``ray``."""
+    import ray
+
+    worker_env: dict[str, Any] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        log_to_driver=False,
+        _temp_dir=ray_temp_dir,
+        runtime_env={"env_vars": worker_env},
+    )
+    yield ray
+    ray.shutdown()

@@ -1,0 +1,44 @@
+"""Fakes that check what they are given: a retriever over a dictionary, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragr1_actors.errors import RetrievalError
+from ragr1_actors.types import Message
+from retrieval.base import Passage
+
+
+class DictRetriever:
+    """Finds the passage whose title is the query; counts its calls."""
+
+    def __init__(self, passages: Sequence[Passage] = ()) -> None:
+        self.by_title = {passage.title: passage for passage in passages}
+        self.calls: list[list[str]] = []
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        assert queries, "search() with no queries"
+        assert all(query.strip() == query and query for query in queries), queries
+        assert k >= 1
+        self.calls.append(queries)
+        return [[self.by_title[query]] if query in self.by_title else [] for query in queries]
+
+
+class BrokenRetriever:
+    """Always fails, as a fleet whose replicas are all dead."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        raise RetrievalError("tried 3 replicas; the last one: connection lost")
+
+
+class ByteTokenizer:
+    """One token a byte; ids are the bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode("".join(f"{message.role}: {message.content}\n" for message in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()

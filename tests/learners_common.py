@@ -1,0 +1,93 @@
+"""A tiny policy and made-up trajectories for the learner tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+
+VOCAB = 64
+
+
+def make_policy(directory: Path, *, tied: bool = True, kv_heads: int = 2, seed: int = 0) -> Path:
+    """Save a two-layer Qwen2 with random weights, large enough that its distributions are not flat."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return directory
+
+
+def make_trajectory(
+    rng: np.random.Generator,
+    *,
+    turns: tuple[str, ...] = ("search", "answer"),
+    reward: float = 0.0,
+    task_id: str = "made/0",
+    stop_reason: StopReason = StopReason.ANSWERED,
+    max_run: int = 9,
+) -> Trajectory:
+    """Make a trajectory of random tokens: a prompt, and after each turn but the last an observation."""
+    kinds: list[int] = [TokenKind.PROMPT] * int(rng.integers(2, max_run))
+    made: list[Turn] = []
+    for number, action in enumerate(turns):
+        count = int(rng.integers(1, max_run))
+        kinds += [TokenKind.MODEL] * count
+        made.append(Turn("", count, action))
+        if number < len(turns) - 1:
+            kinds += [TokenKind.OBSERVATION] * int(rng.integers(1, max_run))
+    is_model = np.asarray(kinds) == TokenKind.MODEL
+    return Trajectory(
+        trajectory_id=f"{task_id}#{rng.integers(1 << 30)}",
+        task=Task(task_id, "?", ("!",)),
+        token_ids=rng.integers(0, VOCAB, len(kinds)).astype(np.int32),
+        kinds=np.asarray(kinds, dtype=np.uint8),
+        logprobs=np.where(is_model, -4 - rng.random(len(kinds)), 0).astype(np.float32),
+        policy_versions=np.where(is_model, 0, -1).astype(np.int32),
+        turns=tuple(made),
+        stop_reason=stop_reason,
+        reward=reward,
+    )
+
+
+def make_groups(seed: int, num_groups: int = 4, group_size: int = 4, max_run: int = 9) -> list[TrajectoryGroup]:
+    """Make groups with rewards of 0 and 1, both in every group."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(num_groups):
+        task_id = f"made/{number}"
+        members = tuple(
+            make_trajectory(
+                rng,
+                turns=("search",) * int(rng.integers(0, 3)) + ("answer",),
+                reward=float(member % 2),
+                task_id=task_id,
+                max_run=max_run,
+            )
+            for member in range(group_size)
+        )
+        groups.append(TrajectoryGroup(members[0].task, members))
+    return groups
+
+
+def make_config(**sections: dict[str, object]) -> RunConfig:
+    """A configuration that learns in the driver, with large steps."""
+    builder = AlgorithmConfig({"learners": {"num_learners": 0}, "training": {"lr": 1e-3}, "sft": {"lr": 1e-3}})
+    for section, settings in sections.items():
+        builder = getattr(builder, section)(**settings)
+    return builder.freeze()

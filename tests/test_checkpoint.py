@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors, write_json, write_tensors
+from ragr1_actors.errors import DataError, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def writer(value: int) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        write_json(directory / "state.json", {"value": value})
+        (directory / "policy").mkdir()
+        write_tensors(directory / "policy" / "model.safetensors", {"w": np.full(1000, value, np.float32)})
+
+    return write
+
+
+def check(path: Path | None, value: int) -> None:
+    assert path is not None
+    assert read_json(path / "state.json") == {"value": value}
+    assert read_tensors(path / "policy" / "model.safetensors")["w"].tolist() == [value] * 1000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=2)
+
+
+def names(tmp_path: Path) -> list[str]:
+    return sorted(entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_keeps_the_newest(store: CheckpointStore, tmp_path: Path) -> None:
+    assert store.latest() is None
+    assert store.steps() == []
+    for step in (8, 9, 10):
+        check(store.save(step, writer(step)), step)
+    assert names(tmp_path) == ["step_10", "step_9"]
+    assert store.steps() == [9, 10]
+    check(store.latest(), 10)
+
+
+def test_a_replaced_step_and_an_earlier_life(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (1, 2):
+        store.save(step, writer(step))
+    store.save(2, writer(20))
+    check(store.latest(), 20)
+    store.save(1, writer(10))  # resumed from before step 2
+    assert names(tmp_path) == ["step_1"]
+    check(store.latest(), 10)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("crash"), KeyboardInterrupt(), UserError("no")])
+def test_a_failing_write_leaves_the_previous(store: CheckpointStore, tmp_path: Path, error: BaseException) -> None:
+    def crash(directory: Path) -> None:
+        writer(2)(directory)
+        raise error
+
+    store.save(1, writer(1))
+    with pytest.raises(type(error)):
+        store.save(2, crash)
+    assert names(tmp_path) == ["step_1"]
+    check(store.latest(), 1)
+    with pytest.raises(type(error)):
+        store.save(1, crash)
+    check(store.latest(), 1)
+
+
+def test_a_killed_process_leaves_the_previous(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(1, writer(1))
+    script = f"""
+import os, signal
+from pathlib import Path
+from ragr1_actors.checkpoint import CheckpointStore, write_json
+
+def die(directory):  # without any clean-up, as by the out-of-memory killer
+    write_json(directory / "state.json", {{"value": 2}})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r})).save(2, die)
+"""
+    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert names(tmp_path) == [".writing_step_2", "step_1"]
+    check(store.latest(), 1)
+    assert names(tmp_path) == [".writing_step_2", "step_1"]  # reading changes nothing: a trainer may be writing
+    store.save(2, writer(2))
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_a_crash_between_the_renames_of_a_replacement(store: CheckpointStore, tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "checkpoints"
+    store.save(3, writer(3)).rename(directory / ".replaced_step_3")
+    check(store.latest(), 3)
+    assert store.steps() == [3]
+    store.save(4, writer(4))
+    assert names(tmp_path) == ["step_3", "step_4"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    store.save(1, writer(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"no room to write a checkpoint into .*; free some space"):
+            store.save(2, writer(2))
+    assert names(tmp_path) == ["step_1"]
+    check(store.latest(), 1)
+
+
+@pytest.fixture
+def small_files_only() -> Iterator[None]:
+    """No file of this process may grow beyond 2,000 bytes: a real failure in the middle of a write."""
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, old_handler)
+
+
+def test_no_room_for_real(store: CheckpointStore, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store.save(1, writer(1))
+    request.getfixturevalue("small_files_only")
+    with pytest.raises(UserError, match="no room"):
+        store.save(2, writer(2))
+    with pytest.raises(UserError, match="no room"):
+        store.save(2, lambda directory: write_json(directory / "big.json", list(range(1000))))
+    with pytest.raises(OSError, match="File too large") as error:
+        write_tensors(tmp_path / "w.safetensors", {"w": np.zeros(1000)})
+    assert error.value.errno == errno.EFBIG
+    assert names(tmp_path) == ["step_1"]
+    check(store.latest(), 1)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write a checkpoint"):
+        CheckpointStore(tmp_path / "file").save(1, writer(1))
+    with pytest.raises(ValueError, match="num_to_keep"):
+        CheckpointStore(tmp_path, num_to_keep=0)
+
+
+def test_tensors_and_json_round_trip(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": np.array(3, np.int64),
+        "empty": np.zeros((0, 3), np.float32),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "bytes": np.arange(5, dtype=np.uint8),
+    }
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    for name, tensor in read_tensors(tmp_path / "t.safetensors").items():
+        assert tensor.dtype == tensors[name].dtype
+        np.testing.assert_array_equal(tensor, tensors[name])
+    write_json(tmp_path / "s.json", {"b": [1, 2.5], "a": "Ā"})
+    assert read_json(tmp_path / "s.json") == {"a": "Ā", "b": [1, 2.5]}
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"\x00\x01")
+    for read in (read_tensors, read_json):
+        for name in ("broken", "absent"):
+            with pytest.raises(DataError, match=name):
+                read(tmp_path / name)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.tasks import TaskReport, load_tasks, overlap, question_key, without_overlap
+from ragr1_actors.errors import DataError
+from ragr1_actors.types import Task
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public question files")
+
+
+def write(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def test_hotpotqa(tmp_path: Path) -> None:
+    record = {
+        "_id": "5a7a",
+        "question": "Which magazine was started first?",
+        "answer": "Arthur's Magazine",
+        "type": "comparison",
+        "supporting_facts": [["Arthur's Magazine", 0], ["First for Women", 0], ["Arthur's Magazine", 1]],
+        "context": [["Arthur's Magazine", ["A sentence."]]],
+    }
+    loaded = load_tasks(write(tmp_path / "hotpot.json", [record]))
+    assert loaded.tasks == (
+        Task(
+            "hotpot/5a7a",
+            "Which magazine was started first?",
+            ("Arthur's Magazine",),
+            "comparison",
+            ("Arthur's Magazine", "First for Women"),
+        ),
+    )
+    assert loaded.report == TaskReport("hotpot.json", num_records=1, num_tasks=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"golden_answers": "Delhi"}, ("Delhi",)),
+        ({"golden_answers": ["New York", "NYC", "NYC"]}, ("New York", "NYC")),
+        ({"answers": ["Riga", " ", None]}, ("Riga",)),
+        ({"answer": 1931}, ("1931",)),
+        ({"answer": "other", "golden_answers": "Washington, D.C."}, ("Washington, D.C.",)),
+    ],
+)
+def test_answer_keys(tmp_path: Path, fields: dict[str, Any], answers: tuple[str, ...]) -> None:
+    loaded = load_tasks(write(tmp_path / "t.json", [{"question": "q?", **fields}]))
+    assert loaded.tasks == (Task("t/0", "q?", answers),)
+
+
+def test_jsonl_with_bom_and_line_separator_in_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = ['{"id": 7, "question": "one\u2028two?", "answer": "a b"}', "", '{"question": "three?", "answer": "c"}', ""]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert [task.task_id for task in load_tasks(path).tasks] == ["t/7", "t/1"]
+    assert load_tasks(path).tasks[0].question == "one\u2028two?"
+
+
+def test_report_counts_what_is_wrong(tmp_path: Path) -> None:
+    records = [
+        {"question": "Who wrote Faust?", "answer": "Goethe"},
+        {"question": " who wrote  faust", "answer": "goethe."},
+        {"question": "Who wrote Faust?", "answer": "Marlowe"},
+        {"question": "Is Riga, in Latvia, a city?", "answer": "Yes"},
+        {"question": "Where?", "answer": "Riga, Latvia"},
+        {"question": "Unanswered?", "answer": ""},
+        {"question": "Which vitamin?", "answer": "A"},
+        {"question": " ? ", "answer": "x"},
+    ]
+    loaded = load_tasks(write(tmp_path / "t.json", records))
+    assert [task.golden_answers for task in loaded.tasks] == [("Goethe",), ("Yes",), ("Riga, Latvia",)]
+    assert loaded.report == TaskReport(
+        source="t.json",
+        num_records=8,
+        num_tasks=3,
+        num_duplicates=2,
+        num_conflicting=1,
+        num_empty_questions=1,
+        num_empty_answers=2,
+        num_questions_with_comma=1,
+        num_answers_with_comma=1,
+        num_yes_no=1,
+    )
+    assert str(loaded.report) == (
+        "t.json: 3 tasks of 8 records; 2 duplicate questions left out; 1 of those with another answer; "
+        "1 empty questions left out; 2 without a usable answer left out; 1 questions with a comma (33%); "
+        "1 answers with a comma (33%); 1 yes/no answers (33%)"
+    )
+
+
+def test_question_key_keeps_what_matters() -> None:
+    assert question_key(" Who wrote  Faust? ") == question_key("WHO WROTE FAUST")
+    assert question_key("What is C++?") != question_key("What is C#?")
+
+
+GOOD = '{"question": "q?", "answer": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("[]", "holds an empty list"),
+        (f"{GOOD}\n{{broken\n", "line 2: not a JSON object"),
+        (f"{GOOD}\n3\n", "line 2: got 3, expected an object"),
+        (f"[\n{GOOD},\n{{broken}}\n]", "line 3: not valid JSON"),
+        (f"[\n{GOOD}\n{GOOD}\n]", "line 3: not valid JSON"),
+        (f"[\n{GOOD},\n]", "line 3: not valid JSON"),
+        (f"[\n{GOOD},", "line 2: not valid JSON"),
+        (f"[\n{GOOD}\n", "line 3: not valid JSON"),
+        (f'[\n{GOOD},\n{{"answer": "a"}}]', "line 3: got question null"),
+        ('{"question": "q?"}', "line 1: no answer; expected one of the keys golden_answers"),
+        ('{"question": "q?", "answer": {"a": 1}}', 'line 1: got answer {"a": 1}'),
+        ('{"question": "q?", "answer": true}', "line 1: got answer true"),
+        ('{"question": "q?", "answer": NaN}', "line 1: got answer nan"),
+        ('{"question": "q?", "answer": "a", "supporting_facts": 3}', "line 1: got supporting facts 3"),
+        ('{"question": "q?", "answer": "a", "id": [1]}', "line 1: got id [1]"),
+        (
+            '{"id": 1, "question": "q?", "answer": "x"}\n{"id": 1, "question": "r?", "answer": "y"}',
+            "line 2: id '1' was",
+        ),
+        ('{"question": "q?", "answer": ""}', "no usable question among 1 records"),
+    ],
+)
+def test_broken_files_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        load_tasks(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_and_wrong_encoding(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no task file"):
+        load_tasks(tmp_path / "absent.json")
+    with pytest.raises(DataError, match="no task file"):
+        load_tasks(tmp_path)
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"question": "caf\xe9?", "answer": "a"}')
+    with pytest.raises(DataError, match="line 2: not UTF-8"):
+        load_tasks(path)
+
+
+def test_overlap() -> None:
+    train = [Task("t/0", "Who?", ("a",)), Task("t/1", "Where is it?", ("b",))]
+    evaluation = [Task("e/0", "Why?", ("c",)), Task("e/1", "where is  it", ("b",))]
+    assert overlap(train, evaluation) == ["where is  it"]
+    assert without_overlap(train, evaluation) == (train[0],)
+
+
+@real_data
+def test_ragr1_question_files() -> None:
+    train = load_tasks(DATA / "ragr1_mq_train_6664.json")
+    test = load_tasks(DATA / "ragr1_mq_test_351.json")
+    assert (train.report.num_tasks, train.report.num_duplicates, train.report.num_conflicting) == (6662, 2, 0)
+    assert (test.report.num_tasks, test.report.num_duplicates) == (351, 0)
+    assert (train.report.num_questions_with_comma, test.report.num_questions_with_comma) == (2076, 115)  # 31 %, 33 %
+    assert (train.report.num_answers_with_comma, test.report.num_answers_with_comma) == (480, 32)
+    assert (train.report.num_yes_no, test.report.num_yes_no) == (331, 5)
+    assert len(overlap(train.tasks, test.tasks)) == 123
+    assert len(without_overlap(train.tasks, test.tasks)) == 6662 - 123
+
+
+@real_data
+def test_hotpotqa_file() -> None:
+    loaded = load_tasks(DATA / "hotpotqa_100.json")
+    corpus = json.loads((DATA / "hotpotqa_corpus_994.json").read_text(encoding="utf-8"))
+    assert loaded.report.num_tasks == 100
+    assert {task.category for task in loaded.tasks} == {"bridge", "comparison"}
+    assert all(len(task.supporting_ids) == 2 and set(task.supporting_ids) <= set(corpus) for task in loaded.tasks)

@@ -1,0 +1,158 @@
+"""Two ranks as Ray actors: equal to one plain process, one error for all, one group for all stages."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import learners_common
+import numpy as np
+import pytest
+import torch
+from learners_common import make_config, make_groups, make_policy
+from transformers import AutoModelForCausalLM
+
+from learners.learner_group import LearnerGroup
+from ragr1_actors.errors import ConfigError, FleetError
+from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.types import TokenKind, TrajectoryGroup
+
+pytestmark = pytest.mark.ray
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ray_local: ModuleType) -> Iterator[LearnerGroup]:
+    for module in (sys.modules[__name__], learners_common):  # the actors cannot import the tests
+        ray_local.cloudpickle.register_pickle_by_value(module)
+    group = LearnerGroup(make_config(learners={"num_learners": 2, "zero_stage": 2}))
+    yield group
+    group.stop()
+
+
+def plain_torch(policy_dir: Path, batches: list[list[TrajectoryGroup]]) -> tuple[dict[str, np.ndarray], list[float]]:
+    """GRPO by the book: one process, one sequence at a time, eager attention, torch AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    norms = []
+    for groups in batches:
+        count = sum(t.num_model_tokens for group in groups for t in group.trajectories)
+        for group in groups:
+            rewards = np.array([t.reward for t in group.trajectories])
+            for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+                advantage = (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                ids = torch.from_numpy(trajectory.token_ids.copy()).long()
+                at = torch.from_numpy(trajectory.kinds == TokenKind.MODEL).nonzero()[:, 0]
+                logprobs = model(ids[None]).logits[0].log_softmax(-1)[at - 1, ids[at]]
+                ratio = (logprobs - torch.from_numpy(trajectory.logprobs)[at]).exp()
+                loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
+                loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, norms
+
+
+def run_every_stage(learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]]) -> dict[int, Any]:
+    """On a rank: the same five steps at every ZeRO stage, and a resume from the state of another stage."""
+    results, states = {}, {}
+    for stage in (0, 1, 2, 3):
+        config = make_config(
+            learners={"zero_stage": stage, "micro_batch_tokens": 64}, training={"lr": 1e-3, "weight_decay": 0.01}
+        )
+        from learners.grpo import GRPOLearner
+
+        made = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
+        made.build()
+        for batch in batches[:3]:
+            made.update(batch)
+        states[stage] = made.get_state()
+        metrics = [made.update(batch) for batch in batches[3:]]
+        resumed = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
+        resumed.build()
+        resumed.set_state(states[stage])
+        for batch in batches[3:]:
+            resumed.update(batch)
+        ours, theirs = made.get_state(), resumed.get_state()
+        is_bitwise = all(np.array_equal(ours[name], theirs[name]) for name in ours)
+        results[stage] = (made.get_weights(), metrics, is_bitwise, states[stage])
+        made.close()
+        resumed.close()
+    return results
+
+
+def test_two_ranks_equal_plain_torch_at_every_zero_stage(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    two_ranks.build("sft", policy_dir)
+    # The last batch has a single trajectory more than one rank can use: the other rank runs a dummy.
+    batches = [make_groups(seed, num_groups=3, group_size=3) for seed in range(NUM_STEPS)]
+    expected, norms = plain_torch(policy_dir, batches)
+    rank_0, rank_1 = two_ranks.foreach_learner(lambda learner: run_every_stage(learner, policy_dir, batches))
+    for stage, (weights, metrics, is_bitwise, state) in rank_0.items():
+        assert is_bitwise and rank_1[stage][2], f"stage {stage} does not resume bitwise"
+        assert [m["grad_norm"] for m in metrics] == pytest.approx(norms[3:], rel=1e-4)
+        for name, weight in weights.items():
+            np.testing.assert_allclose(weight, expected[name], atol=1e-5, rtol=0, err_msg=f"stage {stage}: {name}")
+        for name, value in state.items():  # a state is the same whatever stage it comes from, and on every rank
+            np.testing.assert_allclose(value, rank_0[0][3][name], atol=1e-5, rtol=0)
+            np.testing.assert_array_equal(value, rank_1[stage][3][name])
+
+
+def test_a_group_outlives_its_stages(two_ranks: LearnerGroup, policy_dir: Path, tmp_path: Path) -> None:
+    import ray
+
+    batch = groups_to_record_batch(make_groups(0))
+    alone = LearnerGroup(make_config())
+    for group, folder in ((two_ranks, tmp_path / "two"), (alone, tmp_path / "one")):
+        group.build("sft", policy_dir)
+        group.update([ray.put(batch)])
+        group.save_policy(folder)
+        group.build("grpo", folder)
+        metrics = group.update([ray.put(batch)])
+        assert metrics["tokens"] == sum(t.num_model_tokens for g in make_groups(0) for t in g.trajectories)
+    together, single = ray.get(two_ranks.weights_ref()), alone.get_weights()
+    for name, weight in single.items():
+        np.testing.assert_allclose(weight, together[name], atol=1e-5, rtol=0)
+    alone.set_state(two_ranks.get_state())  # from two ranks at stage 2 to one at stage 1
+    for name, weight in alone.get_weights().items():
+        np.testing.assert_array_equal(weight, together[name])
+    two_ranks.set_state(alone.get_state())
+    alone.stop()
+
+
+def test_one_rank_without_trajectories_runs_a_dummy(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    import ray
+
+    two_ranks.build("ppo", policy_dir)
+    trajectory = make_groups(0, num_groups=1)[0].trajectories[0]
+    batch = groups_to_record_batch([TrajectoryGroup(trajectory.task, (trajectory,))])
+    metrics = two_ranks.update([ray.put(batch)])
+    assert metrics["tokens"] == trajectory.num_model_tokens
+    assert metrics["padding_waste"] == pytest.approx(0.5)
+
+
+def test_an_error_on_one_rank_is_one_error(ray_local: ModuleType, policy_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        LearnerGroup(make_config()).build("nowhere", policy_dir)
+
+    @ray_local.remote(num_cpus=0)
+    def rank(number: int) -> None:
+        if number == 1:
+            raise ArithmeticError("one is not two")
+        threading.Event().wait(600)  # as in a collective that the failed rank never joins
+
+    group = LearnerGroup(make_config(learners={"num_learners": 2, "num_cpus_per_learner": 0.5}))
+    waiting = rank.remote(0)
+    with pytest.raises(FleetError, match=r"rank 1 of 2 failed.*one is not two"):
+        group._wait([waiting, rank.remote(1)])
+    ray_local.cancel(waiting, force=True)
+    with pytest.raises(FleetError, match="stopped"):
+        group.get_weights()

@@ -1,0 +1,251 @@
+"""Learners learn, on the model's own tokens only, whatever the packing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learners_common import make_config, make_groups, make_policy, make_trajectory
+from transformers import AutoModelForCausalLM
+
+from learners.batching import pack
+from learners.grpo import GRPOLearner
+from learners.learner import Learner, Schedule
+from learners.meter import Meter
+from learners.models import packed_hidden_states
+from learners.ppo import PPOLearner
+from learners.sft import SFTLearner, segment
+from ragr1_actors.config import RunConfig
+from ragr1_actors.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
+
+Build = Callable[..., Learner]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Build learners in this process on one tiny policy, and close them afterwards."""
+    policy_dir = make_policy(tmp_path / "policy")
+    made: list[Learner] = []
+
+    def build(learner_class: type[Learner], config: RunConfig | None = None, folder: Path = policy_dir) -> Learner:
+        made.append(learner_class(config or make_config(), folder))
+        made[-1].build()
+        return made[-1]
+
+    yield build
+    for learner in made:
+        learner.close()
+
+
+def logprob(learner: Learner, trajectory: Trajectory) -> float:
+    """Log-prob of a trajectory's MODEL tokens under the learner's policy."""
+    batch = learner._select([TrajectoryGroup(trajectory.task, (trajectory,))])
+    assert batch is not None
+    return learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, batch.flat).sum().item()
+
+
+def one_group(trajectories: list[Trajectory]) -> list[TrajectoryGroup]:
+    return [TrajectoryGroup(trajectories[0].task, tuple(trajectories))]
+
+
+def assert_same_weights(one: Learner, other: Learner, atol: float) -> None:
+    theirs = other.get_weights()
+    for name, weight in one.get_weights().items():
+        np.testing.assert_allclose(weight, theirs[name], atol=atol, rtol=0, err_msg=name)
+
+
+def test_no_gradient_reaches_what_predicts_other_kinds(build: Build) -> None:
+    learner = build(GRPOLearner)
+    batch = learner._select(make_groups(0))
+    assert batch is not None
+    batch.columns.update(learner.compute_advantages(batch))
+    micro_batch = pack(batch.flat, range(6))
+    seen: list[torch.Tensor] = []
+    hook = learner.policy.module.model.get_output_embeddings().register_forward_pre_hook(  # type: ignore[union-attr]
+        lambda _, inputs: seen.append(inputs[0])
+    )
+    model = learner.policy.module.get_submodule("model")
+    hidden = packed_hidden_states(model.get_decoder(), micro_batch)  # type: ignore[operator]
+    outputs = learner.policy(micro_batch)
+    hook.remove()
+    predicting = torch.zeros(micro_batch.num_tokens, dtype=torch.bool)
+    predicting[micro_batch.predict_positions] = True
+    kinds = np.concatenate([batch.trajectories[index].kinds for index in range(6)])
+    np.testing.assert_array_equal(np.flatnonzero(predicting.numpy()) + 1, np.flatnonzero(kinds == TokenKind.MODEL))
+    torch.testing.assert_close(seen[0], hidden[predicting]), "the head sees these hidden states and no others"
+    leaf = hidden.detach().requires_grad_()
+    scored = learner.policy.module._score(leaf[micro_batch.predict_positions], micro_batch.target_ids)  # type: ignore[operator]
+    columns = {name: column[micro_batch.columns] for name, column in batch.columns.items()}
+    learner.compute_loss(scored, columns).loss.sum().backward()
+    assert leaf.grad is not None
+    assert not leaf.grad[~predicting].any(), "exactly zero"
+    assert leaf.grad[predicting].abs().sum(-1).gt(0).any()
+    assert torch.allclose(scored.logprobs, outputs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("learner_class", [GRPOLearner, PPOLearner])
+def test_micro_batch_size_and_order_change_nothing(build: Build, learner_class: type[Learner]) -> None:
+    training = {"kl_coeff": 0.1, "entropy_coeff": 0.01, "lr": 1e-3}
+    reference = build(learner_class, make_config(training=training))
+    small = build(learner_class, make_config(training=training, learners={"micro_batch_tokens": 40}))
+    groups = make_groups(0)
+    for step in range(3):
+        first = reference.update(groups)
+        shuffled = [TrajectoryGroup(group.task, group.trajectories[::-1]) for group in groups[::-1]]
+        second = small.update(groups if step else shuffled)
+        for name in ("loss", "policy_loss", "entropy", "kl", "grad_norm", "tokens", "logprob_gap_mean"):
+            assert first[name] == pytest.approx(second[name], rel=1e-4, abs=1e-5), name
+    assert_same_weights(reference, small, atol=1e-4)
+
+
+def test_the_loss_is_a_plain_mean_over_tokens(build: Build, tmp_path: Path) -> None:
+    groups = make_groups(4)
+    loss = build(SFTLearner).update(groups)["loss"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", attn_implementation="eager")
+    total, count = 0.0, 0
+    for trajectory in (t for group in groups for t in group.trajectories):
+        ids = torch.from_numpy(trajectory.token_ids).long()
+        at = torch.from_numpy(trajectory.kinds == TokenKind.MODEL).nonzero()[:, 0]
+        with torch.no_grad():
+            total -= model(ids[None]).logits[0].double().log_softmax(-1)[at - 1, ids[at]].sum().item()
+        count += len(at)
+    assert loss == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_failure_and_a_flat_group_are_left_out(build: Build) -> None:
+    groups = make_groups(0, num_groups=2)
+    rng = np.random.default_rng(9)
+    failed = make_trajectory(rng, task_id="made/0", reward=9.0, stop_reason=StopReason.RETRIEVAL_FAILED)
+    flat_group = one_group([replace(t, reward=1.0) for t in make_groups(5, num_groups=1)[0].trajectories])
+    plain, other = build(GRPOLearner), build(GRPOLearner)
+    first = plain.update(groups)
+    with_failure = [TrajectoryGroup(groups[0].task, (*groups[0].trajectories, failed)), groups[1]]
+    second = other.update(with_failure + flat_group)
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
+    assert second["trajectories_left_out"] == 5
+    assert_same_weights(plain, other, atol=1e-6)
+
+
+def test_nothing_to_learn_is_no_step(build: Build) -> None:
+    learner = build(GRPOLearner)
+    before = learner.get_weights()
+    group = make_groups(0, num_groups=1)[0]
+    metrics = learner.update(one_group([replace(t, reward=0.5) for t in group.trajectories]))
+    assert metrics["num_steps"] == 0 and metrics["tokens"] == 0
+    assert all(np.array_equal(before[name], weight) for name, weight in learner.get_weights().items())
+    assert learner.update([])["num_steps"] == 0
+
+
+def test_sft_lowers_the_loss(build: Build) -> None:
+    learner = build(SFTLearner, make_config(sft={"lr": 1e-2}))
+    losses = [learner.update(make_groups(0))["loss"] for _ in range(25)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_segments_train_as_the_whole_trajectory_does(build: Build) -> None:
+    groups = make_groups(6)
+    segments = [s for group in groups for t in group.trajectories for s in segment(t)]
+    counts = [t.num_model_tokens for group in groups for t in group.trajectories]
+    assert sum(s.trajectory.num_model_tokens for s in segments) == sum(counts)
+    whole, cut = build(SFTLearner), build(SFTLearner)
+    for _ in range(3):
+        first = whole.update(groups)
+        second = cut.update(one_group([s.trajectory for s in segments]))
+        assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
+    assert_same_weights(whole, cut, atol=1e-4)
+
+
+def test_segments_fall_into_four_categories() -> None:
+    rng = np.random.default_rng(0)
+    direct = segment(make_trajectory(rng, turns=("answer",)))
+    searched = segment(make_trajectory(rng, turns=("search", "search", "malformed", "answer")))
+    assert [s.category.value for s in direct] == ["internal_answer"]
+    assert [s.category.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
+    assert searched[1].trajectory.kinds[-1] == TokenKind.MODEL
+
+
+def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:
+    rng = np.random.default_rng(0)
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "clip_low": 1e3, "clip_high": 1e3}))
+    good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
+    before = logprob(learner, good), logprob(learner, bad)
+    for _ in range(5):
+        learner.update(one_group([good, bad]))
+    assert logprob(learner, good) > before[0] + 1
+    assert logprob(learner, bad) < before[1]
+
+
+def test_ppo_learns_policy_and_values(build: Build) -> None:
+    rng = np.random.default_rng(0)
+    training = {"lr": 1e-3, "vf_lr": 1e-2, "clip_low": 1e3, "clip_high": 1e3, "vf_clip": 10.0}
+    learner = build(PPOLearner, make_config(training=training))
+    good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
+    before = logprob(learner, good) - logprob(learner, bad)
+    metrics = [learner.update(one_group([good, bad])) for _ in range(10)]
+    assert logprob(learner, good) - logprob(learner, bad) > before + 1
+    assert metrics[-1]["value_loss"] < 0.5 * metrics[0]["value_loss"]
+
+
+def test_epochs_and_minibatches_are_steps(build: Build) -> None:
+    learner = build(GRPOLearner, make_config(training={"num_epochs": 2, "num_minibatches": 3, "lr": 1e-3}))
+    metrics = learner.update(make_groups(0))
+    assert metrics["num_steps"] == 6
+    assert metrics["tokens"] == 2 * sum(t.num_model_tokens for group in make_groups(0) for t in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")],
+)
+def test_a_resumed_run_is_bitwise_the_same(build: Build, stage: int, dtype: str) -> None:
+    config = make_config(
+        training={"lr": 1e-3, "num_minibatches": 2, "weight_decay": 0.01},
+        learners={"zero_stage": stage},
+        policy={"dtype": dtype},
+    )
+    straight = build(PPOLearner, config)
+    for seed in range(2):
+        straight.update(make_groups(seed))
+    state = straight.get_state()
+    assert all(isinstance(value, np.ndarray) for value in state.values())
+    resumed = build(PPOLearner, config)
+    resumed.set_state(state)
+    for seed in range(2, 4):
+        assert straight.update(make_groups(seed)) == resumed.update(make_groups(seed))
+    ours, theirs = straight.get_state(), resumed.get_state()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_state_of_another_model_is_refused(build: Build, tmp_path: Path) -> None:
+    learner = build(SFTLearner)
+    state = learner.get_state() | {"policy/exp_avg/model.model.norm.weight": np.zeros(5, np.float32)}
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        learner.set_state(state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_policy_loads_and_scores_alike(build: Build, tmp_path: Path, tied: bool) -> None:
+    learner = build(SFTLearner, None, make_policy(tmp_path / "source", tied=tied))
+    learner.update(make_groups(0))
+    learner.save_policy(tmp_path / "saved")
+    assert "lm_head.weight" in learner.get_weights()
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), learner.get_weights()[name])
+
+
+def test_schedules() -> None:
+    assert [Schedule(1.0, warmup_steps=4).lr_at(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = Schedule(1.0, warmup_steps=2, num_steps=12)
+    assert [round(cosine.lr_at(step), 3) for step in (0, 1, 2, 7, 12, 20)] == [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+def test_a_meter_without_steps_reports_zeros() -> None:
+    assert Meter().reduce(torch.device("cpu"))["tokens"] == 0

@@ -1,0 +1,120 @@
+"""What a person sees who asks for something that cannot be done: one sentence, exit status 2, nothing lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragr1_actors import cli
+from ragr1_actors.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def invoke(*arguments: str) -> str:
+    """Run the command line in this process and return what it printed, or the message of its ``UserError``."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if isinstance(result.exception, UserError):
+        return f"error: {result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def ragr1(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ragr1_actors", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.json"
+    path.write_text(
+        json.dumps([{"title": "Riga", "text": "Riga lies in Latvia."}, {"title": "Oslo", "text": "In Norway."}])
+    )
+    return path
+
+
+def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path) -> None:
+    done = ragr1("train", "quickstat", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown recipe 'quickstat'; did you mean 'quickstart'?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_settings_make_no_run_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for override in ("training.lr=fast", "training.rl=1", "nothing"):
+        assert invoke("train", "quickstart", override, "--run-dir", str(run_dir)).startswith("error: ")
+    assert not run_dir.exists()
+
+
+def test_a_directory_with_a_run_offers_resume(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    message = invoke("train", "quickstart", "--run-dir", str(tmp_path))
+    assert "--resume" in message
+    assert (tmp_path / "config.yaml").read_text() == "{}"
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    assert "--run-dir" in invoke("train", "quickstart", "--resume")
+    assert "holds no run" in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path))
+    assert "holds no run" in invoke("ask", str(tmp_path), "Where?")
+
+
+def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "Where?", "answer": "Riga"}\n{"question": \n')
+    common = ["env_runners.num_env_runners=0", "learners.num_learners=0", "retrieval.num_retrievers=0"]
+    settings = [f"environment.tasks={tasks}", f"retrieval.corpus={corpus}"]
+    message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "a"))
+    assert "tasks.jsonl, line 2" in message
+    tasks.write_text('{"question": "Where?", "answer": "Riga"}\n{"question": "Who?", "answer": "Bo"}\n' * 1)
+    corpus.write_text("[]")
+    message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "b"))
+    assert message.startswith("error: ")
+    assert "corpus.json" in message
+
+
+def test_index_commands(tmp_path: Path, corpus: Path) -> None:
+    index = tmp_path / "index"
+    assert "2 passages" in invoke("index", "build", "--corpus", str(corpus), "--out", str(index))
+    found = json.loads(invoke("index", "search", str(index), "where is riga", "-k", "1", "--json"))
+    assert [p["title"] for p in found[0]["passages"]] == ["Riga"]
+    assert json.loads(invoke("index", "info", str(index)))["count"] == 2
+    assert "not overwritten" in invoke("index", "build", "--corpus", str(corpus), "--out", str(index))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "Where is Riga?", "answer": "Latvia"}\n')
+    assert "supporting" in invoke("index", "eval", str(index), "--tasks", str(tasks))
+
+
+def test_duplicate_passage_ids_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": "a", "title": "x", "text": "y"}\n{"id": "a", "title": "z", "text": "w"}\n')
+    message = invoke("index", "build", "--corpus", str(path), "--out", str(tmp_path / "index"))
+    assert "'a'" in message
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_index_of_another_encoder_is_refused(tmp_path: Path, corpus: Path) -> None:
+    index = tmp_path / "index"
+    invoke("index", "build", "--corpus", str(corpus), "--out", str(index))
+    message = invoke(
+        "train", "quickstart", f"retrieval.index={index}", "retrieval.encoder=e5", "--run-dir", str(tmp_path / "run")
+    )
+    assert "built with encoder" in message
+
+
+def test_recipes_are_listed() -> None:
+    assert "quickstart" in invoke("recipes").split()

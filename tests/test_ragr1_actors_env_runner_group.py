@@ -1,0 +1,160 @@
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.errors import ConfigError, FleetError
+from ragr1_actors.schema import groups_from_record_batch
+from ragr1_actors.task_sampler import Issue
+from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.types import Task, TokenKind
+from retrieval.base import Passage
+
+pytestmark = [pytest.mark.ray]
+
+
+class OnePassage:
+    """A retriever that pickles and always finds the same."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny_policy(directory, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+    return directory
+
+
+def make_config(**env_runners: Any) -> RunConfig:
+    settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 12, **env_runners}
+    config = AlgorithmConfig().env_runners(**settings).training(group_size=2)
+    return config.environment(prompt="{question}", max_turns=3).freeze()
+
+
+def request(index: int, **changes: Any) -> GroupRequest:
+    task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
+    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, **{"temperature": 1.0, **changes})
+
+
+@pytest.fixture(scope="module")
+def fleet_of_two(ray_local: ModuleType, policy_dir: Path) -> Iterator[EnvRunnerGroup]:
+    fleet = EnvRunnerGroup(make_config(), policy_dir, OnePassage(), version=1)
+    fleet.wait_until_ready()
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def group(ray_local: ModuleType, fleet_of_two: EnvRunnerGroup, policy_dir: Path) -> EnvRunnerGroup:
+    """The fleet with both runners alive, idle, and at version 1 of the same weights."""
+    wait_until_healed(fleet_of_two)
+    model = AutoModelForCausalLM.from_pretrained(policy_dir)
+    fleet_of_two.update_weights(ray_local.put({n: v.numpy() for n, v in model.state_dict().items()}), version=1)
+    return fleet_of_two
+
+
+def wait_until_healed(fleet: EnvRunnerGroup) -> None:
+    deadline = time.monotonic() + 120
+    while fleet.num_healthy < 2:
+        assert time.monotonic() < deadline, "a killed runner did not come back"
+        fleet._probe()
+        time.sleep(0.2)
+
+
+def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
+    finished: list[FinishedGroup] = []
+    while fleet.num_unfinished:
+        finished += fleet.collect()
+    return finished
+
+
+def kill_one(ray: ModuleType, fleet: EnvRunnerGroup, index: int = 0) -> None:
+    """``kill -9`` of a runner's process, as the kernel would."""
+    pid = ray.get(fleet._runners[index].handle.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_reciting_runner_plays_scripts_through_the_environment(policy_dir: Path) -> None:
+    asked = request(0, temperature=0.0)
+    script = ["<search> Riga</search>", "<answer> Latvia</answer>"]
+    scripts = {asked.trajectory_id(index): script for index in range(2)}
+    runner = EnvRunner(make_config(), policy_dir, OnePassage(), scripts=scripts)
+    summary = summarize(await runner.sample_group(asked))
+    assert summary.rewards == (1.0, 1.0)
+    assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)
+
+
+def test_groups_come_back_as_record_batches_with_their_summary(ray_local: ModuleType, group: EnvRunnerGroup) -> None:
+    group.submit(request(0))
+    group.submit(request(1))
+    by_id = {finished.request.issue.issue_id: finished for finished in drain(group)}
+    assert len(by_id) == 2
+    assert by_id["t/0#0"].summary.means["tokens"] > 0
+    (decoded,) = groups_from_record_batch(ray_local.get(by_id["t/1#0"].batch))
+    assert len(decoded.trajectories) == 2
+    for trajectory in decoded.trajectories:
+        assert set(trajectory.policy_versions[trajectory.kinds == TokenKind.MODEL]) == {1}
+    assert decoded.trajectories[0].token_ids.tolist() != decoded.trajectories[1].token_ids.tolist()
+
+
+def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
+    ray_local: ModuleType, group: EnvRunnerGroup
+) -> None:
+    for index in range(40):
+        group.submit(request(index))
+    num_restarts = group.num_restarts
+    finished = group.collect()
+    kill_one(ray_local, group)
+    finished += drain(group)
+    ids = [one.request.issue.issue_id for one in finished]
+    assert sorted(ids) == sorted(f"t/{index}#0" for index in range(40))
+    assert group.num_restarts == num_restarts + 1
+
+
+def test_a_runner_that_comes_back_has_the_newest_weights(
+    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
+) -> None:
+    weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
+    group.update_weights(ray_local.put(weights), version=5)
+    kill_one(ray_local, group)
+    kill_one(ray_local, group, 1)
+    for index in range(4):
+        group.submit(request(index))
+    assert [one.summary.oldest_version for one in drain(group)] == [5] * 4
+    wait_until_healed(group)
+
+
+def test_a_runner_that_cannot_start_is_one_sentence(ray_local: ModuleType, tmp_path: Path) -> None:
+    fleet = EnvRunnerGroup(make_config(num_env_runners=1), tmp_path, OnePassage())
+    with pytest.raises(FleetError, match=r"did not start.*tokenizer"):
+        fleet.wait_until_ready()
+    fleet.stop()
+
+
+def test_the_driver_samples_the_same_tokens_as_an_actor(
+    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
+) -> None:
+    local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage(), version=1)
+    for fleet in (local, group):
+        fleet.submit(request(3))
+    (here,), (there,) = drain(local), drain(group)
+    ours = groups_from_record_batch(here.batch)[0].trajectories
+    theirs = groups_from_record_batch(ray_local.get(there.batch))[0].trajectories
+    assert [t.token_ids.tolist() for t in ours] == [t.token_ids.tolist() for t in theirs]
+    local.stop()
+
+
+def test_an_unknown_engine_is_named(policy_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one of transformers"):
+        EnvRunnerGroup(make_config(num_env_runners=0, engine="vlm"), policy_dir, OnePassage())

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from ragr1_actors.errors import DataError, RunDirectoryError
+from ragr1_actors.metrics import MetricsLogger
+from ragr1_actors.report import (
+    EvalResult,
+    PeakMemory,
+    RunReport,
+    StageReport,
+    TaskCounts,
+    read_report,
+    render_table,
+    tree_rss_bytes,
+    write_report,
+)
+
+START = EvalResult(em=0.0, f1=0.01, rounds=0.0, queries_per_round=0.0, queries=0.0, tokens=200.0, num_tasks=200)
+SFT = EvalResult(em=0.55, f1=0.58, rounds=2.4, queries_per_round=1.1, queries=2.64, tokens=71.5, num_tasks=200)
+RL = dataclasses.replace(SFT, em=0.925, rounds=1.8, queries_per_round=1.6)
+REPORT = RunReport(
+    stages=(StageReport("start", START, 0.5), StageReport("sft", SFT, 100.0), StageReport("rl", RL, 400.0)),
+    wall_s=512.25,
+    peak_rss_bytes=2**31,
+    tasks=TaskCounts(issued=6400, trained=6399, failed=1),
+    ratios={"rounds_vs_single_query": 0.71},
+)
+
+
+def test_report_json(tmp_path: Path) -> None:
+    write_report(tmp_path, REPORT)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios"}
+    assert written["stages"][2]["stage"] == "rl"
+    assert written["stages"][2]["eval"]["em"] == 0.925
+    assert {"em", "f1", "rounds", "queries", "tokens"} <= set(written["stages"][0]["eval"])
+    assert written["tasks"] == {"issued": 6400, "trained": 6399, "failed": 1, "lost": 0, "doubled": 0}
+    assert read_report(tmp_path) == REPORT
+
+
+def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"holds no report\.json"):
+        read_report(tmp_path)
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(DataError):
+        read_report(tmp_path)
+    (tmp_path / "report.json").write_text('{"stages": [], "peak_rss_bytes": 1}')
+    with pytest.raises(RunDirectoryError, match="wall_s"):
+        read_report(tmp_path)
+
+
+def test_html_stands_alone_and_draws_the_curves(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a<b"
+    logger = MetricsLogger(run_dir)
+    for iteration, reward in enumerate([0.1, math.nan, 0.5, 0.9]):
+        logger.log("rl", iteration, {"rollout/reward": reward})
+    logger.log("rl", 4, {"eval/em": 0.9})
+    logger.close()
+    write_report(run_dir, REPORT)
+    page = (run_dir / "report.html").read_text()
+    assert "a<b" not in page
+    assert "0.925" in page
+    assert not re.search(r"https?://|src=|<script|@import", page)
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 1  # one point of eval/em is no curve
+    line = ElementTree.fromstring(drawings[0]).find("polyline")
+    assert line is not None
+    assert line.attrib["points"] == "40.0,154.0 466.7,90.0 680.0,26.0"
+
+
+def test_table() -> None:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_table(REPORT))
+    console.file.close()
+    text = console.export_text()
+    for words in ("before SFT", "after SFT", "after RL", "200 tasks", "search rounds", "queries a round", "0.925"):
+        assert words in text
+
+
+def test_peak_memory_sees_children() -> None:
+    before = tree_rss_bytes()
+    assert before > 10 * 2**20
+    script = "import sys; block = bytearray(b'x' * (100 << 20)); print('up', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"]
+    with PeakMemory(interval_s=0.05) as memory:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        assert tree_rss_bytes() > before + 100 * 2**20
+        assert tree_rss_bytes(child.pid) > 100 * 2**20
+        child.communicate()
+    assert memory.peak_bytes > before + 100 * 2**20
+    assert tree_rss_bytes() < memory.peak_bytes

@@ -1,0 +1,244 @@
+"""QueryBatcher over fake replicas: batching, coalescing, retries and recovery, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from ragr1_actors.errors import RetrievalError
+from retrieval.base import Passage
+from retrieval.batching import BATCHES_PER_REPLICA, MAX_BATCH, QueryBatcher
+
+
+def answer(query: str, k: int) -> list[Passage]:
+    return [Passage(f"{query}/{rank}", query, query) for rank in range(k)]
+
+
+class FakeReplica:
+    """Answers after ``delay_s`` while ``works``; keeps what it was asked."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.works = True
+        self.hangs = False
+        self.batches: list[list[str]] = []
+        self.pings = 0
+        self.out = self.most_out = 0
+        self.on_search: Callable[[], None] = lambda: None
+
+    async def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
+        self.batches.append(queries)
+        self.out += 1
+        self.most_out = max(self.most_out, self.out)
+        try:
+            self.on_search()
+            await asyncio.sleep(3600 if self.hangs else self.delay_s)
+            if not self.works:
+                raise RetrievalError("replica died")
+            return [answer(query, k) for query in queries]
+        finally:
+            self.out -= 1
+
+    async def ping(self) -> None:
+        self.pings += 1
+        await asyncio.sleep(3600 if self.hangs else 0)
+        if not self.works:
+            raise RetrievalError("replica died")
+
+
+def batcher(*replicas: FakeReplica, timeout_s: float = 5.0, max_retries: int = 2) -> QueryBatcher:
+    return QueryBatcher(replicas, timeout_s=timeout_s, max_retries=max_retries)
+
+
+async def test_callers_of_one_turn_share_a_batch_and_each_gets_its_own() -> None:
+    replica = FakeReplica()
+    search = batcher(replica).search
+    found = await asyncio.gather(*[search([f"q{i}", f"r{i}"], 2) for i in range(20)])
+    assert found == [[answer(f"q{i}", 2), answer(f"r{i}", 2)] for i in range(20)]
+    assert len(replica.batches) == 1
+    assert await search([], 3) == []
+
+
+async def test_what_queues_while_replicas_are_full_goes_out_together() -> None:
+    replica = FakeReplica(delay_s=0.05)
+    search = batcher(replica).search
+
+    async def late(number: int) -> list[list[Passage]]:
+        await asyncio.sleep(0.001 * number)
+        return await search([f"q{number}"], 1)
+
+    await asyncio.gather(*[late(number) for number in range(30)])
+    assert len(replica.batches) <= 5
+    assert replica.most_out == BATCHES_PER_REPLICA
+
+
+async def test_identical_queries_in_flight_are_asked_once_but_share_no_list() -> None:
+    replica = FakeReplica(delay_s=0.01)
+    search = batcher(replica).search
+    found = await asyncio.gather(*[search(["same", "same"], 2) for _ in range(10)], search(["same"], 3))
+    assert Counter(query for batch in replica.batches for query in batch) == {"same": 2}  # once for each k
+    found[0][0].clear()
+    assert found[0][1] == found[1][0] == answer("same", 2)
+    assert found[-1] == [answer("same", 3)]
+    await search(["same"], 2)  # nothing is in flight any more
+    assert len(replica.batches) == 3
+
+
+async def test_large_queues_are_cut_and_spread_over_idle_replicas() -> None:
+    replicas = [FakeReplica(delay_s=0.01) for _ in range(4)]
+    queries = [f"q{i}" for i in range(64)]
+    assert await batcher(*replicas).search(queries, 1) == [answer(query, 1) for query in queries]
+    assert sorted(len(replica.batches[0]) for replica in replicas) == [16, 16, 16, 16]
+    replica = FakeReplica()
+    await batcher(replica).search([f"q{i}" for i in range(MAX_BATCH + 1)], 1)
+    assert max(map(len, replica.batches)) <= MAX_BATCH
+
+
+async def test_a_failed_batch_goes_to_another_replica() -> None:
+    replicas = [FakeReplica(0.001) for _ in range(3)]
+    replicas[0].works = False
+    search = batcher(*replicas, max_retries=1).search
+    for number in range(20):
+        assert await search([f"q{number}"], 1) == [answer(f"q{number}", 1)]
+    assert len(replicas[0].batches) <= 1  # found dead once, then left out
+    assert all(replica.batches for replica in replicas[1:])
+
+
+async def test_a_dead_replica_is_probed_and_used_again() -> None:
+    replicas = [FakeReplica(0.001), FakeReplica(0.001)]
+    replicas[0].works = False
+    search = batcher(*replicas).search
+    await asyncio.gather(*[search([f"a{i}"], 1) for i in range(50)])
+    while not replicas[0].pings:
+        await asyncio.sleep(0.01)
+    dead_batches = len(replicas[0].batches)
+    replicas[0].works = True
+    await asyncio.sleep(0.5)
+    for number in range(20):
+        await search([f"b{number}"], 1)
+    assert len(replicas[0].batches) > dead_batches
+
+
+async def test_a_hanging_replica_costs_one_timeout() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    replicas[0].hangs = True
+    search = batcher(*replicas, timeout_s=0.1).search
+    queries = [f"q{i}" for i in range(40)]
+    async with asyncio.timeout(2):
+        assert await search(queries, 1) == [answer(query, 1) for query in queries]
+        assert await search(["later"], 1) == [answer("later", 1)]
+
+
+async def test_a_restarting_single_replica_is_waited_for() -> None:
+    replica = FakeReplica()
+    replica.works = False
+    asyncio.get_running_loop().call_later(0.3, lambda: setattr(replica, "works", True))
+    assert await batcher(replica, max_retries=1).search(["q"], 1) == [answer("q", 1)]
+
+
+async def test_the_last_failure_has_the_attempts_and_the_cause() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    for replica in replicas:
+        replica.works = False
+    search = batcher(*replicas, timeout_s=0.2, max_retries=2).search
+    with pytest.raises(
+        RetrievalError, match=r"failed after 2 attempts on 2 of 2 replicas: replica died; then no replica"
+    ):
+        await search(["q"], 1)
+    with pytest.raises(RetrievalError, match=r"failed after 0 attempts .* no replica was up for 0\.2 s"):
+        await search(["q"], 1)
+    for replica in replicas:
+        replica.works = True
+    await asyncio.sleep(0.5)
+    assert await search(["q"], 1) == [answer("q", 1)]
+
+
+async def test_no_retry_when_none_is_asked_for() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    for replica in replicas:
+        replica.works = False
+    with pytest.raises(RetrievalError, match="after 1 attempts on 1 of 2"):
+        await batcher(*replicas, max_retries=0).search(["q"], 1)
+    assert sum(len(replica.batches) for replica in replicas) == 1
+
+
+async def test_wrong_number_of_answers_is_a_failure_not_a_mixup() -> None:
+    class Short(FakeReplica):
+        async def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
+            return (await super().search_batch(queries, k))[:-1]
+
+    with pytest.raises(RetrievalError, match="1 answers to 2 queries"):
+        await batcher(Short(), timeout_s=0.5, max_retries=0).search(["a", "b"], 1)
+
+
+async def test_a_bug_in_a_replica_leaves_nobody_waiting() -> None:
+    replica = FakeReplica()
+
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    replica.on_search = bug
+    unraised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
+    async with asyncio.timeout(2):
+        with pytest.raises(RetrievalError, match="abandoned"):
+            await batcher(replica).search(["q"], 1)
+
+
+async def test_a_cancelled_caller_takes_no_other_with_it() -> None:
+    replica = FakeReplica(delay_s=0.05)
+    search = batcher(replica).search
+    first = asyncio.create_task(search(["q"], 1))
+    second = asyncio.create_task(search(["q"], 1))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    assert await second == [answer("q", 1)]
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_k_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="k=0"):
+        await batcher(FakeReplica()).search(["q"], 0)
+
+
+def test_it_survives_one_event_loop_after_another() -> None:
+    replica = FakeReplica(delay_s=0.01)
+    shared = batcher(replica)
+
+    async def abandon() -> None:
+        asyncio.create_task(shared.search(["left behind"], 1))  # noqa: RUF006
+        await asyncio.sleep(0.001)
+
+    asyncio.run(abandon())
+    for number in range(3):
+        assert asyncio.run(shared.search([f"q{number}", "left behind"], 1))[0] == answer(f"q{number}", 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_failures_lose_and_mix_up_nothing(seed: int) -> None:
+    chance = random.Random(seed)
+    replicas = [FakeReplica(0.001) for _ in range(4)]
+
+    def flip(replica: FakeReplica) -> Callable[[], None]:
+        def maybe() -> None:
+            replica.works = chance.random() > 0.1
+
+        return maybe
+
+    for replica in replicas[1:]:  # one always works
+        replica.on_search = flip(replica)
+    search = batcher(*replicas, max_retries=8).search
+
+    async def caller(number: int) -> None:
+        for turn in range(20):
+            queries = [f"{chance.randrange(50)}" for _ in range(3)] + [f"{number}.{turn}"]
+            k = chance.randint(1, 3)
+            assert await search(queries, k) == [answer(query, k) for query in queries]
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*[caller(number) for number in range(16)])

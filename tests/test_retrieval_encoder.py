@@ -1,0 +1,110 @@
+"""The static encoder: deterministic, lexical, and safe on odd text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragr1_actors.errors import DataError
+from retrieval.base import Passage
+from retrieval.encoder import Encoder, make_static_encoder
+
+TEXTS = [
+    "Ana Bell was born in Riga in 1902.",
+    "Bo Cole was born in Łódź, not in Riga.",
+    "Zoë O'Neill wrote «Дом» in 1987.",
+    "東京 is a city.",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_static_encoder(tmp_path_factory.mktemp("static") / "encoder", TEXTS, seed=3)
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return Encoder.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("query", "nearest"),
+    [
+        ("ANA BELL", 0),
+        ("Cole", 1),
+        ("Lodz", 1),
+        ("Łódź", 1),
+        ("zoe", 2),
+        ("дом?", 2),
+        ("1987", 2),
+        ("1902", 0),
+        ("東京", 3),
+    ],
+)
+def test_a_word_finds_its_text(encoder: Encoder, query: str, nearest: int) -> None:
+    passages = encoder.encode_passages([Passage(str(i), "", text) for i, text in enumerate(TEXTS)])
+    scores = encoder.encode_queries([query]) @ passages.T
+    if query == "Lodz":  # the stroke of Ł is no accent
+        assert np.allclose(scores, 0)
+    else:
+        assert scores.argmax() == nearest
+        assert scores.max() > 0.2
+
+
+def test_vectors_are_float32_of_length_one(encoder: Encoder) -> None:
+    vectors = encoder.encode_queries(["Ana Bell", "born in Riga"])
+    assert vectors.shape == (2, encoder.dimension) == (2, 512)
+    assert vectors.dtype == np.float32
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_unknown_words_count_nothing(encoder: Encoder) -> None:
+    vectors = encoder.encode_queries(["Ana Bell", "Ana qwerty Bell xyzzy", "qwerty", "", " ?! ", "\ud800"])
+    assert np.allclose(vectors[0], vectors[1], atol=1e-6)
+    assert not vectors[2:].any()
+    assert encoder.encode_queries([]).shape == (0, 512)
+    assert encoder.encode_passages([]).shape == (0, 512)
+    assert not encoder.encode_queries([""]).any()
+
+
+@given(query=st.text(st.characters(codec=None), max_size=30))
+def test_no_text_breaks_it(encoder: Encoder, query: str) -> None:
+    vector = encoder.encode_queries([query])[0]
+    assert np.isfinite(vector).all()
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5) or not vector.any()
+
+
+def test_same_inputs_same_files_and_another_seed_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    again = make_static_encoder(tmp_path / "again", iter(TEXTS), seed=3)
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+    prints = [
+        Encoder.load(folder).fingerprint,
+        Encoder.load(again).fingerprint,
+        Encoder.load(make_static_encoder(tmp_path / "seed", TEXTS, seed=4)).fingerprint,
+        Encoder.load(make_static_encoder(tmp_path / "texts", TEXTS[:3], seed=3)).fingerprint,
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_rare_words_weigh_more_than_common_ones(encoder: Encoder) -> None:
+    pair, rare, common = encoder.encode_queries(["in Bell", "Bell", "in"])
+    assert pair @ rare > 2 * (pair @ common)
+
+
+def test_a_text_without_words_makes_no_encoder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="words"):
+        make_static_encoder(tmp_path / "e", ["?!", ""])
+
+
+def test_missing_encoders_say_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no encoder folder"):
+        Encoder.load(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        Encoder.load(tmp_path)

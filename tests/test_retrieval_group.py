@@ -1,0 +1,159 @@
+"""The fleet on Ray: answers, kills in the middle of a load, recovery, and no fleet at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ragr1_actors.config import RetrievalSettings
+from ragr1_actors.errors import DataError, FleetError, RetrievalError
+from retrieval.base import Passage
+from retrieval.build import build_index
+from retrieval.group import RetrieverClient, RetrieverGroup
+from retrieval.retriever import LocalRetriever
+
+NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
+PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name in enumerate(NAMES)]
+
+
+@pytest.fixture(scope="module")
+def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_index(PASSAGES, tmp_path_factory.mktemp("fleet") / "index", progress=False)
+
+
+@pytest.fixture(scope="module")
+def group(ray_local: ModuleType, index_dir: Path) -> Iterator[RetrieverGroup]:
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4)
+    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+    group.wait_until_ready()
+    yield group
+    group.stop()
+
+
+def _pid(handle: Any) -> int:
+    """The process of an actor, from Ray's own state; waits for a restart to be over."""
+    import ray
+
+    for _ in range(300):
+        try:
+            return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=5))
+        except ray.exceptions.RayError:
+            time.sleep(0.1)
+    raise AssertionError("the replica did not come back")
+
+
+@pytest.mark.ray
+async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGroup, index_dir: Path) -> None:
+    assert group.num_healthy == len(group.handles) == 2
+    client = group.retriever()
+    queries = [*NAMES[:30], "nonsense", "", "\x00\ud800", "Pérson3"]
+    assert await client.search(queries, 3) == LocalRetriever(index_dir).search_batch(queries, 3)
+    assert await client.search([], 3) == []
+    assert len((await client.search(["Person1"], 1000))[0]) == len(PASSAGES)
+
+
+@pytest.mark.ray
+async def test_a_client_travels_to_other_actors(ray_local: ModuleType, group: RetrieverGroup) -> None:
+    class Asker:
+        def __init__(self, retriever: Any) -> None:
+            self._retriever = retriever
+
+        async def ask(self, query: str) -> str:
+            return str((await self._retriever.search([query], 1))[0][0].id)
+
+    asker = ray_local.remote(Asker).options(num_cpus=0).remote(group.retriever())
+    assert await asyncio.gather(*[asker.ask.remote(NAMES[i]) for i in range(5)]) == [f"p{i}" for i in range(5)]
+    ray_local.kill(asker)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGroup, index_dir: Path) -> None:
+    client = group.retriever()
+    expected = dict(zip(NAMES, LocalRetriever(index_dir).search_batch(NAMES, 3), strict=True))
+    answered = 0
+    killed = asyncio.Event()
+    stop = asyncio.Event()
+
+    async def caller(number: int) -> None:
+        nonlocal answered
+        turn = 0
+        while not stop.is_set():
+            queries = [NAMES[(number * 37 + turn * 3 + i) % len(NAMES)] for i in range(3)]
+            assert await client.search(queries, 3) == [expected[query] for query in queries]
+            answered += 1
+            turn += 1
+
+    async def killer() -> None:
+        for round_number in range(2):
+            handle = group.handles[round_number]
+            pid = await asyncio.to_thread(_pid, handle)
+            before = answered
+            while answered < before + 100:
+                await asyncio.sleep(0.005)
+            os.kill(pid, signal.SIGKILL)
+            killed.set()
+            assert await asyncio.to_thread(_pid, handle) != pid  # Ray brought it back
+        stop.set()
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(killer(), *[caller(number) for number in range(16)])
+    assert killed.is_set()
+    assert group.num_healthy == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
+    client = RetrieverClient(list(group._handles), timeout_s=1.0, max_retries=2)
+    pid = await asyncio.to_thread(_pid, group.handles[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for name in NAMES[:10]:
+            assert (await client.search([name], 1))[0][0].title == name
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert group.num_healthy == 2
+
+
+@pytest.mark.ray
+async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index_dir: Path) -> None:
+    group = RetrieverGroup.create(
+        index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=0.5, max_retries=1)
+    )
+    group.wait_until_ready()
+    client = group.retriever()
+    assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"
+    group.stop()
+    assert (group.handles, group.num_healthy) == ([], 0)
+    with pytest.raises(RetrievalError, match=r"after 1 attempts on 1 of 1 replicas: Actor\w+Error"):
+        await client.search([NAMES[0]], 1)
+
+
+@pytest.mark.ray
+def test_a_replica_that_cannot_open_the_index_is_one_sentence(
+    ray_local: ModuleType, index_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="no index in"):
+        RetrieverGroup.create(tmp_path, RetrievalSettings())
+    (tmp_path / "manifest.json").write_bytes((index_dir / "manifest.json").read_bytes())
+    with pytest.raises(FleetError, match="no corpus") as caught:
+        RetrieverGroup.create(tmp_path, RetrievalSettings(num_cpus_per_retriever=0.1)).wait_until_ready()
+    assert "\n" not in str(caught.value)
+
+
+async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
+    group = RetrieverGroup.create(index_dir, RetrievalSettings(num_retrievers=0))
+    retriever = group.retriever()
+    assert isinstance(retriever, LocalRetriever)
+    assert (await retriever.search([NAMES[3]], 1))[0][0].id == "p3"
+    assert (group.handles, group.num_healthy) == ([], 0)
+    group.stop()

@@ -1,0 +1,124 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragr1_actors.schema import (
+    TRAJECTORY_SCHEMA,
+    groups_from_record_batch,
+    groups_to_record_batch,
+    read_trajectories,
+    write_trajectories,
+)
+from ragr1_actors.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+string_tuples = st.lists(texts, max_size=3).map(tuple)
+floats = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    plan = tuple(draw(st.lists(string_tuples, max_size=2)))
+    return Task(draw(texts), draw(texts), draw(string_tuples), draw(texts), draw(string_tuples), plan)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    records = [
+        RetrievalRecord(draw(texts), draw(string_tuples), tuple(draw(st.lists(floats, max_size=3))), draw(floats))
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    return Turn(draw(texts), draw(st.integers(0, 99)), draw(texts), draw(string_tuples), tuple(records), draw(texts))
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, task: Task) -> Trajectory:
+    size = draw(st.integers(0, 12))
+    kinds = draw(st.lists(st.sampled_from(TokenKind), min_size=size, max_size=size))
+    return Trajectory(
+        trajectory_id=draw(texts),
+        task=task,
+        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)), dtype=np.int32),
+        kinds=np.array(kinds, dtype=np.uint8),
+        logprobs=np.array(draw(st.lists(floats, min_size=size, max_size=size)), dtype=np.float32),
+        policy_versions=np.array(draw(st.lists(st.integers(-1, 9), min_size=size, max_size=size)), dtype=np.int32),
+        turns=tuple(draw(st.lists(turns(), max_size=3))),
+        stop_reason=draw(st.sampled_from(StopReason)),
+        reward=draw(floats),
+        answer=draw(texts),
+        error=draw(texts),
+        metrics=draw(st.dictionaries(texts, floats, max_size=2)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TrajectoryGroup:
+    task = draw(tasks())
+    return TrajectoryGroup(task, tuple(draw(st.lists(trajectories(task), min_size=1, max_size=3))))
+
+
+def assert_same(left: list[TrajectoryGroup], right: list[TrajectoryGroup]) -> None:
+    assert [group.task for group in left] == [group.task for group in right]
+    ours = [t for group in left for t in group.trajectories]
+    theirs = [t for group in right for t in group.trajectories]
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        for name, value in vars(a).items():
+            other = vars(b)[name]
+            if isinstance(value, np.ndarray):
+                assert value.dtype == other.dtype
+                np.testing.assert_array_equal(value, other)
+            else:
+                assert value == other, name
+
+
+@given(st.lists(groups(), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_groups_come_back_from_arrow_as_they_were(original: list[TrajectoryGroup]) -> None:
+    batch = groups_to_record_batch(original)
+    batch.validate(full=True)
+    assert batch.schema.equals(TRAJECTORY_SCHEMA)
+    assert_same(original, groups_from_record_batch(batch))
+
+
+@given(st.lists(groups(), min_size=2, max_size=4), st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_slice_of_a_batch_reads_its_own_rows(original: list[TrajectoryGroup], data: st.DataObject) -> None:
+    batch = groups_to_record_batch(original)
+    first = len(original[0].trajectories)
+    assert_same(original[1:], groups_from_record_batch(batch.slice(first)))
+
+
+def example_group(num_tokens: int = 5) -> TrajectoryGroup:
+    task = Task("t/0", "Where?", ("Riga",))
+    trajectory = Trajectory(
+        "t/0#0/0",
+        task,
+        np.arange(num_tokens, dtype=np.int32),
+        np.full(num_tokens, TokenKind.MODEL, dtype=np.uint8),
+        np.zeros(num_tokens, dtype=np.float32),
+        np.zeros(num_tokens, dtype=np.int32),
+        (),
+        StopReason.ANSWERED,
+        1.0,
+    )
+    return TrajectoryGroup(task, (trajectory,))
+
+
+def test_token_arrays_are_views_of_the_batch_not_copies() -> None:
+    batch = groups_to_record_batch([example_group()])
+    token_ids = groups_from_record_batch(batch)[0].trajectories[0].token_ids
+    address = batch.column("token_ids").values.buffers()[1].address
+    assert token_ids.ctypes.data == address
+    with pytest.raises(ValueError, match="read-only"):
+        token_ids[0] = 1
+
+
+def test_a_file_of_batches_reads_back(tmp_path: object) -> None:
+    path = tmp_path / "t.arrow"  # type: ignore[operator]
+    write_trajectories(path, [groups_to_record_batch([example_group(n)]) for n in (3, 0, 7)])
+    assert [g.trajectories[0].num_tokens for g in read_trajectories(path)] == [3, 0, 7]
+    assert pa.ipc.open_file(path).schema.equals(TRAJECTORY_SCHEMA)
