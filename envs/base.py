@@ -4,13 +4,14 @@ One instance is one trajectory, and is thrown away after it. The loop that drive
 
     messages = await env.reset(task)                 # the prompt
     while True:
-        completion = await generate(token ids so far)
+        completion = await generate(token ids so far)    # env.peek(text so far) meanwhile
         match env.parse(completion.text):
             case Search(queries):   result = await env.step(queries)
             case Answer(text):      result = await env.submit(text)
             case Malformed(reason): result = await env.malformed(reason)
         if result.terminated or result.truncated: break
         append result.observation and result.notice
+    env.close()
 """
 
 from __future__ import annotations
@@ -90,6 +91,13 @@ class TextEnv(ABC):
     def parse(self, completion: str) -> Action:
         """Read what the policy did in this turn. ``completion`` is the policy's own text of this turn only."""
 
+    def peek(self, partial: str) -> None:
+        """See the turn that is being sampled, as far as it has come; searches may be started early.
+
+        Called from the event loop as the text grows, and not at all where a class does not override it. It must not
+        change what ``step`` returns, only how long that takes.
+        """
+
     @abstractmethod
     async def step(self, queries: list[str]) -> StepResult:
         """Answer a list of queries. Raises ``RetrievalError`` where no replica answers."""
@@ -101,3 +109,6 @@ class TextEnv(ABC):
     async def malformed(self, reason: str) -> StepResult:
         """Reply to a turn without an action; by default the trajectory ends there with no reward."""
         return StepResult(truncated=True, info={"malformed": 1.0})
+
+    def close(self) -> None:
+        """End what is still under way. Called once, however the trajectory ended."""

@@ -218,11 +218,15 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
 
 
+OnText = Callable[[str], None]
+"""Called while a turn is sampled, with its whole text so far: ``"<search>Ana"``, ``"<search>Ana Bell\\n"``."""
+
+
 class GenerateFn(Protocol):
     """What a trajectory needs of an engine."""
 
     def __call__(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Awaitable[Completion]:
         """Continue ``prompt_token_ids``; ``request_id`` is that of the trajectory, whose prefix stays cached."""
         ...

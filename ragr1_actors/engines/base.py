@@ -7,13 +7,15 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ragr1_actors.types import Completion, Sampling
+from ragr1_actors.types import Completion, OnText, Sampling
 
 
 class Engine(Protocol):
     """One model that continues token ids. Many requests run at once; each is one coroutine."""
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
         """Continue ``prompt_token_ids``.
 
         Args:
@@ -21,6 +23,7 @@ class Engine(Protocol):
                 computed again.
             sampling: temperature, stop strings, seed and the number of new tokens.
             request_id: one trajectory.
+            on_text: called with the turn's whole text so far whenever it has grown; what it does must be quick.
 
         Raises:
             EngineError: the engine cannot answer.
