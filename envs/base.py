@@ -61,7 +61,7 @@ class StepResult:
     truncated: bool = False
     retrievals: tuple[RetrievalRecord, ...] = ()
     info: dict[str, float] = field(default_factory=dict)
-    """Counts, added up over the trajectory and averaged into the iteration's metrics."""
+    """Counts, added up over the trajectory and averaged into the iteration's metrics; ``time/what`` holds seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TextEnv(ABC):
     def parse(self, completion: str) -> Action:
         """Read what the policy did in this turn. ``completion`` is the policy's own text of this turn only."""
 
-    def peek(self, partial: str) -> None:
+    def peek(self, partial: str) -> None:  # noqa: B027 - looking is optional
         """See the turn that is being sampled, as far as it has come; searches may be started early.
 
         Called from the event loop as the text grows, and not at all where a class does not override it. It must not
@@ -110,5 +110,5 @@ class TextEnv(ABC):
         """Reply to a turn without an action; by default the trajectory ends there with no reward."""
         return StepResult(truncated=True, info={"malformed": 1.0})
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most environments leave nothing under way
         """End what is still under way. Called once, however the trajectory ended."""

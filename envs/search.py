@@ -1,23 +1,45 @@
-"""SearchEnv: the environment of RAG-R1. The policy thinks, searches with up to a few queries at once, and answers."""
+"""SearchEnv: the environment of RAG-R1. The policy thinks, searches with up to a few queries at once, and answers.
+
+Retrieval begins while the turn is still being sampled, a query as soon as its own end has come::
+
+    tokens      <search> Ana Bell ⏎ Bo Cole ⏎ Cy Dow </search>│ step()
+    "Ana Bell"                     ├──────── search ────────┤ │            waited_s = 0
+    "Bo Cole"                               ├─────── search ──┼───┤        waited_s < latency_s
+    "Cy Dow"                                                 ├┼─── search ─────┤
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from envs.actions import STOP_TAGS, clean_queries, parse_action
+from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, parse_action
 from envs.base import Action, EnvContext, StepResult, TextEnv
+from envs.observations import format_observation
 from envs.rewards import REWARDS, RewardFn
-from ragr1_actors.config import EnvironmentSettings
+from ragr1_actors.config import EnvironmentSettings, QueryFormat
 from ragr1_actors.plugins import load_object
-from ragr1_actors.types import EncodeFn, Message, RetrievalRecord, Task
-from retrieval.base import Passage
+from ragr1_actors.types import Message, RetrievalRecord, Task
+from retrieval.base import Passage, Retriever
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
 MALFORMED_NOTICE = "\nWrite either <search> queries</search> or <answer> answer</answer>.\n"
+_FORMATS_IN_WORDS: dict[QueryFormat, str] = {
+    "lines": "one a line",
+    "comma": "separated by commas",
+    "json": "as a JSON list of strings",
+    "single": "as plain text",
+}
 
 
 class SearchEnv(TextEnv):
-    """Search with a list of queries, then answer. One instance is one trajectory."""
+    """Search with a list of queries, then answer. One instance is one trajectory.
+
+    A subclass that reads another grammar than ``environment.query_format``, or finds passages in another way, should
+    override ``peek`` too: a search that ``step`` does not ask for is cancelled, but was begun for nothing.
+    """
 
     stop = STOP_TAGS
 
@@ -28,20 +50,34 @@ class SearchEnv(TextEnv):
         self._reward: RewardFn = load_object(settings.reward, REWARDS)
         self._turns_left = settings.max_turns
         self._task: Task | None = None
+        self._searches = _TurnSearches(settings, context.retriever)
 
     async def reset(self, task: Task) -> list[Message]:
         """Return one user message: the recipe's prompt with the question in it."""
         self._task = task
-        prompt = self._settings.prompt.replace("{question}", task.question)
-        return [Message("user", prompt.replace("{max_queries}", str(self._settings.max_queries_per_turn)))]
+        prompt = self._settings.prompt.replace("{max_queries}", str(self._settings.max_queries_per_turn))
+        prompt = prompt.replace("{query_format}", _FORMATS_IN_WORDS[self._settings.query_format])
+        return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may hold braces
 
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""
-        return parse_action(completion, self._settings.query_separator)
+        return parse_action(completion, self._settings.query_format)
+
+    def peek(self, partial: str) -> None:
+        """Begin to search for the queries of this turn that have come to their end."""
+        if self._turns_left > 1:  # on the last turn no search is answered
+            self._searches.peek(partial)
 
     async def step(self, queries: list[str]) -> StepResult:
         """Clean the queries of one turn, answer them in parallel and lay the passages out."""
-        self._turns_left -= 1
+        searches = self._end_turn()
+        try:
+            return await self._search(queries, searches)
+        finally:
+            searches.cancel()
+
+    async def _search(self, queries: list[str], searches: _TurnSearches) -> StepResult:
+        ended = time.perf_counter()
         if self._turns_left == 0:
             return StepResult(truncated=True, info={"unanswered_search": 1.0})
         clean = clean_queries(queries, self._settings.max_queries_per_turn)
@@ -51,95 +87,117 @@ class SearchEnv(TextEnv):
             "queries_over_limit": float(clean.num_over_limit),
         }
         if not clean.queries:
-            return StepResult(notice=MALFORMED_NOTICE, info={**info, "malformed": 1.0})
-        started = time.perf_counter()
-        results = await self._context.retriever.search(list(clean.queries), self._settings.top_k)
-        latency_s = time.perf_counter() - started
+            return StepResult(notice=MALFORMED_NOTICE + self._notice(), info={**info, "malformed": 1.0})
+        results = await searches.answer(clean.queries)
         observation = format_observation(
             clean.queries,
-            results,
+            [result.passages for result in results],
             self._context.encode,
             max_tokens_per_query=self._settings.max_observation_tokens_per_query,
             max_tokens=self._settings.max_observation_tokens,
+            observation_format=self._settings.observation_format,
         )
-        records = tuple(
-            RetrievalRecord(query, tuple(p.id for p in passages), tuple(p.score for p in passages), latency_s)
-            for query, passages in zip(clean.queries, results, strict=True)
-        )
+        records = tuple(_record(query, result, ended) for query, result in zip(clean.queries, results, strict=True))
+        info["time/retrieval_s"] = sum(record.latency_s for record in records)
+        info["time/retrieval_waited_s"] = max(record.waited_s for record in records)
         return StepResult(observation=observation, notice=self._notice(), retrievals=records, info=info)
 
     async def submit(self, answer: str) -> StepResult:
         """End the trajectory with its reward."""
         assert self._task is not None, "submit() before reset()"
+        self._end_turn().cancel()
         return StepResult(reward=self._reward(self._task, answer), terminated=True)
 
     async def malformed(self, reason: str) -> StepResult:
         """Tell the policy what a turn looks like and let it go on, while turns are left."""
-        self._turns_left -= 1
+        self._end_turn().cancel()
         if self._turns_left == 0:
             return StepResult(truncated=True, info={"malformed": 1.0})
         return StepResult(notice=MALFORMED_NOTICE + self._notice(), info={"malformed": 1.0})
+
+    def close(self) -> None:
+        """Cancel the searches of a turn that never ended."""
+        self._searches.cancel()
+
+    def _end_turn(self) -> _TurnSearches:
+        """Count the turn, get ready for the next one and return what this one began to search."""
+        ended, self._searches = self._searches, _TurnSearches(self._settings, self._context.retriever)
+        self._turns_left -= 1
+        return ended
 
     def _notice(self) -> str:
         return LAST_TURN_NOTICE if self._turns_left == 1 else ""
 
 
-def format_observation(
-    queries: tuple[str, ...],
-    results: list[list[Passage]],
-    encode: EncodeFn,
-    *,
-    max_tokens_per_query: int,
-    max_tokens: int,
-) -> str:
-    r"""Write the retrieved passages grouped by query, inside a tag that is always closed.
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one query found, and when."""
 
-    ``"\n<information>\nQuery: Ana Bell\n(1) Ana Bell: Ana Bell was born in Riga.\n</information>\n"``
-
-    Each query's block has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``; what is over is
-    cut at the end of a block, between words, so that no character is ever broken.
-    """
-    whole = [_block(query, passages) for query, passages in zip(queries, results, strict=True)]
-    observation = _wrap(whole)
-    if len(encode(observation)) <= min(
-        max_tokens_per_query, max_tokens
-    ):  # nearly always, and one call of the tokenizer says so
-        return observation
-    budget = min(max_tokens_per_query, max_tokens // len(queries))
-    while True:
-        observation = _wrap([_cut(block, budget, encode) for block in whole])
-        excess = len(encode(observation)) - max_tokens
-        if excess <= 0 or budget == 0:
-            return observation
-        budget = max(0, budget - max(1, excess // len(queries)))
+    passages: list[Passage]
+    latency_s: float
+    found_at: float
+    """``time.perf_counter()``"""
 
 
-def _wrap(blocks: list[str]) -> str:
-    return "\n<information>\n" + "\n".join(blocks) + "\n</information>\n"
+def _record(query: str, result: _Result, turn_ended: float) -> RetrievalRecord:
+    return RetrievalRecord(
+        query=query,
+        passage_ids=tuple(passage.id for passage in result.passages),
+        scores=tuple(passage.score for passage in result.passages),
+        latency_s=result.latency_s,
+        waited_s=min(result.latency_s, max(0.0, result.found_at - turn_ended)),
+    )
 
 
-def _block(query: str, passages: list[Passage]) -> str:
-    lines = [f"({rank}) {p.title}: {_defuse(p.text)}" for rank, p in enumerate(passages, 1)]
-    return "\n".join([f"Query: {query}", *lines])
+class _TurnSearches:
+    """The searches of one turn, begun early or not."""
+
+    def __init__(self, settings: EnvironmentSettings, retriever: Retriever) -> None:
+        self._retriever = retriever
+        self._top_k = settings.top_k
+        self._stream = QueryStream(settings.query_format)
+        self._cleaner = QueryCleaner(settings.max_queries_per_turn)
+        self._tasks: dict[str, asyncio.Task[dict[str, _Result]]] = {}  # by query; queries asked together share one
+
+    def peek(self, partial: str) -> None:
+        """Begin with the queries that ended since the last call."""
+        for raw in self._stream.feed(partial):
+            query = self._cleaner.add(raw)
+            if query:
+                self._begin([query])
+
+    async def answer(self, queries: Sequence[str]) -> list[_Result]:
+        """Return what each query found, asking in one call for those that have not been begun."""
+        for query in self._tasks.keys() - set(queries):
+            self._tasks.pop(query).cancel()
+        late = [query for query in queries if query not in self._tasks]
+        if late:
+            self._begin(late)
+        found: dict[str, _Result] = {}
+        for results in await asyncio.gather(*dict.fromkeys(self._tasks.values())):
+            found |= results
+        return [found[query] for query in queries]
+
+    def cancel(self) -> None:
+        """End what is still under way."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _begin(self, queries: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._search(queries, time.perf_counter()))
+        task.add_done_callback(_note_failure)
+        self._tasks |= dict.fromkeys(queries, task)
+
+    async def _search(self, queries: list[str], asked_at: float) -> dict[str, _Result]:
+        results = await self._retriever.search(queries, self._top_k)
+        found_at = time.perf_counter()
+        return {
+            query: _Result(passages, found_at - asked_at, found_at)
+            for query, passages in zip(queries, results, strict=True)
+        }
 
 
-def _defuse(text: str) -> str:
-    """Passages may hold the protocol's own tags; inside an observation they lose their brackets."""
-    for tag in ("think", "search", "information", "answer"):
-        text = text.replace(f"<{tag}>", f"({tag})").replace(f"</{tag}>", f"(/{tag})")
-    return text
-
-
-def _cut(text: str, max_tokens: int, encode: EncodeFn) -> str:
-    """Return the longest prefix of whole words of ``text`` that encodes to at most ``max_tokens`` tokens."""
-    if len(encode(text)) <= max_tokens:
-        return text
-    ends = [i for i, char in enumerate(text) if char.isspace()]
-    low, high = 0, len(ends)
-    while low < high:  # ends[:low] fit
-        middle = (low + high) // 2
-        if len(encode(text[: ends[middle]])) <= max_tokens:
-            low = middle + 1
-        else:
-            high = middle
-    return text[: ends[low - 1]] if low else ""
+def _note_failure(task: asyncio.Task[dict[str, _Result]]) -> None:
+    """Look at the exception: one of a search that nobody waits for any more is nobody's business."""
+    if not task.cancelled():
+        task.exception()

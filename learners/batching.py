@@ -32,7 +32,8 @@ class FlatTrajectories:
     offsets: NDArray[np.int64]  # [N + 1], into the tokens
     model_positions: NDArray[np.int64]  # [M], which tokens are MODEL
     model_offsets: NDArray[np.int64]  # [N + 1], into the MODEL tokens
-    old_logprobs: NDArray[np.float32]  # [M]
+    old_logprobs: NDArray[np.float32]  # [M], as the engine sampled
+    policy_versions: NDArray[np.int32]  # [M], the weights that sampled each
 
     @property
     def lengths(self) -> list[int]:
@@ -100,6 +101,7 @@ def flatten(trajectories: Sequence[Trajectory]) -> FlatTrajectories:
         model_positions=model_positions,
         model_offsets=np.searchsorted(model_positions, offsets),
         old_logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories])[model_positions],
+        policy_versions=np.concatenate([trajectory.policy_versions for trajectory in trajectories])[model_positions],
     )
 
 

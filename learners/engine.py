@@ -7,6 +7,7 @@ world size.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -99,7 +100,10 @@ class DeepSpeedEngine:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, lr: float) -> float:
-        """Clip, update with learning rate ``lr``, and return the gradient's norm before the clip."""
+        """Clip, update with learning rate ``lr``, and return the gradient's norm before the clip.
+
+        Where the norm is not finite, neither weights nor moments change. DeepSpeed sees to that from ZeRO stage 1 on.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._engine.step()
@@ -110,6 +114,9 @@ class DeepSpeedEngine:
     def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._grad_clip))
+        if not math.isfinite(self._grad_norm):  # the gradients are the same on every rank by now, and so is the norm
+            for parameter in parameters:
+                parameter.grad = None  # AdamW passes over it
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter whole, in the module's dtype, one at a time. All ranks iterate to the end together."""

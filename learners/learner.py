@@ -5,10 +5,11 @@
     update(groups)                                   the same groups on every rank
       │  select          failures out, groups without signal out
       │  compute_advantages(batch)  ──► columns      one entry a MODEL token, the same on every rank
+      │  decouple                                    with training.tis_clip and several steps: score the batch first
       └► for every epoch and minibatch               seeded permutation of trajectories
            │  plan ──► this rank's packed micro-batches
            │  for every micro-batch: policy(row) ──► compute_loss(outputs, columns) ──► backward
-           └► step
+           └► step                                   skipped where the gradient is not finite
 
 An algorithm overrides ``compute_advantages`` and ``compute_loss``. Losses are per token: the base takes their mean over
 all the MODEL tokens of the optimizer step, whatever the micro-batches and ranks.
@@ -36,7 +37,7 @@ from safetensors.torch import save_file
 from learners.advantages import has_variance
 from learners.batching import FlatTrajectories, MicroBatch, flatten, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
-from learners.losses import clipped_policy_loss
+from learners.losses import clipped_policy_loss, truncated_importance_weights
 from learners.meter import Columns, Meter, TokenLoss
 from learners.models import PolicyModel, TokenOutputs
 from ragr1_actors.config import RunConfig
@@ -76,7 +77,12 @@ class TrainBatch:
     group_ids: list[int]  # [num_trajectories]
     flat: FlatTrajectories
     columns: Columns
-    """``old_logprobs``, and what ``compute_advantages`` returned."""
+    """What ``compute_advantages`` returned, and where an engine sampled the tokens:
+
+    ``old_logprobs``: the engine's; with ``training.tis_clip``, in ``compute_loss``, the learner's before the update.
+    ``engine_logprobs``: the engine's, with ``training.tis_clip`` in ``compute_loss``.
+    ``is_fresh``: whether the newest version in the batch sampled the token, only where there is more than one.
+    """
 
 
 class Learner(ABC):
@@ -118,6 +124,15 @@ class Learner(ABC):
         """Whether groups whose rewards are all alike are left out."""
         return False
 
+    @property
+    def has_engine_logprobs(self) -> bool:
+        """Whether an engine sampled the tokens, so that its log-probs can be compared with."""
+        return True
+
+    @property
+    def _corrects_sampling(self) -> bool:
+        return self.has_engine_logprobs and self.config.training.tis_clip > 0
+
     @abstractmethod
     def compute_advantages(self, batch: TrainBatch) -> Columns:
         """Return the columns that ``compute_loss`` needs, each ``[M]`` of the whole batch; the same on every rank."""
@@ -127,15 +142,25 @@ class Learner(ABC):
         """Return the loss of every MODEL token of one micro-batch, not averaged."""
 
     def surrogate(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
-        """Clipped policy loss on the columns ``old_logprobs`` and ``advantages``, less the entropy bonus."""
+        """Clipped policy loss on the columns ``old_logprobs`` and ``advantages``, less the entropy bonus.
+
+        With the column ``engine_logprobs``, the policy loss is weighted by ``truncated_importance_weights``.
+        """
         training = self.config.training
         policy_loss, was_clipped = clipped_policy_loss(
             outputs.logprobs, columns["old_logprobs"], columns["advantages"], training.clip_low, training.clip_high
         )
+        metrics = {"clip_fraction": was_clipped}
+        if "engine_logprobs" in columns:
+            weights, was_truncated = truncated_importance_weights(
+                columns["old_logprobs"], columns["engine_logprobs"], training.tis_clip
+            )
+            policy_loss = policy_loss * weights
+            metrics |= {"tis_weight_mean": weights, "tis_truncated": was_truncated}
         loss = policy_loss
         if training.entropy_coeff:
             loss = loss - training.entropy_coeff * outputs.entropy
-        return TokenLoss(loss, {"policy_loss": policy_loss, "clip_fraction": was_clipped})
+        return TokenLoss(loss, metrics | {"policy_loss": policy_loss})
 
     # Building
 
@@ -159,15 +184,17 @@ class Learner(ABC):
         """Learn from a batch and return metrics over all ranks. Every rank is given the whole batch."""
         batch = self._select(groups)
         meter = Meter()
+        steps_an_update = self.schedule.num_epochs * self.schedule.num_minibatches
         if batch is not None:
             batch.columns.update(self.compute_advantages(batch))
+            if self._corrects_sampling and steps_an_update > 1:
+                self._decouple(batch, meter)
             rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
             for _ in range(self.schedule.num_epochs):
                 order = rng.permutation(len(batch.trajectories))
                 for part in np.array_split(order, self.schedule.num_minibatches):
                     if len(part):
                         self._train_minibatch(batch, part.tolist(), meter)
-        steps_an_update = self.schedule.num_epochs * self.schedule.num_minibatches
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
         kept = len(batch.trajectories) if batch is not None else 0
@@ -192,7 +219,25 @@ class Learner(ABC):
         if not trajectories:
             return None
         flat = flatten(trajectories)
-        return TrainBatch(trajectories, group_ids, flat, {"old_logprobs": torch.from_numpy(flat.old_logprobs)})
+        columns: Columns = {}
+        if self.has_engine_logprobs:
+            columns["old_logprobs"] = torch.from_numpy(flat.old_logprobs)
+            is_fresh = flat.policy_versions == flat.policy_versions.max()
+            if not is_fresh.all():
+                columns["is_fresh"] = torch.from_numpy(is_fresh)
+        return TrainBatch(trajectories, group_ids, flat, columns)
+
+    def _decouple(self, batch: TrainBatch, meter: Meter) -> None:
+        """Make the learner's own log-probs the old ones, and keep the engine's for the weights of the correction.
+
+        The gap between the two is measured on the whole batch, since the pass is paid for. An update of one step needs
+        no such pass: what its only pass says is what the learner says before the update.
+        """
+        proximal_M = self.score(lambda micro_batch: self.policy(micro_batch).logprobs, batch.flat)
+        engine_M = batch.columns["old_logprobs"]
+        batch.columns.update(old_logprobs=proximal_M, engine_logprobs=engine_M)
+        if self.rank == 0:  # every rank has all of it, and the meter adds the ranks up
+            meter.add_gap(proximal_M, engine_M, batch.columns.get("is_fresh"))
 
     def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
         micro_batches = self._share(batch.flat, indices)
@@ -207,12 +252,25 @@ class Learner(ABC):
         for micro_batch in micro_batches:
             outputs = self.policy(micro_batch)
             chosen = {name: column[micro_batch.columns].to(self.device) for name, column in columns.items()}
+            if micro_batch.weight and self._shows_gap(columns, meter):
+                meter.add_gap(outputs.logprobs, chosen["old_logprobs"], chosen.get("is_fresh"))
+            if self._corrects_sampling and "engine_logprobs" not in columns:  # an update of one step
+                chosen |= {"engine_logprobs": chosen["old_logprobs"], "old_logprobs": outputs.logprobs.detach()}
             token_loss = self.compute_loss(outputs, chosen)
             loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
-            self.policy.backward(loss * self.world_size)
-            meter.add_tokens(micro_batch, outputs, chosen["old_logprobs"], token_loss)
+            self.policy.backward(_poisoned(loss, outputs.logprobs) * self.world_size)
+            meter.add_tokens(micro_batch, outputs, chosen.get("old_logprobs"), token_loss)
         meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter))))
+
+    @staticmethod
+    def _shows_gap(columns: Columns, meter: Meter) -> bool:
+        """Whether a pass shows the gap between engine and learner: after a step it would show the step's part as well.
+
+        So it is measured on the first minibatch, which is the whole batch where an update is one step; ``_decouple``
+        has measured it already.
+        """
+        return meter.num_steps == 0 and "old_logprobs" in columns and "engine_logprobs" not in columns
 
     def step_index(self, meter: Meter) -> int:
         """Optimizer steps before this one; skipped ones count, so that a schedule depends on the iteration alone."""
@@ -299,6 +357,15 @@ class Learner(ABC):
         """Let go of the engines."""
         for engine in self.engines().values():
             engine.close()
+
+
+def _poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
+    """Make a loss that is not finite one whose gradient is not either: the norm then tells every rank to skip.
+
+    A clamp cuts the gradient of a NaN off, so that a token with a broken constant would otherwise vanish in silence.
+    """
+    factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
+    return loss + factor * logprobs_M.sum()
 
 
 def copy_policy_files(source: Path, target: Path, dtype: str) -> None:

@@ -31,13 +31,32 @@ def clipped_policy_loss(
     """Return the clipped surrogate loss and whether the clip took the gradient away, both a token.
 
     Schulman et al., Proximal Policy Optimization (arXiv:1707.06347), equation 7, with the two sides of the clip apart
-    as in DAPO (arXiv:2503.14476), equation 10. The old log-probs are those the engine sampled with, not recomputed.
+    as in DAPO (arXiv:2503.14476), equation 10. The old log-probs are those the engine sampled with, not recomputed,
+    unless ``training.tis_clip`` asks for ``truncated_importance_weights``.
     """
     ratios_M = ratios(logprobs_M, old_logprobs_M)
     clipped_M = ratios_M.clamp(1 - clip_low, 1 + clip_high)
     loss_M = -torch.minimum(ratios_M * advantages_M, clipped_M * advantages_M)
     was_clipped_M = clipped_M * advantages_M < ratios_M * advantages_M
     return loss_M, was_clipped_M
+
+
+def truncated_importance_weights(
+    proximal_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``min(proximal / engine, clip)``, the weight of a token's policy loss, and whether it was truncated.
+
+    Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025,
+    fengyao.notion.site/off-policy-rl). The proximal policy is the learner at the start of the update. It takes the
+    place of the engine in the clipped ratio, which then bounds the update alone, while the weight corrects for who
+    sampled (Hilton et al., arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298). No gradient flows through a weight.
+
+    Deviations: Hilton et al. and AReaL truncate nothing. In Yao et al. engine and learner hold the same version; here
+    the proximal policy is the newest one, so that at a lag the weight corrects for the lag too. Entropy bonus, KL terms
+    and value loss are not weighted.
+    """
+    ratios_M = ratios(proximal_logprobs_M, engine_logprobs_M).detach()
+    return ratios_M.clamp(max=clip), ratios_M > clip
 
 
 def k1_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
@@ -55,7 +74,7 @@ def k3_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tenso
     Schulman, Approximating KL divergence (2020), estimator k3; GRPO's penalty (arXiv:2402.03300, equation 4).
     """
     log_ratio_M = (logprobs_M - ref_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (-log_ratio_M).exp() - 1 + log_ratio_M
+    return torch.expm1(-log_ratio_M) + log_ratio_M  # exp(x) - 1 would lose all digits where the policies agree
 
 
 def clipped_value_loss(

@@ -5,6 +5,7 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from learners.batching import MicroBatch
-from learners.losses import ratios
+from learners.losses import MAX_LOG_RATIO, k3_kl, ratios
 from learners.models import TokenOutputs
 
 Columns = dict[str, torch.Tensor]
@@ -21,6 +22,15 @@ Columns = dict[str, torch.Tensor]
 
 OUTLIER_RATIO = 0.1
 """A ratio further than this from 1 before the first step means that engine and learner disagree."""
+
+_COUNTS = {
+    "logprob_gap_mean": "_gap_tokens",
+    "engine_kl": "_gap_tokens",
+    "ratio_outliers": "_gap_tokens",
+    "logprob_gap_mean_fresh": "_fresh_tokens",
+    "ratio_outliers_fresh": "_fresh_tokens",
+}
+"""What a sum is divided by, where that is not the number of all tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class Meter:
         self._sums: dict[str, torch.Tensor | float] = {}
         self._maxima: dict[str, torch.Tensor | float] = {}
         self._steps: dict[str, float] = {}
+        self._steps_taken: dict[str, int] = {}
+        self._num_skipped = 0
 
     def add_layout(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Count the tokens that go through the linear layers, and those of dummies among them."""
@@ -51,28 +63,45 @@ class Meter:
             self._add("_padded_cells", float(micro_batch.layout.padded_cells))
 
     def add_tokens(
-        self, micro_batch: MicroBatch, outputs: TokenOutputs, old_logprobs_M: torch.Tensor, token_loss: TokenLoss
+        self, micro_batch: MicroBatch, outputs: TokenOutputs, old_logprobs_M: torch.Tensor | None, token_loss: TokenLoss
     ) -> None:
-        """Add a micro-batch's per-token values."""
+        """Add a micro-batch's per-token values; ``old_logprobs_M`` are those that the loss compares with."""
         if not micro_batch.weight:
             return
         with torch.no_grad():
-            ratios_M = ratios(outputs.logprobs, old_logprobs_M)
-            per_token = {
-                "loss": token_loss.loss,
-                "entropy": outputs.entropy,
-                "ratio_mean": ratios_M,
-                **token_loss.metrics,
-            }
-            self.add_values(micro_batch, **per_token)
-            self._add("_tokens", float(len(ratios_M)))
-            self._max("ratio_max_deviation", (ratios_M - 1).abs().max())
-            if self.num_steps == 0:  # no step yet: the policy is the one that sampled, or a later one at a lag
-                gap_M = (outputs.logprobs - old_logprobs_M).abs()
-                self._add("_first_tokens", float(len(gap_M)))
-                self._add("logprob_gap_mean", gap_M.sum())
-                self._max("logprob_gap_max", gap_M.max())
-                self._add("ratio_outliers", ((ratios_M - 1).abs() > OUTLIER_RATIO).float().sum())
+            self._add("_tokens", float(len(outputs.logprobs)))
+            self.add_values(micro_batch, loss=token_loss.loss, entropy=outputs.entropy, **token_loss.metrics)
+            if old_logprobs_M is not None:
+                ratios_M = ratios(outputs.logprobs, old_logprobs_M)
+                self.add_values(micro_batch, ratio_mean=ratios_M)
+                # NaN has no place in an order, and what a maximum over ranks makes of it depends on the backend.
+                self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
+
+    def add_gap(
+        self, learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, is_fresh_M: torch.Tensor | None
+    ) -> None:
+        """Add tokens that engine and learner have both scored, the learner before the first step of the update.
+
+        They are reported as ``logprob_gap_mean`` and ``logprob_gap_max`` (absolute, in nats), ``ratio_outliers`` (share
+        of tokens whose ratio is further than ``OUTLIER_RATIO`` from 1) and ``engine_kl`` (k3 estimate of KL(engine,
+        learner), in nats a token). At a lag the numbers include what the policy has moved since it sampled;
+        ``logprob_gap_mean_fresh`` and ``ratio_outliers_fresh`` are of the tokens ``is_fresh_M`` alone, which the newest
+        version in the batch sampled. A gap counts for ``MAX_LOG_RATIO`` at most, and for that where it is not a number.
+        """
+        limit = MAX_LOG_RATIO
+        log_ratios_M = (learner_logprobs_M - engine_logprobs_M).detach().float()
+        log_ratios_M = log_ratios_M.nan_to_num(nan=-limit).clamp(-limit, limit)
+        gaps_M = log_ratios_M.abs()
+        is_outlier_M = (log_ratios_M.exp() - 1).abs() > OUTLIER_RATIO
+        self._add("_gap_tokens", float(len(gaps_M)))
+        self._add("logprob_gap_mean", gaps_M.sum())
+        self._add("ratio_outliers", is_outlier_M.sum())
+        self._add("engine_kl", k3_kl(torch.zeros_like(log_ratios_M), log_ratios_M).sum())
+        self._max("logprob_gap_max", gaps_M.max())
+        if is_fresh_M is not None:
+            self._add("_fresh_tokens", is_fresh_M.sum())
+            self._add("logprob_gap_mean_fresh", (gaps_M * is_fresh_M).sum())
+            self._add("ratio_outliers_fresh", (is_outlier_M & is_fresh_M).sum())
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
         """Add values a MODEL token; reported as means over them."""
@@ -80,9 +109,13 @@ class Meter:
             self._add(name, micro_batch.weight * values.detach().float().sum())
 
     def add_step(self, **values: float) -> None:
-        """Add values that there is one of a step, such as gradient norms; reported as means over steps."""
+        """Add gradient norms, reported as means over steps. A norm that is not finite is a step that was not taken."""
         for name, value in values.items():
-            self._steps[name] = self._steps.get(name, 0.0) + value
+            if math.isfinite(value):
+                self._steps[name] = self._steps.get(name, 0.0) + value
+                self._steps_taken[name] = self._steps_taken.get(name, 0) + 1
+            else:
+                self._num_skipped += 1
 
     def _add(self, name: str, value: torch.Tensor | float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
@@ -96,11 +129,12 @@ class Meter:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
         counts = {name: sums.pop(name, 0.0) for name in list(sums) if name.startswith("_")}
-        first = {"logprob_gap_mean", "ratio_outliers"}
+        denominators = {name: counts[_COUNTS.get(name, "_tokens")] for name in sums}
         return {
-            **{n: s / counts["_first_tokens" if n in first else "_tokens"] for n, s in sums.items()},
+            **{name: value / denominators[name] for name, value in sums.items() if denominators[name]},
             **maxima,
-            **{name: value / self.num_steps for name, value in self._steps.items()},
+            **{name: value / self._steps_taken[name] for name, value in self._steps.items()},
+            "skipped_steps": float(self._num_skipped),
             "tokens": counts["_tokens"],
             "computed_tokens": counts["_computed"],
             "padding_waste": counts["_padding"] / counts["_computed"],

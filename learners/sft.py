@@ -27,6 +27,11 @@ class SFTLearner(Learner):
         """Demonstrations were not sampled, so their likelihood is under the plain softmax."""
         return 1.0
 
+    @property
+    def has_engine_logprobs(self) -> bool:
+        """Demonstrations have none."""
+        return False
+
     def make_schedule(self) -> Schedule:
         """One step an update, with the learning rate of the ``sft`` section."""
         sft = self.config.sft

@@ -44,7 +44,7 @@ from ragr1_actors.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.errors import FleetError
 from ragr1_actors.interrupt import InterruptGuard
-from ragr1_actors.metrics import mean_over
+from ragr1_actors.metrics import TIME_PREFIX, mean_over
 from ragr1_actors.report import EvalResult
 from ragr1_actors.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.task_sampler import Issue, TaskSampler
@@ -125,7 +125,7 @@ class Algorithm:
 
     async def _play(self, requests: list[GroupRequest], scripts: Mapping[str, Sequence[str]]) -> list[TrajectoryGroup]:
         retriever = self._retrievers.retriever()
-        reciter = EnvRunner(self.config, self.workspace.policy_dir, retriever, scripts=scripts)
+        reciter = EnvRunner.recite(self.config, self.workspace.policy_dir, retriever, scripts)
         return await asyncio.gather(*(reciter.sample_group(request) for request in requests))
 
     def _demonstration_batches(self, groups: list[TrajectoryGroup]) -> Iterator[list[TrajectoryGroup]]:
@@ -326,7 +326,7 @@ def _rollout_metrics(batch: list[FinishedGroup]) -> dict[str, float]:
     rewards = [np.array(s.rewards) for s in summaries if s.rewards]
     means = mean_over([s.means for s in summaries if s.means])
     return {
-        **{f"rollout/{name}": value for name, value in means.items()},
+        **{name if name.startswith(TIME_PREFIX) else f"rollout/{name}": value for name, value in means.items()},
         "rollout/reward": float(np.mean([r.mean() for r in rewards])),
         "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
         "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),

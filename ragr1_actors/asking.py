@@ -33,7 +33,7 @@ def ask(run_dir: Path, question: str) -> Trajectory:
 
 async def _ask(config: RunConfig, run_dir: Path, policy_dir: Path, question: str) -> Trajectory:
     index_dir = Path(config.retrieval.index) if config.retrieval.index else run_dir / "index"
-    runner = EnvRunner(config, policy_dir, LocalRetriever(index_dir))
+    runner = EnvRunner.load(config, policy_dir, LocalRetriever(index_dir))
     task = Task("ask", question, ())
     group = await runner.sample_group(GroupRequest(Issue("ask", task, 0), 1, 0.0))
     await runner.close()

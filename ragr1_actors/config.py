@@ -30,10 +30,15 @@ if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "
-    "missing, search for it: write up to {max_queries} queries, one a line, inside <search> and </search>; what is "
+    "missing, search for it: write up to {max_queries} queries, {query_format}, inside <search> and </search>; what is "
     "found will stand inside <information> and </information>. Search as often as you need. Once you know, write only "
     "the short answer inside <answer> and </answer>.\nQuestion: {question}"
 )
+
+QueryFormat = Literal["lines", "comma", "json", "single"]
+"""How queries stand inside ``<search>``; ``envs/actions.py`` shows each."""
+ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
+"""How passages stand inside ``<information>``; ``envs/observations.py`` shows each."""
 
 
 class Section(BaseModel):
@@ -53,14 +58,16 @@ class EnvironmentSettings(Section):
     """Held-out tasks: a task file; empty takes the world's, or holds ``evaluation.num_tasks`` of the file out."""
     world_seed: int = 0
     prompt: str = DEFAULT_PROMPT
-    """The user message; ``{question}`` and ``{max_queries}`` are filled in."""
+    """The user message; ``{question}``, ``{max_queries}`` and ``{query_format}`` ("one a line") are filled in."""
     reward: str = "exact_match"
     """``exact_match``, ``token_f1`` or ``my_module:my_function``."""
     max_turns: int = Field(5, ge=1)
     """Turns the policy has, its answer included; searches are at most one less."""
     max_queries_per_turn: int = Field(3, ge=1)
-    query_separator: str = Field("\n", min_length=1)
-    """Between the queries of one turn. RAG-R1's checkpoints use a comma."""
+    query_format: QueryFormat = "lines"
+    """Of the queries of one turn: ``lines``, ``comma`` (RAG-R1-mq), ``json`` or ``single`` (RAG-R1-sq, Search-R1)."""
+    observation_format: ObservationFormat = "grouped"
+    """Of what is found: ``grouped`` by query, or ``ragr1_json``, ``ragr1``, ``searchr1`` for published checkpoints."""
     top_k: int = Field(3, ge=1)
     """Passages a query."""
     max_observation_tokens_per_query: int = Field(512, ge=8)
@@ -88,7 +95,9 @@ class EnvRunnerSettings(Section):
     num_cpus_per_env_runner: float = Field(1, ge=0)
     num_gpus_per_env_runner: float = Field(0, ge=0)
     engine: str = "transformers"
-    """``transformers``, or ``my_module:MyEngine``."""
+    """``transformers``, ``vllm``, or ``my_module:MyEngine``."""
+    engine_options: dict[str, Any] = {}
+    """Passed on to the engine by its own names: for vLLM ``{tensor_parallel_size: 2, gpu_memory_utilization: 0.8}``."""
     max_concurrent_trajectories: int = Field(128, ge=1)
     """In one runner."""
     max_context_tokens: int = Field(4096, ge=32)
@@ -157,6 +166,10 @@ class TrainingSettings(Section):
     grad_clip: float = Field(1.0, gt=0)
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
+    tis_clip: float = Field(0.0, ge=0)
+    """Truncated importance sampling: a token's loss is weighted by how much more likely the learner makes it than the
+    engine that sampled it did, but by this at most; 2 is usual, 0 is off. An update of several steps takes a forward
+    pass more."""
     kl_coeff: float = Field(0.0, ge=0)
     """Of k3 (GRPO, in the loss) or k1 (PPO, in the reward) against the policy at the start of the stage."""
     entropy_coeff: float = 0.0

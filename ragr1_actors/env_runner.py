@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -20,9 +22,10 @@ from envs.base import EnvContext, TextEnv
 from envs.registry import ENVS
 from envs.rewards import exact_match, token_f1
 from ragr1_actors.config import RunConfig
-from ragr1_actors.engines.base import Engine
+from ragr1_actors.engines.base import Engine, EngineSettings
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.errors import EngineDeadError
 from ragr1_actors.plugins import load_object
 from ragr1_actors.rollout import RolloutSettings, run_trajectory
 from ragr1_actors.schema import groups_to_record_batch
@@ -30,6 +33,8 @@ from ragr1_actors.task_sampler import Issue
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
 from retrieval.base import Retriever
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +68,36 @@ class GroupSummary:
 class EnvRunner:
     """Samples trajectories with one engine."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy_dir: str | Path,
-        retriever: Retriever,
-        version: int = 0,
-        scripts: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Load tokenizer and engine.
+    def __init__(self, config: RunConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
+        """Sample with an engine that is loaded.
 
         Args:
             config: of the run.
-            policy_dir: Hugging Face folder or hub name.
+            policy_dir: Hugging Face folder or hub name, for the tokenizer.
             retriever: what environments search with.
-            version: policy version of the weights in ``policy_dir``.
-            scripts: turns to recite in place of the policy, by trajectory id; no model is loaded then.
+            engine: of this runner alone; closed with it.
         """
-        settings = config.env_runners
+        self.policy_dir = str(policy_dir)
         self._config = config
         self._tokenizer = PolicyTokenizer(policy_dir)
-        if scripts is not None:
-            self._engine: Engine = ScriptedEngine(scripts, self._tokenizer.encode, version)
-        else:
-            engine_class = load_object(settings.engine, ENGINES)
-            self._engine = engine_class(
-                policy_dir,
-                self._tokenizer,
-                max_rows=settings.max_concurrent_trajectories,
-                dtype=config.policy.dtype,
-                device="cuda" if settings.num_gpus_per_env_runner else "cpu",
-                version=version,
-            )
+        self._engine = engine
         self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
         self._context = EnvContext(retriever, self._tokenizer.encode)
-        self._room = asyncio.Semaphore(settings.max_concurrent_trajectories)
+        self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
+
+    @classmethod
+    def load(cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
+        """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
+        engine_class = load_object(config.env_runners.engine, ENGINES)
+        engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
+        return cls(config, policy_dir, retriever, engine)
+
+    @classmethod
+    def recite(
+        cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
+    ) -> Self:
+        """Say ``scripts``, turns by trajectory id, in place of the policy; no model is loaded."""
+        return cls(config, policy_dir, retriever, ScriptedEngine(scripts, PolicyTokenizer(policy_dir).encode))
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
         """Sample the trajectories of one group, all at once where there is room."""
@@ -125,6 +125,10 @@ class EnvRunner:
             finally:
                 self._engine.release(trajectory_id)
 
+    async def check(self) -> None:
+        """Return if the engine is alive; see ``Engine.check``."""
+        await self._engine.check()
+
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the policy's weights in; see ``Engine.update_weights``."""
         await self._engine.update_weights(weights, version)
@@ -135,25 +139,51 @@ class EnvRunner:
 
 
 class EnvRunnerActor:
-    """``EnvRunner`` as a Ray actor."""
+    """``EnvRunner`` as a Ray actor. It ends with its engine: Ray starts both anew."""
 
     def __init__(self, config: RunConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores."""
         set_threads(config)
-        self._runner = EnvRunner(config, policy_dir, retriever, version)
+        self._runner = EnvRunner.load(config, policy_dir, retriever, version)
 
-    async def ping(self) -> bool:
-        """Answer: the engine is loaded."""
-        return True
+    async def ping(self) -> None:
+        """Answer: the engine is loaded and alive; raises ``EngineDeadError`` where it is not."""
+        await self._runner.check()
 
     async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""
-        group = await self._runner.sample_group(request)
+        group = await _or_exit(self._runner.sample_group(request))
         return summarize(group), groups_to_record_batch([group])
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the policy's weights in."""
-        await self._runner.update_weights(weights, version)
+        await _or_exit(self._runner.update_weights(weights, version))
+
+    async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
+        """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
+        return func(self._runner)
+
+
+async def _or_exit(work: Awaitable[T]) -> T:
+    """Await ``work``; where the engine is dead, so is this process, and Ray and the fleet see to the rest."""
+    try:
+        return await work
+    except EngineDeadError as error:
+        print(f"env runner {os.getpid()} exits: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def engine_settings(config: RunConfig, version: int) -> EngineSettings:
+    """Return what the run's configuration says of its engines."""
+    settings = config.env_runners
+    return EngineSettings(
+        max_rows=settings.max_concurrent_trajectories,
+        max_context_tokens=settings.max_context_tokens,
+        dtype=config.policy.dtype,
+        device="cuda" if settings.num_gpus_per_env_runner else "cpu",
+        version=version,
+        options=settings.engine_options,
+    )
 
 
 def set_threads(config: RunConfig) -> None:

@@ -6,21 +6,24 @@
                   ▲                                            │
                   └── the runner died: hand it to another ─────┘
 
-A runner that dies is restarted by Ray, given the newest weights, and used again.
+A runner that dies is restarted by Ray, given the newest weights, and used again. One that hangs is ended first. One
+that cannot start any more is left out for good, and said so: the fleet goes on with fewer, down to one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
@@ -28,9 +31,18 @@ from ragr1_actors.errors import FleetError, RagR1Error
 from ragr1_actors.schema import groups_to_record_batch
 from retrieval.base import Retriever
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 600.0
 """For an engine to load."""
 PROBE_INTERVAL_S = 1.0
+"""Between two questions to a runner that is not healthy, and the longest wait for a group before looking around."""
+PING_INTERVAL_S = 10.0
+"""Between two pings of a healthy runner."""
+PING_TIMEOUT_S = 120.0
+"""A runner that has not answered for this long hangs. A long prefill on a CPU may hold it for seconds."""
 RESTART_TIMEOUT_S = 300.0
 """How long the fleet waits for any runner to come back when none is left."""
 
@@ -47,11 +59,16 @@ class FinishedGroup:
 
 @dataclass(slots=True)
 class _Runner:
+    name: str
     handle: Any
     is_healthy: bool = True
+    is_lost: bool = False
+    """It does not start any more."""
     num_in_flight: int = 0
+    num_finished: int = 0
     probe: Any = None
-    probed_at: float = 0.0
+    """Reference of the question that is open: a ping of a healthy runner, else the newest weights."""
+    probed_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -75,12 +92,13 @@ class EnvRunnerGroup:
         self._in_flight: dict[Any, _InFlight] = {}
         self._runners: list[_Runner] = []
         self._weights: tuple[Any, int] | None = None
+        self._last_loss = "none came back in time"
         self.num_restarts = 0
         self._local: EnvRunner | None = None
         # twice what a runner works on at once: the next request is there when a trajectory ends
         self._max_in_flight = 2 * math.ceil(settings.max_concurrent_trajectories / max(1, config.training.group_size))
         if settings.num_env_runners == 0:
-            self._local = EnvRunner(config, policy_dir, retriever, version)
+            self._local = EnvRunner.load(config, policy_dir, retriever, version)
             self._loop = asyncio.new_event_loop()
             return
         actor_class: Any = ray.remote(EnvRunnerActor)
@@ -92,7 +110,8 @@ class EnvRunnerGroup:
             max_concurrency=4 * self._max_in_flight,
         )
         for _ in range(settings.num_env_runners):
-            self._runners.append(_Runner(actor_class.remote(config, str(policy_dir), retriever, version)))
+            handle = actor_class.remote(config, str(policy_dir), retriever, version)
+            self._runners.append(_Runner(f"env runner {len(self._runners)}", handle))
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; runners load while the caller does something else."""
@@ -113,6 +132,37 @@ class EnvRunnerGroup:
         """Runners that take requests."""
         return 1 if self._local is not None else sum(runner.is_healthy for runner in self._runners)
 
+    @property
+    def load(self) -> list[int]:
+        """Groups that each runner works on; -1 for one that takes none."""
+        if self._local is not None:
+            return [len(self._pending)]
+        return [runner.num_in_flight if runner.is_healthy else -1 for runner in self._runners]
+
+    def metrics(self) -> dict[str, float]:
+        """Health and load of the fleet, for an iteration's metrics."""
+        finished = [runner.num_finished for runner in self._runners]
+        return {
+            "num_healthy": float(self.num_healthy),
+            "num_restarts": float(self.num_restarts),
+            "num_lost": float(sum(runner.is_lost for runner in self._runners)),
+            **({"least_groups": float(min(finished)), "most_groups": float(max(finished))} if finished else {}),
+        }
+
+    def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
+        """Call ``func`` with every healthy runner, where it lives, and return the results.
+
+        Raises:
+            FleetError: ``func`` raised, or a runner died of it.
+        """
+        if self._local is not None:
+            return [func(self._local)]
+        calls: list[Any] = [runner.handle.apply.remote(func) for runner in self._runners if runner.is_healthy]
+        try:
+            return list(ray.get(calls)) if calls else []
+        except RayError as error:
+            raise FleetError(f"foreach_env_runner: {_cause(error)}") from error
+
     def submit(self, request: GroupRequest) -> None:
         """Queue a group."""
         self._pending.append(request)
@@ -123,7 +173,7 @@ class EnvRunnerGroup:
         """Return the groups that are finished; wait until there is one.
 
         Raises:
-            FleetError: no runner is left and none comes back.
+            FleetError: no runner is left and none comes back; the message has the last one's reason.
         """
         if self._local is not None:
             return self._loop.run_until_complete(self._collect_local(self._local))
@@ -138,8 +188,8 @@ class EnvRunnerGroup:
                 finished = [group for ref in {*done, *more} if (group := self._finish(ref)) is not None]
                 if finished:
                     return finished
-            elif time.monotonic() > deadline:
-                raise FleetError(f"all {len(self._runners)} env runners died and none came back; see the Ray logs")
+            elif time.monotonic() > deadline or all(runner.is_lost for runner in self._runners):
+                raise FleetError(f"none of {len(self._runners)} env runners is left; {self._last_loss}")
             else:
                 time.sleep(PROBE_INTERVAL_S / 10)
         return []
@@ -163,12 +213,18 @@ class EnvRunnerGroup:
             self._loop.run_until_complete(self._local.update_weights(weights, version))
             return
         self._weights = (weights, version)
+        for runner in self._runners:
+            if not runner.is_healthy:
+                runner.probe = None  # it may be on its way with older weights
         updates = {r.handle.update_weights.remote(weights, version): r for r in self._runners if r.is_healthy}
         for update, runner in updates.items():
             try:
-                ray.get(update)
-            except RayActorError:
-                self._mark_dead(runner)
+                ray.get(update, timeout=START_TIMEOUT_S)
+            except RayActorError as error:
+                self._mark_dead(runner, error)
+            except GetTimeoutError as error:
+                ray.kill(runner.handle, no_restart=False)
+                self._mark_dead(runner, error)
 
     def stop(self) -> None:
         """End all runners. What is in flight is lost."""
@@ -200,40 +256,60 @@ class EnvRunnerGroup:
         flight.runner.num_in_flight -= 1
         try:
             summary = ray.get(ref)
-        except RayActorError:
+        except RayActorError as error:
             self._pending.appendleft(flight.request)
-            self._mark_dead(flight.runner)
+            self._mark_dead(flight.runner, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {_cause(error)}") from error
+        flight.runner.num_finished += 1
         return FinishedGroup(flight.request, summary, flight.batch)
 
-    def _mark_dead(self, runner: _Runner) -> None:
+    def _mark_dead(self, runner: _Runner, error: RayError) -> None:
         if runner.is_healthy:
-            runner.is_healthy = False
+            runner.is_healthy, runner.probe = False, None
             self.num_restarts += 1
+            logger.warning(
+                "%s died (%s); %d of %d go on", runner.name, _cause(error), self.num_healthy, len(self._runners)
+            )
+        if isinstance(error, RayActorError) and error.actor_init_failed and not runner.is_lost:
+            runner.is_lost = True
+            self._last_loss = f"{runner.name} did not start again: {_cause(error)}"
+            logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
 
     def _probe(self) -> None:
-        """Take runners that came back into use, once they have the newest weights."""
+        """Ping the healthy runners, and take those that came back into use once they have the newest weights."""
+        now = time.monotonic()
         for runner in self._runners:
-            if runner.is_healthy:
+            if runner.is_lost:
                 continue
-            if runner.probe is None and time.monotonic() - runner.probed_at > PROBE_INTERVAL_S:
-                runner.probed_at = time.monotonic()
-                runner.probe = (
-                    runner.handle.update_weights.remote(*self._weights)
-                    if self._weights
-                    else runner.handle.ping.remote()
-                )
-            if runner.probe is not None and ray.wait([runner.probe], timeout=0)[0]:
-                probe, runner.probe = runner.probe, None
-                try:
-                    ray.get(probe)
-                except RayError:
-                    continue  # still restarting: probe again
-                runner.is_healthy, runner.num_in_flight = True, 0
+            interval = PING_INTERVAL_S if runner.is_healthy else PROBE_INTERVAL_S
+            if runner.probe is None and now - runner.probed_at > interval:
+                runner.probed_at = now
+                if self._weights is not None and not runner.is_healthy:
+                    runner.probe = runner.handle.update_weights.remote(*self._weights)
+                else:
+                    runner.probe = runner.handle.ping.remote()
+            if runner.probe is not None:
+                self._read_probe(runner, now)
+
+    def _read_probe(self, runner: _Runner, now: float) -> None:
+        if not ray.wait([runner.probe], timeout=0)[0]:
+            if runner.is_healthy and now - runner.probed_at > PING_TIMEOUT_S:
+                ray.kill(runner.handle, no_restart=False)  # what it had in flight fails, and is handed on
+                runner.probe = None
+            return
+        probe, runner.probe = runner.probe, None
+        try:
+            ray.get(probe)
+        except RayError as error:  # dead, or still restarting: it is asked again
+            if isinstance(error, RayTaskError):  # the actor lives on without its engine
+                ray.kill(runner.handle, no_restart=False)
+            self._mark_dead(runner, error)
+            return
+        runner.is_healthy = True
 
 
 def _cause(error: RayError) -> str:

@@ -9,6 +9,7 @@
     │   └── RunDirectoryError          the run directory holds a run already, or holds none
     ├── RetrievalError             a search failed on every replica
     ├── EngineError                an engine did not start or did not answer
+    │   └── EngineDeadError            it will not answer any more
     └── FleetError                 no actor of a fleet is left
 
 All of them pickle (Ray sends them between processes): they take one message and keep no other state.
@@ -43,6 +44,10 @@ class RetrievalError(RagR1Error):
 
 class EngineError(RagR1Error):
     """An engine that did not start or did not answer."""
+
+
+class EngineDeadError(EngineError):
+    """An engine whose process is gone: no request of it will be answered any more."""
 
 
 class FleetError(RagR1Error):

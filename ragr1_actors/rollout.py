@@ -3,7 +3,8 @@
 ::
 
     reset ──► prompt ids ──► generate ──► parse ──► step / submit / malformed ──► append observation ids ──┐
-                               ▲                                                                           │
+                               ▲  │ text so far                                                            │
+                               │  └──► peek: searches begin                                                │
                                └───────────────────────────────────────────────────────────────────────────┘
 
 Each trajectory is a coroutine of its own and waits for nothing but its own tokens and its own documents.
@@ -20,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from envs.base import Action, Answer, Malformed, Search, StepResult, TextEnv
-from ragr1_actors.errors import EngineError, RetrievalError
+from ragr1_actors.errors import EngineDeadError, EngineError, RetrievalError
 from ragr1_actors.types import (
     Completion,
     GenerateFn,
@@ -102,7 +103,7 @@ async def run_trajectory(
     """Let the policy act in ``env`` until it answers, is cut off, or the machinery fails.
 
     Never raises for a failure of retrieval, engine or environment: the trajectory ends with a ``StopReason`` that says
-    which, keeps what it has, and carries no reward.
+    which, keeps what it has, and carries no reward. Only a dead engine is the caller's affair.
 
     Args:
         env: fresh, used for this trajectory only.
@@ -112,13 +113,22 @@ async def run_trajectory(
         settings: limits.
         trajectory_id: unique; the engine's request id, and the salt of the sampling seeds.
         seed: of the run.
+
+    Raises:
+        EngineDeadError: no trajectory of this engine can go on.
     """
-    progress = _Progress()
+    rollout = _Rollout(env, task, generate, tokenizer, settings, trajectory_id, seed)
+    progress = rollout.progress
     error = ""
     try:
-        stop_reason = await _run(env, task, generate, tokenizer, settings, trajectory_id, seed, progress)
+        try:
+            stop_reason = await rollout.run()
+        finally:  # however it ended, a cancellation included
+            env.close()
     except RetrievalError as failure:
         stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
+    except EngineDeadError:
+        raise
     except EngineError as failure:
         stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
     except Exception as failure:  # a user's environment may raise anything; it ends its own trajectory and no other
@@ -140,39 +150,52 @@ async def run_trajectory(
     )
 
 
-async def _run(
-    env: TextEnv,
-    task: Task,
-    generate: GenerateFn,
-    tokenizer: Tokenizer,
-    settings: RolloutSettings,
-    trajectory_id: str,
-    seed: int,
-    progress: _Progress,
-) -> StopReason:
-    tokens = progress.tokens
-    tokens.add(tokenizer.prompt_ids(await env.reset(task)), TokenKind.PROMPT)
-    while (room := settings.max_context_tokens - len(tokens.ids)) > 0:
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """One call of ``run_trajectory``: its arguments, and how far it has come."""
+
+    env: TextEnv
+    task: Task
+    generate: GenerateFn
+    tokenizer: Tokenizer
+    settings: RolloutSettings
+    trajectory_id: str
+    seed: int
+    progress: _Progress = field(default_factory=_Progress)
+
+    async def run(self) -> StopReason:
+        """Take turns until the trajectory ends, and say why it did."""
+        tokens = self.progress.tokens
+        tokens.add(self.tokenizer.prompt_ids(await self.env.reset(self.task)), TokenKind.PROMPT)
+        while (room := self.settings.max_context_tokens - len(tokens.ids)) > 0:
+            completion = await self._generate(room)
+            action = self.env.parse(completion.text)
+            result = await _act(self.env, action)
+            _record(self.progress, completion, action, result)
+            if result.terminated:
+                return StopReason.ANSWERED
+            if result.truncated:
+                return StopReason.MAX_TURNS
+            tokens.add(self.tokenizer.encode(result.observation), TokenKind.OBSERVATION)
+            tokens.add(self.tokenizer.encode(result.notice), TokenKind.NOTICE)
+        return StopReason.CONTEXT_FULL
+
+    async def _generate(self, room: int) -> Completion:
+        """Sample the next turn, of at most ``room`` tokens, and add it to the context."""
         sampling = replace(
-            settings.sampling,
-            max_new_tokens=min(settings.sampling.max_new_tokens, room),
-            stop=env.stop,
-            seed=turn_seed(seed, trajectory_id, len(progress.turns)),
+            self.settings.sampling,
+            max_new_tokens=min(self.settings.sampling.max_new_tokens, room),
+            stop=self.env.stop,
+            seed=turn_seed(self.seed, self.trajectory_id, len(self.progress.turns)),
         )
-        completion = await generate(tokens.ids, sampling, request_id=trajectory_id)
+        # an environment that does not look costs the engine no decoding
+        on_text = None if type(self.env).peek is TextEnv.peek else self.env.peek
+        tokens = self.progress.tokens
+        completion = await self.generate(tokens.ids, sampling, request_id=self.trajectory_id, on_text=on_text)
         if not all(map(math.isfinite, completion.logprobs)):
             raise EngineError("the engine returned a log-prob that is not finite")
         tokens.add_completion(completion)
-        action = env.parse(completion.text)
-        result = await _act(env, action)
-        _record(progress, completion, action, result)
-        if result.terminated:
-            return StopReason.ANSWERED
-        if result.truncated:
-            return StopReason.MAX_TURNS
-        tokens.add(tokenizer.encode(result.observation), TokenKind.OBSERVATION)
-        tokens.add(tokenizer.encode(result.notice), TokenKind.NOTICE)
-    return StopReason.CONTEXT_FULL
+        return completion
 
 
 async def _act(env: TextEnv, action: Action) -> StepResult:

@@ -34,7 +34,13 @@ TASK_TYPE = pa.struct(
     }
 )
 RETRIEVAL_TYPE = pa.struct(
-    {"query": pa.string(), "passage_ids": _STRINGS, "scores": pa.list_(pa.float64()), "latency_s": pa.float64()}
+    {
+        "query": pa.string(),
+        "passage_ids": _STRINGS,
+        "scores": pa.list_(pa.float64()),
+        "latency_s": pa.float64(),
+        "waited_s": pa.float64(),
+    }
 )
 TURN_TYPE = pa.struct(
     {
@@ -173,7 +179,7 @@ def _turn(fields: dict[str, Any]) -> Turn:
         action=fields["action"],
         queries=tuple(fields["queries"]),
         retrievals=tuple(
-            RetrievalRecord(r["query"], tuple(r["passage_ids"]), tuple(r["scores"]), r["latency_s"])
+            RetrievalRecord(r["query"], tuple(r["passage_ids"]), tuple(r["scores"]), r["latency_s"], r["waited_s"])
             for r in fields["retrievals"]
         ),
         observation=fields["observation"],

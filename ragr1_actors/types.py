@@ -145,6 +145,9 @@ class RetrievalRecord:
     passage_ids: tuple[str, ...]  # [k], best first
     scores: tuple[float, ...]  # [k]
     latency_s: float
+    """Of the query's own search, from asking to having."""
+    waited_s: float = 0.0
+    """How much of it the trajectory stood waiting for, its turn being over; 0 where the search began early enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,88 +1,51 @@
+import asyncio
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from fakes import ByteTokenizer, DictRetriever
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.actions import clean_queries, parse_action
-from envs.base import Answer, EnvContext, Malformed, Search, StepResult
+from envs.base import EnvContext, Search, StepResult
 from envs.rewards import exact_match, normalize_answer, token_f1
-from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv, format_observation
-from ragr1_actors.config import EnvironmentSettings
-from ragr1_actors.errors import ConfigError
+from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
+from ragr1_actors.config import DEFAULT_PROMPT, EnvironmentSettings
+from ragr1_actors.errors import ConfigError, RetrievalError
 from ragr1_actors.types import Task
-from retrieval.base import Passage
+from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))
 ANA = Passage("p0", "Ana Bell", "Ana Bell was born in Riga.", 0.9)
 ENCODE = ByteTokenizer().encode
 
 
-def make_env(retriever: DictRetriever | None = None, **settings: object) -> SearchEnv:
+class GatedRetriever(DictRetriever):
+    """Answers a query once its gate is open; some it never answers."""
+
+    def __init__(self, passages: Sequence[Passage] = (), broken: Sequence[str] = ()) -> None:
+        super().__init__(passages)
+        self.gate = asyncio.Event()
+        self.broken = broken
+        self.cancelled: list[str] = []
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        results = await super().search(queries, k)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += queries
+            raise
+        if set(queries) & set(self.broken):
+            raise RetrievalError("connection lost")
+        return results
+
+
+def make_env(retriever: Retriever | None = None, **settings: object) -> SearchEnv:
     context = EnvContext(retriever or DictRetriever([ANA]), ENCODE)
     return SearchEnv(EnvironmentSettings.model_validate(settings), context)
-
-
-@pytest.mark.parametrize(
-    ("completion", "action"),
-    [
-        ("<think> a</think><search> Ana Bell\n Bo Cole</search>", Search(("Ana Bell", " Bo Cole"))),
-        ("<answer> Riga</answer>", Answer("Riga")),
-        ("<answer>\nRiga \n</answer>", Answer("Riga")),
-        ("<think> <search>no</search></think><answer> x</answer>", Answer("x")),
-        ("<think> <answer>no</answer></think><search> x</search>", Search(("x",))),
-        ("<search>a</search><answer>b</answer>", Search(("a",))),
-    ],
-)
-def test_the_first_action_outside_think_counts(completion: str, action: object) -> None:
-    assert parse_action(completion) == action
-
-
-@pytest.mark.parametrize(
-    "completion", ["", "Riga", "<search>Riga", "Riga</answer>", "<answer> </answer>", "<search>\n</search>"]
-)
-def test_a_turn_without_an_action_is_malformed(completion: str) -> None:
-    assert isinstance(parse_action(completion), Malformed)
-
-
-def test_a_comma_inside_a_query_splits_it_only_where_the_recipe_says_so() -> None:
-    body = "<search>Martin Luther King, Jr.</search>"
-    assert parse_action(body) == Search(("Martin Luther King, Jr.",))
-    assert parse_action(body, ",") == Search(("Martin Luther King", " Jr."))
-
-
-PIECES = [
-    "<search>",
-    "</search>",
-    "<answer>",
-    "</answer>",
-    "<think>",
-    "</think>",
-    "<",
-    "/",
-    ">",
-    "a",
-    " ",
-    "\n",
-    ",",
-    "é",
-]
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(max_size=40))
-@settings(max_examples=500, deadline=None)
-def test_no_text_breaks_the_parser(completion: str) -> None:
-    action = parse_action(completion)
-    if isinstance(action, Search):
-        clean = clean_queries(action.queries, 3)
-        assert len(clean.queries) <= 3
-        assert len({query.casefold() for query in clean.queries}) == len(clean.queries)
-        assert all(query == " ".join(query.split()) and query for query in clean.queries)
-
-
-def test_what_is_cleaned_away_is_counted() -> None:
-    clean = clean_queries([" a  b", "A B", "", "c", "d", "e", "c"], 3)
-    assert clean.queries == ("a b", "c", "d")
-    assert (clean.num_duplicate, clean.num_empty, clean.num_over_limit) == (2, 1, 1)
 
 
 async def test_a_search_then_an_answer() -> None:
@@ -100,6 +63,28 @@ async def test_a_search_then_an_answer() -> None:
     assert await env.submit("riga.") == StepResult(reward=1.0, terminated=True)
 
 
+@pytest.mark.parametrize(
+    ("query_format", "words"),
+    [("lines", "3 queries, one a line, inside"), ("json", "3 queries, as a JSON list of strings, inside")],
+)
+async def test_the_prompt_says_how_queries_are_written(query_format: str, words: str) -> None:
+    assert "{query_format}" in DEFAULT_PROMPT
+    question = "What is {max_queries} in {question}?"
+    (message,) = await make_env(query_format=query_format).reset(replace(TASK, question=question))
+    assert words in message.content
+    assert message.content.endswith(question)
+
+
+async def test_formats_are_settings() -> None:
+    env = make_env(query_format="comma", observation_format="searchr1", max_observation_tokens=71)
+    await env.reset(TASK)
+    action = env.parse("<search>Ana Bell, ana bell,</search>")
+    assert isinstance(action, Search)
+    result = await env.step(list(action.queries))
+    assert result.observation == "\n\n<information>Doc 1(Title: Ana Bell) Ana Bell was born</information>\n\n"
+    assert (result.info["duplicate_queries"], result.info["empty_queries"]) == (1, 1)
+
+
 async def test_the_policy_is_told_on_its_last_turn_and_cut_off_after_it() -> None:
     env = make_env(max_turns=3)
     await env.reset(TASK)
@@ -113,7 +98,9 @@ async def test_the_policy_is_told_on_its_last_turn_and_cut_off_after_it() -> Non
 async def test_a_malformed_turn_costs_a_turn() -> None:
     env = make_env(max_turns=2)
     await env.reset(TASK)
-    first = await env.malformed("nothing")
+    first = await env.step([" ", "\x00"])
+    assert first == replace(await make_env(max_turns=2).malformed("nothing"), info=first.info)
+    assert (first.info["malformed"], first.info["empty_queries"]) == (1, 2)
     assert not first.truncated
     assert first.notice == MALFORMED_NOTICE + LAST_TURN_NOTICE
     assert (await env.malformed("nothing")).truncated
@@ -128,19 +115,125 @@ async def test_tags_inside_a_document_cannot_close_the_observation_or_answer() -
     assert "<answer>" not in observation
 
 
+def without_times(result: StepResult) -> StepResult:
+    return replace(
+        result,
+        retrievals=tuple(replace(record, latency_s=0.0, waited_s=0.0) for record in result.retrievals),
+        info={name: value for name, value in result.info.items() if not name.startswith("time/")},
+    )
+
+
+async def begin(env: SearchEnv, *partials: str) -> None:
+    """Let the environment see a turn come, and what it begins begin."""
+    await env.reset(TASK)
+    for partial in partials:
+        env.peek(partial)
+        await asyncio.sleep(0)
+
+
+async def test_a_search_begins_when_its_query_has_come_to_its_end() -> None:
+    retriever = GatedRetriever([ANA])
+    env = make_env(retriever)
+    turn = "<think> <search>no\n</think><search> Ana Bell\nana  bell\nBo Cole"
+    await begin(env, "<think> <search>no\n", "<think> <search>no\n</think><search> Ana Bell")
+    assert retriever.calls == []
+    await begin(env, turn)
+    assert retriever.calls == [["Ana Bell"]]
+    retriever.gate.set()
+    await asyncio.sleep(0.02)
+    result = await env.step(["Ana Bell", "ana bell", "Bo Cole", "Cy Dow"])
+    assert retriever.calls == [["Ana Bell"], ["Bo Cole", "Cy Dow"]]
+    ana, bo, cy = result.retrievals
+    assert (ana.passage_ids, ana.waited_s) == (("p0",), 0.0)
+    assert ana.latency_s > 0
+    assert bo.waited_s > 0
+    assert bo.latency_s == cy.latency_s
+    assert result.info["time/retrieval_s"] == pytest.approx(ana.latency_s + 2 * bo.latency_s)
+    assert result.info["time/retrieval_waited_s"] == bo.waited_s
+
+
+@pytest.mark.parametrize("query_format", ["lines", "comma", "json", "single"])
 @given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), min_size=1, max_size=3),
-    st.integers(40, 200),
-    st.integers(8, 100),
+    st.lists(st.sampled_from(["Ana Bell", " ana bell", "Bo", "Cy", "Dan", "", '"'] * 2), max_size=6), st.integers(1, 5)
 )
-@settings(max_examples=150, deadline=None)
-def test_an_observation_keeps_its_budget_and_closes_its_tag(bodies: list[str], total: int, per_query: int) -> None:
-    queries = tuple(f"q{index}" for index in range(len(bodies)))
-    results = [[Passage(f"p{index}", "T", body)] for index, body in enumerate(bodies)]
-    text = format_observation(queries, results, ENCODE, max_tokens_per_query=per_query, max_tokens=total)
-    assert len(ENCODE(text)) <= total
-    assert text.startswith("\n<information>\n")
-    assert text.endswith("\n</information>\n")
+@settings(max_examples=40, deadline=None)
+def test_looking_early_changes_nothing_but_the_time(query_format: str, queries: list[str], step: int) -> None:
+    body = {"lines": "\n", "comma": ","}.get(query_format, " ").join(queries)
+    turn = f"<think> a</think><search>{json.dumps(queries) if query_format == 'json' else body}</search>"
+
+    async def result(*, is_early: bool) -> StepResult:
+        retriever = GatedRetriever([ANA])
+        retriever.gate.set()
+        env = make_env(retriever, query_format=query_format)
+        await begin(env, *(turn[:end] for end in range(0, len(turn) + step, step) if is_early))
+        action = env.parse(turn)
+        result = await (env.step(list(action.queries)) if isinstance(action, Search) else env.malformed(""))
+        if is_early:
+            assert sorted(q for call in retriever.calls for q in call) == sorted(r.query for r in result.retrievals)
+        env.close()
+        return without_times(result)
+
+    assert asyncio.run(result(is_early=True)) == asyncio.run(result(is_early=False))
+
+
+async def test_no_search_begins_over_the_limit_or_on_the_last_turn() -> None:
+    retriever = GatedRetriever()
+    env = make_env(retriever, max_turns=2, max_queries_per_turn=2)
+    await begin(env, "<search>a\nb\nc\nd\n")
+    assert retriever.calls == [["a"], ["b"]]
+    await env.malformed("cut off")
+    await asyncio.sleep(0)
+    assert retriever.cancelled == ["a", "b"]
+    await begin(env, "<search>e\nf</search>")
+    assert (await env.step(["e", "f"])).truncated
+    assert retriever.calls == [["a"], ["b"]]
+
+
+async def test_what_is_begun_for_nothing_is_cancelled() -> None:
+    retriever = GatedRetriever([ANA])
+    env = make_env(retriever)
+    await begin(env, "<search>Bo Cole\nAna Bell\n")
+    asyncio.get_running_loop().call_later(0.01, retriever.gate.set)
+    result = await env.step(["Ana Bell"])
+    assert [record.query for record in result.retrievals] == ["Ana Bell"]
+    assert retriever.cancelled == ["Bo Cole"]
+    retriever.gate.clear()
+    await begin(env, "<search>Cy Dow\n")
+    env.close()
+    await asyncio.sleep(0)
+    assert retriever.cancelled == ["Bo Cole", "Cy Dow"]
+
+
+async def test_a_failure_of_an_early_search_is_heard_of_in_step_and_nowhere_else() -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    for is_asked in (True, False):
+        retriever = GatedRetriever([ANA], broken=["Bo Cole"])
+        env = make_env(retriever)
+        await begin(env, "<search>Bo Cole\nAna Bell\n")
+        retriever.gate.set()
+        await asyncio.sleep(0.01)
+        if is_asked:
+            with pytest.raises(RetrievalError, match="connection lost"):
+                await env.step(["Ana Bell", "Bo Cole"])
+        else:
+            assert (await env.step(["Ana Bell"])).retrievals
+        env.close()
+        del env
+    gc.collect()
+    assert complaints == []
+
+
+async def test_a_cancelled_step_cancels_its_searches() -> None:
+    retriever = GatedRetriever()
+    env = make_env(retriever)
+    await begin(env, "<search>a\n")
+    step = asyncio.create_task(env.step(["a", "b"]))
+    await asyncio.sleep(0.01)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert retriever.cancelled == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,44 @@ def test_two_ranks_equal_plain_torch_at_every_zero_stage(two_ranks: LearnerGroup
             np.testing.assert_array_equal(value, rank_1[stage][3][name])
 
 
+def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) -> list[dict[str, float]]:
+    """On a rank: what an update reports of engine and learner, without the correction and with it."""
+    from learners.ppo import PPOLearner
+
+    found = []
+    for clip, stage in ((0.0, 1), (2.0, 2), (2.0, 3)):
+        config = make_config(
+            learners={"zero_stage": stage, "micro_batch_tokens": 64},
+            training={"lr": 1e-3, "tis_clip": clip, "num_minibatches": 2},
+        )
+        made = PPOLearner(config, policy_dir, learner.rank, learner.world_size)
+        made.build()
+        found.append(made.update(groups))
+        made.close()
+    return found
+
+
+def test_two_ranks_measure_and_correct_the_gap_as_one_does(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    groups = make_groups(0, num_groups=3)
+    for number, trajectory in enumerate(t for group in groups for t in group.trajectories):
+        is_model = trajectory.kinds == TokenKind.MODEL
+        trajectory.policy_versions[is_model] = number % 2
+    alone = LearnerGroup(make_config())
+    for group in (alone, two_ranks):
+        group.build("sft", policy_dir)
+    [expected] = alone.foreach_learner(lambda learner: measure_gaps(learner, policy_dir, groups))
+    both = two_ranks.foreach_learner(lambda learner: measure_gaps(learner, policy_dir, groups))
+    alone.stop()
+    names = {"logprob_gap_mean", "logprob_gap_max", "ratio_outliers", "engine_kl", "skipped_steps"}
+    names |= {"logprob_gap_mean_fresh", "ratio_outliers_fresh", "policy_loss", "grad_norm"}
+    for found in both:
+        for one, two in zip(expected, found, strict=True):
+            corrected = {"tis_weight_mean", "tis_truncated"} if "tis_weight_mean" in one else set()
+            for name in names | corrected:
+                assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert expected[1]["tis_truncated"] > 0 and expected[0]["logprob_gap_mean_fresh"] > 0
+
+
 def test_a_group_outlives_its_stages(two_ranks: LearnerGroup, policy_dir: Path, tmp_path: Path) -> None:
     import ray
 

@@ -1,13 +1,21 @@
 import asyncio
+import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes import ByteTokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
+from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.sampler import sample, uniform
-from ragr1_actors.engines.transformers_engine import TransformersEngine
+from ragr1_actors.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.engines.transformers_engine import TransformersEngine, TurnText
 from ragr1_actors.errors import ConfigError, EngineError
 from ragr1_actors.tiny_policy import make_tiny_policy
 from ragr1_actors.tokenizer import PolicyTokenizer
@@ -29,7 +37,7 @@ def tokenizer(policy_dir: Path) -> PolicyTokenizer:
 
 
 def make_engine(policy_dir: Path, tokenizer: PolicyTokenizer, max_rows: int = 8) -> TransformersEngine:
-    return TransformersEngine(policy_dir, tokenizer, max_rows=max_rows, version=1)
+    return TransformersEngine(policy_dir, tokenizer, EngineSettings(max_rows, 512, version=1))
 
 
 def reference_logprobs(model: torch.nn.Module, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -133,6 +141,94 @@ async def test_new_weights_in_the_middle_of_a_turn_recompute_the_cache(
             )
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_text_so_far_grows_to_what_the_turn_decodes_to(
+    policy_dir: Path, tokenizer: PolicyTokenizer, seed: int
+) -> None:
+    seen: list[str] = []
+    completion = await make_engine(policy_dir, tokenizer).generate(
+        tokenizer.encode(" Ana"), Sampling(60, 1.0, seed=seed), request_id="a", on_text=seen.append
+    )
+    assert len(seen) > 10
+    assert len(set(seen)) == len(seen)
+    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+    assert completion.text.startswith(seen[-1])
+    assert completion.text[len(seen[-1]) :].strip("\ufffd") == ""  # but for the beginning of a character at the end
+
+
+async def test_who_fails_to_look_fails_alone(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+    def fail(text: str) -> None:
+        raise KeyError("oops")
+
+    engine = make_engine(policy_dir, tokenizer)
+    prompt = tokenizer.encode(" Ana Bell")
+    runs = [
+        engine.generate(prompt, Sampling(20, 1.0, seed=index), request_id=str(index), on_text=on_text)
+        for index, on_text in enumerate((None, fail, None))
+    ]
+    first, failed, last = await asyncio.gather(*runs, return_exceptions=True)
+    assert isinstance(failed, KeyError)
+    assert isinstance(first, Completion)
+    assert isinstance(last, Completion)
+    again = await engine.generate(prompt, Sampling(20, 1.0, seed=0), request_id="1")
+    assert again.token_ids == first.token_ids
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("é日🎉a ", max_size=30))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_character_of_several_tokens_appears_when_it_is_whole(tokenizer: PolicyTokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text)
+    turn = TurnText(tokenizer.decode)
+    whole = tokenizer.decode(token_ids)
+    for end in range(1, len(token_ids) + 1):
+        before = turn.text
+        assert turn.grow(token_ids[:end]) == (turn.text != before)
+        assert whole.startswith(turn.text)
+    assert turn.text == whole or whole.endswith("\ufffd")
+
+
+def test_bytes_that_are_no_characters_are_looked_at_seldom() -> None:
+    num_decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return bytes(ids).decode(errors="replace")
+
+    turn = TurnText(decode)
+    token_ids: list[int] = []
+    for token in (*b"ab", *[0xE6] * 5000, *"é日.".encode()):
+        token_ids.append(token)
+        turn.grow(token_ids)
+    assert turn.text == "ab"  # a hint: what follows so much of nothing may come late
+    token_ids += b"x" * 700
+    for end in range(len(token_ids) - 699, len(token_ids) + 1):
+        turn.grow(token_ids[:end])
+    assert turn.text == bytes(token_ids).decode(errors="replace")
+    assert num_decoded < 400_000
+
+
+async def test_a_script_is_recited_at_its_pace() -> None:
+    script = "<think> é日🎉</think><search> Ana Bell</search>"
+    tokenizer = ByteTokenizer()
+    engine = ScriptedEngine({"a": [script, script], "b": [script]}, tokenizer.encode, token_latency_s=0.001)
+    seen: list[str] = []
+    started = time.perf_counter()
+    completion = await engine.generate([], Sampling(200), request_id="a", on_text=seen.append)
+    assert time.perf_counter() - started > 0.001 * len(completion.token_ids)
+    assert len(seen) == len(completion.token_ids) == len(script.encode())
+    assert seen[-1] == completion.text == script
+    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+    cut = await engine.generate([], Sampling(20), request_id="a", on_text=seen.append)
+    assert (cut.finish_reason, len(cut.token_ids)) == (FinishReason.LENGTH, 20)
+    assert cut.text == seen[-1]
+    assert script.startswith(cut.text)
+    at_once = ScriptedEngine({"b": [script]}, tokenizer.encode)
+    seen.clear()
+    await at_once.generate([], Sampling(200), request_id="b", on_text=seen.append)
+    assert seen == [script]
+
+
 async def test_an_update_that_lacks_a_parameter_is_refused(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match="lacks"):
         await make_engine(policy_dir, tokenizer).update_weights({"model.norm.weight": np.ones(32)}, version=2)
@@ -140,7 +236,7 @@ async def test_an_update_that_lacks_a_parameter_is_refused(policy_dir: Path, tok
 
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match="cannot load a model"):
-        TransformersEngine(tmp_path, tokenizer, max_rows=1)
+        TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         PolicyTokenizer(tmp_path)
 

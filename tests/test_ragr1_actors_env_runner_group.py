@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ async def test_a_reciting_runner_plays_scripts_through_the_environment(policy_di
     asked = request(0, temperature=0.0)
     script = ["<search> Riga</search>", "<answer> Latvia</answer>"]
     scripts = {asked.trajectory_id(index): script for index in range(2)}
-    runner = EnvRunner(make_config(), policy_dir, OnePassage(), scripts=scripts)
+    runner = EnvRunner.recite(make_config(), policy_dir, OnePassage(), scripts)
     summary = summarize(await runner.sample_group(asked))
     assert summary.rewards == (1.0, 1.0)
     assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)
@@ -133,6 +134,64 @@ def test_a_runner_that_comes_back_has_the_newest_weights(
         group.submit(request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [5] * 4
     wait_until_healed(group)
+
+
+def test_a_function_runs_in_every_runner(ray_local: ModuleType, group: EnvRunnerGroup) -> None:
+    pids = group.foreach_env_runner(lambda runner: os.getpid())
+    assert len(set(pids) - {os.getpid()}) == 2
+    with pytest.raises(FleetError, match="division by zero"):
+        group.foreach_env_runner(lambda runner: 1 / 0)
+    local = EnvRunnerGroup(make_config(num_env_runners=0), group_policy(group), OnePassage())
+    assert local.foreach_env_runner(lambda runner: os.getpid()) == [os.getpid()]
+    local.stop()
+
+
+def group_policy(group: EnvRunnerGroup) -> str:
+    (directory, _) = group.foreach_env_runner(lambda runner: runner.policy_dir)
+    return directory
+
+
+def test_a_runner_that_hangs_is_ended_and_replaced(
+    ray_local: ModuleType, group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_TIMEOUT_S", 3.0)
+    pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
+    num_restarts = group.num_restarts
+    os.kill(pid, signal.SIGSTOP)
+    for index in range(8):
+        group.submit(request(index))
+    assert len(drain(group)) == 8
+    assert group.num_restarts == num_restarts + 1
+    assert group.metrics()["num_restarts"] == group.num_restarts
+    monkeypatch.undo()
+    wait_until_healed(group)
+
+
+@pytest.mark.slow
+def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
+    ray_local: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(policy_dir, tmp_path / "policy")
+    fleet = EnvRunnerGroup(make_config(), tmp_path / "policy", OnePassage())
+    fleet.wait_until_ready()
+    shutil.rmtree(tmp_path / "policy")  # a runner that dies cannot start again
+    kill_one(ray_local, fleet)
+    deadline = time.monotonic() + 60
+    while not fleet.metrics()["num_lost"]:
+        fleet.submit(request(0))
+        assert len(drain(fleet)) == 1
+        assert time.monotonic() < deadline
+    assert fleet.load == [-1, 0]
+    assert "env runner 0 did not start again" in caplog.text
+    assert "1 of 2 go on" in caplog.text
+    fleet.submit(request(0))
+    kill_one(ray_local, fleet, 1)
+    with pytest.raises(
+        FleetError, match=r"none of 2 env runners is left; env runner 1 did not start again: .*tokenizer"
+    ):
+        drain(fleet)
+    fleet.stop()
 
 
 def test_a_runner_that_cannot_start_is_one_sentence(ray_local: ModuleType, tmp_path: Path) -> None:

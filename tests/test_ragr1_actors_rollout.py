@@ -1,13 +1,27 @@
+import asyncio
+import time
+
 import numpy as np
 import pytest
 from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
-from envs.base import EnvContext, StepResult
+from envs.base import Action, Answer, EnvContext, StepResult, TextEnv
 from envs.search import SearchEnv
 from ragr1_actors.config import EnvironmentSettings
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.rollout import RolloutSettings, run_trajectory, turn_seed
-from ragr1_actors.types import Completion, FinishReason, Sampling, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.types import (
+    Completion,
+    FinishReason,
+    GenerateFn,
+    Message,
+    OnText,
+    Sampling,
+    StopReason,
+    Task,
+    TokenKind,
+    Trajectory,
+)
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))
@@ -25,9 +39,17 @@ async def run(
     env_class: type[SearchEnv] = SearchEnv,
 ) -> Trajectory:
     engine = ScriptedEngine({"x": script}, TOKENIZER.encode, version=7)
-    env = env_class(EnvironmentSettings(max_turns=3), EnvContext(retriever or DictRetriever([ANA]), TOKENIZER.encode))
+    return await play(make_env(retriever, env_class), engine.generate, max_context)
+
+
+def make_env(retriever: Retriever | None = None, env_class: type[SearchEnv] = SearchEnv) -> SearchEnv:
+    context = EnvContext(retriever or DictRetriever([ANA]), TOKENIZER.encode)
+    return env_class(EnvironmentSettings(max_turns=3), context)
+
+
+async def play(env: TextEnv, generate: GenerateFn, max_context: int = 4096) -> Trajectory:
     settings = RolloutSettings(Sampling(max_new_tokens=200), max_context)
-    return await run_trajectory(env, TASK, engine.generate, TOKENIZER, settings, trajectory_id="x", seed=0)
+    return await run_trajectory(env, TASK, generate, TOKENIZER, settings, trajectory_id="x", seed=0)
 
 
 def text_of(trajectory: Trajectory, kind: TokenKind) -> str:
@@ -79,11 +101,7 @@ async def test_an_environment_that_raises_ends_its_own_trajectory() -> None:
 
 
 async def test_a_full_context_ends_the_trajectory() -> None:
-    prompt = len(
-        TOKENIZER.prompt_ids(
-            await SearchEnv(EnvironmentSettings(), EnvContext(DictRetriever(), TOKENIZER.encode)).reset(TASK)
-        )
-    )
+    prompt = len(TOKENIZER.prompt_ids(await make_env().reset(TASK)))
     assert (await run([SEARCH, ANSWER], max_context=prompt)).stop_reason is StopReason.CONTEXT_FULL
     cut = await run([SEARCH, ANSWER], max_context=prompt + len(SEARCH) + 10)
     assert cut.stop_reason is StopReason.CONTEXT_FULL
@@ -91,14 +109,125 @@ async def test_a_full_context_ends_the_trajectory() -> None:
 
 
 async def test_a_log_prob_that_is_not_finite_fails_the_trajectory() -> None:
-    async def generate(prompt: object, sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        prompt: object, sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
         return Completion([65], [float("nan")], [0], "A", FinishReason.STOP)
 
-    env = SearchEnv(EnvironmentSettings(), EnvContext(DictRetriever(), TOKENIZER.encode))
-    settings = RolloutSettings(Sampling(max_new_tokens=10), 4096)
-    trajectory = await run_trajectory(env, TASK, generate, TOKENIZER, settings, trajectory_id="x", seed=0)
+    trajectory = await play(make_env(), generate)
     assert trajectory.stop_reason is StopReason.ENGINE_ERROR
     assert np.isfinite(trajectory.logprobs).all()
+
+
+async def test_a_turn_cut_in_the_middle_of_its_search_is_malformed() -> None:
+    prompt = len(TOKENIZER.prompt_ids(await make_env().reset(TASK)))
+    cut = await run([SEARCH, ANSWER], max_context=prompt + len(SEARCH) - 4)
+    assert [turn.action for turn in cut.turns] == ["malformed"]
+    assert cut.turns[0].completion_text == SEARCH[:-4] == text_of(cut, TokenKind.MODEL)
+
+
+class SlowRetriever(DictRetriever):
+    """Takes 0.2 s a search, and remembers when each began."""
+
+    def __init__(self) -> None:
+        super().__init__([ANA])
+        self.began: dict[str, float] = {}
+        self.num_cancelled = 0
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        self.began |= dict.fromkeys(queries, time.perf_counter())
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return await super().search(queries, k)
+
+
+async def test_retrieval_overlaps_with_sampling() -> None:
+    turn = "<search>Ana Bell\nBo Cole of the Silent River\nCy</search>"
+    engine = ScriptedEngine({"x": [turn, ANSWER]}, TOKENIZER.encode, token_latency_s=0.01)
+    ended: list[float] = []
+
+    async def generate(
+        prompt: list[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        completion = await engine.generate(prompt, sampling, request_id=request_id, on_text=on_text)
+        ended.append(time.perf_counter())
+        return completion
+
+    retriever = SlowRetriever()
+    trajectory = await play(make_env(retriever), generate)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert sorted(retriever.calls) == [["Ana Bell"], ["Bo Cole of the Silent River"], ["Cy"]]
+    first, second, third = trajectory.turns[0].retrievals
+    # 39 and 11 characters before the end of the turn, at 10 ms each at least
+    assert retriever.began["Ana Bell"] < ended[0] - 0.3
+    assert retriever.began["Bo Cole of the Silent River"] < ended[0] - 0.1
+    assert first.waited_s == 0.0
+    assert second.waited_s < second.latency_s - 0.1
+    assert third.waited_s <= third.latency_s
+    assert min(record.latency_s for record in (first, second, third)) > 0.19
+    assert trajectory.metrics["time/retrieval_waited_s"] == max(second.waited_s, third.waited_s)
+    assert trajectory.metrics["time/retrieval_s"] == first.latency_s + second.latency_s + third.latency_s
+
+
+async def test_an_environment_that_does_not_look_is_not_shown_the_turn() -> None:
+    class Blind(TextEnv):
+        num_closed = 0
+
+        async def reset(self, task: Task) -> list[Message]:
+            return [Message("user", task.question)]
+
+        def parse(self, completion: str) -> Action:
+            return Answer(completion)
+
+        async def step(self, queries: list[str]) -> StepResult:
+            raise NotImplementedError
+
+        async def submit(self, answer: str) -> StepResult:
+            return StepResult(terminated=True)
+
+        def close(self) -> None:
+            self.num_closed += 1
+
+    shown: list[OnText | None] = []
+
+    async def generate(
+        prompt: list[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        shown.append(on_text)
+        return Completion([65], [0.0], [0], ANSWER, FinishReason.STOP)
+
+    blind = Blind()
+    assert (await play(blind, generate)).stop_reason is StopReason.ANSWERED
+    assert (await play(make_env(), generate)).stop_reason is StopReason.ANSWERED
+    assert shown[0] is None
+    assert shown[1] is not None
+    assert blind.num_closed == 1
+
+
+async def test_an_environment_that_cannot_bear_to_look_ends_its_own_trajectory() -> None:
+    class Faulty(SearchEnv):
+        def peek(self, partial: str) -> None:
+            raise KeyError("oops")
+
+    trajectory = await run([SEARCH], env_class=Faulty)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "oops" in trajectory.error
+
+
+async def test_a_trajectory_that_is_cancelled_leaves_nothing_under_way() -> None:
+    retriever = SlowRetriever()
+    engine = ScriptedEngine({"x": ["<search>a\nb\n</search>"]}, TOKENIZER.encode, token_latency_s=0.01)
+    trajectory = asyncio.create_task(play(make_env(retriever), engine.generate))
+    while len(retriever.began) < 2:
+        await asyncio.sleep(0.001)
+    trajectory.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trajectory
+    assert retriever.num_cancelled == 2
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("other", [(1, "a", 0), (0, "b", 0), (0, "a", 1)])

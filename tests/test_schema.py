@@ -27,7 +27,9 @@ def tasks(draw: st.DrawFn) -> Task:
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
     records = [
-        RetrievalRecord(draw(texts), draw(string_tuples), tuple(draw(st.lists(floats, max_size=3))), draw(floats))
+        RetrievalRecord(
+            draw(texts), draw(string_tuples), tuple(draw(st.lists(floats, max_size=3))), draw(floats), draw(floats)
+        )
         for _ in range(draw(st.integers(0, 2)))
     ]
     return Turn(draw(texts), draw(st.integers(0, 99)), draw(texts), draw(string_tuples), tuple(records), draw(texts))

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from ragr1_actors.types import Completion, OnText, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is made with, beside the policy's folder and its tokenizer."""
+
+    max_rows: int
+    """Requests that run at once."""
+    max_context_tokens: int
+    dtype: str = "float32"
+    device: str = "cpu"
+    version: int = 0
+    """Policy version of the weights in the folder."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
 
 class Engine(Protocol):
@@ -26,7 +42,8 @@ class Engine(Protocol):
             on_text: called with the turn's whole text so far whenever it has grown; what it does must be quick.
 
         Raises:
-            EngineError: the engine cannot answer.
+            EngineError: the engine cannot answer this request.
+            EngineDeadError: the engine will not answer any more; its runner is to be replaced.
         """
         ...
 
@@ -40,6 +57,14 @@ class Engine(Protocol):
         Args:
             weights: every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied.
             version: recorded with every token sampled from now on.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Return if the engine is alive. Quick, however much it has to do.
+
+        Raises:
+            EngineDeadError: it is not.
         """
         ...
 

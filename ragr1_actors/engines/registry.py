@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ragr1_actors.engines.base import Engine
-from ragr1_actors.engines.transformers_engine import TransformersEngine
 
 EngineClass = Callable[..., Engine]
-"""``(policy_dir, tokenizer, *, max_rows, dtype, device, version) -> Engine``."""
+"""``(policy_dir, tokenizer, EngineSettings) -> Engine``."""
 
-ENGINES: dict[str, EngineClass | Any] = {"transformers": TransformersEngine}
+ENGINES: dict[str, EngineClass | Any] = {
+    "transformers": "ragr1_actors.engines.transformers_engine:TransformersEngine",
+    "vllm": "ragr1_actors.engines.vllm_engine:VLLMEngine",
+}
+"""Named, not imported: each pulls in a library that need not be installed."""

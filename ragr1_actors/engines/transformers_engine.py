@@ -11,7 +11,7 @@ trajectory computes only the tokens that are not cached yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,50 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.kv_cache import RowCache
 from ragr1_actors.engines.sampler import sample, uniform
 from ragr1_actors.errors import EngineError
 from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, FinishReason, Sampling
+from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TAIL_TOKENS = 16
 """Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
+
+
+class TurnText:
+    """The text of a turn's tokens as they come, decoding each a few times at most.
+
+    Tokens are decoded together with those of the last piece of text, since a tokenizer may write a token differently at
+    the beginning of a text. A character of several tokens appears when its last one is there; the text only grows, and
+    is always a beginning of what the whole turn decodes to.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Start a turn. ``decode`` is the tokenizer's."""
+        self.text = ""
+        self._decode = decode
+        self._start = 0  # of the tokens of the last piece
+        self._end = 0  # of the tokens that are in the text
+        self._num_known = 0  # characters of those from start to end
+        self._next_try = 0  # number of tokens worth decoding again
+
+    def grow(self, token_ids: Sequence[int]) -> bool:
+        """Take the turn's tokens so far; return whether the text has grown."""
+        if len(token_ids) < self._next_try:
+            return False
+        recent = self._decode(token_ids[self._start :])
+        if recent.endswith("\ufffd") or len(recent) <= self._num_known:
+            # the beginning of a character, or a special token; where more and more of them come, look more seldom
+            self._next_try = len(token_ids) + 1 + (len(token_ids) - self._end) // 8
+            return False
+        self.text += recent[self._num_known :]
+        self._start, self._end = self._end, len(token_ids)
+        self._num_known = len(self._decode(token_ids[self._start :]))
+        return True
 
 
 @dataclass(slots=True)
@@ -49,45 +82,32 @@ class _Session:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     future: asyncio.Future[Completion] | None = None
+    on_text: OnText | None = None
+    turn_text: TurnText | None = None  # where on_text wants it
 
 
 class TransformersEngine:
     """Tokens in, tokens out, over a model that ``AutoModelForCausalLM`` loads."""
 
-    def __init__(
-        self,
-        policy_dir: str | Path,
-        tokenizer: PolicyTokenizer,
-        *,
-        max_rows: int,
-        dtype: str = "float32",
-        device: str = "cpu",
-        version: int = 0,
-    ) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
         """Load the model.
 
-        Args:
-            policy_dir: Hugging Face folder or hub name.
-            tokenizer: the policy's.
-            max_rows: trajectories kept in the cache.
-            dtype: of weights and cache.
-            device: where both lie.
-            version: policy version of the weights loaded.
-
         Raises:
-            EngineError: the folder holds no model that can be loaded.
+            EngineError: the folder holds no model that can be loaded, or ``settings.options`` are not empty.
         """
+        if settings.options:
+            raise EngineError(f"the transformers engine has no options, got {', '.join(settings.options)}")
         logging.disable_progress_bar()
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[dtype])
+            model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[settings.dtype])
         except (OSError, ValueError) as error:
             raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
-        self._model: PreTrainedModel = model.to(device).eval()
-        self._device = torch.device(device)
+        self._model: PreTrainedModel = model.to(settings.device).eval()
+        self._device = torch.device(settings.device)
         self._tokenizer = tokenizer
         self._cache = RowCache(model.config, model.dtype, self._device)
-        self._max_rows = max_rows
-        self._version = version
+        self._max_rows = settings.max_rows
+        self._version = settings.version
         self._sessions: dict[str, _Session] = {}
         self._resident: list[_Session] = []  # index is the row
         self._num_active = 0
@@ -95,7 +115,9 @@ class TransformersEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._stop_candidates: dict[tuple[str, ...], frozenset[int]] = {}
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
         """Continue ``prompt_token_ids``; see ``Engine.generate``."""
         session = self._sessions.get(request_id)
         if session is None:
@@ -108,6 +130,8 @@ class TransformersEngine:
         session.tokens = list(prompt_token_ids)
         session.sampling, session.num_prompt = sampling, len(prompt_token_ids)
         session.logprobs, session.versions = [], []
+        session.on_text = on_text
+        session.turn_text = None if on_text is None else TurnText(self._tokenizer.decode)
         session.future = asyncio.get_running_loop().create_future()
         self._waiting.append(session)
         if self._loop_task is None or self._loop_task.done():
@@ -140,6 +164,9 @@ class TransformersEngine:
         running = self._resident[: self._num_active]
         self._num_active = 0
         self._waiting.extend(running)
+
+    async def check(self) -> None:
+        """Nothing here can die but with its process."""
 
     async def close(self) -> None:
         """Stop serving; requests under way end with an ``EngineError``."""
@@ -278,6 +305,7 @@ class TransformersEngine:
             session.logprobs.append(logprob)
             session.versions.append(self._version)
             reason = self._finish_reason(session, token)
+            _tell(session)
             if reason is not None:
                 self._finish(session, reason)
 
@@ -306,6 +334,18 @@ class TransformersEngine:
         )
         if session.future is not None and not session.future.done():
             session.future.set_result(completion)
+        session.future = None
+
+
+def _tell(session: _Session) -> None:
+    """Show a request its text so far."""
+    if session.on_text is None or session.turn_text is None or session.future is None or session.future.done():
+        return
+    try:
+        if session.turn_text.grow(session.tokens[session.num_prompt :]):
+            session.on_text(session.turn_text.text)
+    except Exception as error:  # the caller's own code: it ends its own request and no other
+        session.future.set_exception(error)
         session.future = None
 
 

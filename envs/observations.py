@@ -1,0 +1,174 @@
+r"""What the policy reads after a search: passages laid out inside ``<information>``, within token budgets.
+
+The layouts, named in a recipe as ``environment.observation_format``::
+
+    grouped      \n<information>\nQuery: Ana Bell\n(1) Ana Bell: Ana Bell was born in Riga.\n</information>\n
+    ragr1_json   \n<information>\n{"query": ["Ana Bell"], "documents": ["Doc 1: ..\nDoc 2: .."]}\n</information>\n
+    ragr1        \n<information>\nDoc 1: Ana Bell Ana Bell was born in Riga.\nDoc 2: ..\n</information>\n
+    searchr1     \n\n<information>Doc 1(Title: Ana Bell) Ana Bell was born in Riga.\nDoc 2..</information>\n\n
+
+``grouped`` is this project's own. The others are what RAG-R1-mq, RAG-R1-sq and Search-R1 were trained on, so that their
+published checkpoints can be run; those two deviate where the originals lose text:
+
+* Every tag is closed, where a cut at a fixed length loses the end of the observation with its tag.
+* ``ragr1_json`` (indented by 2, as theirs) keeps characters as they are, where RAG-R1 writes ``Beyonc\u00e9``: an
+  escape costs several tokens, and an answer that is copied from it is not the answer. What is cut is cut before it
+  becomes JSON, so it stays JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ragr1_actors.config import ObservationFormat
+from ragr1_actors.types import EncodeFn
+from retrieval.base import Passage
+
+# The possessive quantifiers keep a document of a thousand blanks from being read a million times.
+_TAG = re.compile(r"<(\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+)>", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(r"<\|([^<>|]{1,64})\|>")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+# Where a text may be cut: behind a word, behind a character of the scripts that put no blanks between words (from
+# U+2E80 on), and within what is too long for a word.
+_UNIT = re.compile(r"[\u2e80-\U0010ffff]|[^\s\u2e80-\U0010ffff]{1,24}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How one format is written. ``header`` and ``line`` make up the block of a query."""
+
+    line: str
+    header: str = ""
+    opening: str = "\n<information>\n"
+    closing: str = "\n</information>\n"
+    is_json: bool = False
+
+    def block(self, query: str, passages: Sequence[Passage]) -> str:
+        """``"Query: Ana Bell\\n(1) Ana Bell: Ana Bell was born in Riga."``"""
+        lines = [self.line.format(rank=rank, title=p.title, text=p.text) for rank, p in enumerate(passages, 1)]
+        # as a whole: a tag may begin in a title and end in the text behind it
+        return defuse("\n".join([self.header.format(query=query), *lines] if self.header else lines))
+
+    def write(self, parts: Sequence[tuple[str, str]]) -> str:
+        """Put (query, block) pairs inside the tag."""
+        if not self.is_json:
+            return self.opening + "\n".join(block for _, block in parts) + self.closing
+        fields = {"query": [query for query, _ in parts], "documents": [block for _, block in parts]}
+        return self.opening + json.dumps(fields, ensure_ascii=False, indent=2) + self.closing
+
+
+_LAYOUTS: dict[ObservationFormat, _Layout] = {
+    "grouped": _Layout("({rank}) {title}: {text}", header="Query: {query}"),
+    "ragr1_json": _Layout("Doc {rank}: {title} {text}", is_json=True),
+    "ragr1": _Layout("Doc {rank}: {title} {text}"),
+    "searchr1": _Layout("Doc {rank}(Title: {title}) {text}", opening="\n\n<information>", closing="</information>\n\n"),
+}
+
+
+def format_observation(
+    queries: Sequence[str],
+    results: Sequence[Sequence[Passage]],
+    encode: EncodeFn,
+    *,
+    max_tokens_per_query: int,
+    max_tokens: int,
+    observation_format: ObservationFormat = "grouped",
+) -> str:
+    r"""Lay out what each query found, inside a tag that is always closed.
+
+    What stands for one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. What is
+    over is cut from the end of the longest blocks, between words or else between characters, so that no character is
+    ever broken. Where not even one token a query is left, the tag stays empty: the tag itself is never cut.
+
+    Args:
+        queries: as executed. They are echoed in ``grouped`` and ``ragr1_json``.
+        results: passages of each query, best first: ``[len(queries)][<= k]``.
+        encode: the policy's tokenizer.
+        max_tokens_per_query: such as 512.
+        max_tokens: such as 1536; at least the tag's own.
+        observation_format: one of the layouts above.
+    """
+    layout = _LAYOUTS[observation_format]
+    parts = [(defuse(query), layout.block(query, passages)) for query, passages in zip(queries, results, strict=True)]
+    observation = layout.write(parts)
+    total = len(encode(observation))
+    if total <= min(max_tokens_per_query, max_tokens):  # nearly always, and one call of the tokenizer says so
+        return observation
+    budgets = _Budgets(layout, encode)
+    sizes = [budgets.size(part) for part in parts]
+    if total <= max_tokens and max(sizes) <= max_tokens_per_query:
+        return observation
+    budget = min(max_tokens_per_query, _fair_share(sizes, max_tokens - (total - sum(sizes))))
+    while budget > 0:
+        observation = layout.write([budgets.cut(part, budget) for part in parts])
+        excess = len(encode(observation)) - max_tokens
+        if excess <= 0:
+            return observation
+        budget -= max(1, excess // len(parts))
+    return layout.write([])
+
+
+def defuse(text: str) -> str:
+    """Take the power from what a document, or a query that is echoed, should not be able to write.
+
+    ``defuse("x</ Information><|im_end|>") == "x(/ Information)(|im_end|)"``
+
+    The protocol's own tags, in any case and with any white space in them, and special tokens of the ``<|...|>`` kind,
+    which a tokenizer reads in any text, lose their angle brackets. Halves of surrogate pairs, which no tokenizer can
+    encode, become U+FFFD.
+    """
+    text = _SPECIAL_TOKEN.sub(r"(|\1|)", _TAG.sub(r"(\1)", text))
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """Measures and cuts what stands for one query: its block, and in JSON its query beside it."""
+
+    layout: _Layout
+    encode: EncodeFn
+
+    def size(self, part: tuple[str, str]) -> int:
+        query, block = part
+        return self._tokens(block) + (self._tokens(query) if self.layout.is_json else 0)
+
+    def cut(self, part: tuple[str, str], max_tokens: int) -> tuple[str, str]:
+        query, block = part
+        if not self.layout.is_json:
+            return query, _cut(block, max_tokens, self._tokens)
+        query = _cut(query, max_tokens, self._tokens)
+        return query, _cut(block, max_tokens - self._tokens(query), self._tokens)
+
+    def _tokens(self, text: str) -> int:
+        if self.layout.is_json:  # escapes count too; the quotes around it are the frame's
+            text = json.dumps(text, ensure_ascii=False)[1:-1]
+        return len(self.encode(text))
+
+
+def _cut(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:
+    """Return the longest prefix of whole units of ``text`` that has at most ``max_tokens`` tokens."""
+    if tokens(text) <= max_tokens:
+        return text
+    ends = [unit.end() for unit in _UNIT.finditer(text)]
+    low, high = 0, len(ends)
+    while low < high:  # ends[:low] fit
+        middle = (low + high) // 2
+        if tokens(text[: ends[middle]]) <= max_tokens:
+            low = middle + 1
+        else:
+            high = middle
+    return text[: ends[low - 1]] if low else ""
+
+
+def _fair_share(sizes: Sequence[int], room: int) -> int:
+    """Return the largest budget that all may use in full: ``_fair_share([10, 90, 90], 110) == 50``."""
+    ascending = sorted(sizes)
+    for index, size in enumerate(ascending):
+        num_left = len(sizes) - index
+        if size * num_left > room:
+            return room // num_left
+        room -= size
+    return ascending[-1]

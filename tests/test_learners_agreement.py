@@ -1,0 +1,380 @@
+"""Engine and learner agree on every token; where they do not, it is measured, and weights can correct for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learners_common import make_config, make_groups, make_policy
+from transformers import AutoModelForCausalLM
+
+from learners.grpo import GRPOLearner
+from learners.learner import Learner
+from learners.losses import truncated_importance_weights
+from learners.ppo import PPOLearner
+from learners.sft import SFTLearner
+from ragr1_actors.config import RunConfig
+from ragr1_actors.engines.base import EngineSettings
+from ragr1_actors.engines.transformers_engine import TransformersEngine
+from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+
+Build = Callable[..., Learner]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Build learners in this process on one tiny policy, and close them afterwards."""
+    policy_dir = make_policy(tmp_path / "policy")
+    made: list[Learner] = []
+
+    def build(learner_class: type[Learner], config: RunConfig, folder: Path = policy_dir) -> Learner:
+        made.append(learner_class(config, folder))
+        made[-1].build()
+        return made[-1]
+
+    yield build
+    for learner in made:
+        learner.close()
+
+
+def config_for(tis_clip: float, **training: object) -> RunConfig:
+    """At ZeRO stage 0, where gradients stay with their parameters until the step."""
+    settings = {"lr": 1e-3, "tis_clip": tis_clip, **training}
+    return make_config(training=settings, learners={"zero_stage": 0, "micro_batch_tokens": 64})
+
+
+def own_logprobs(learner: Learner, groups: list[TrajectoryGroup]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The learner's log-probs of the MODEL tokens and the engine's, in the order of the trajectories."""
+    batch = learner._select(groups)
+    assert batch is not None
+    ours = learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, batch.flat)
+    return ours, torch.from_numpy(batch.flat.old_logprobs)
+
+
+def with_gap(
+    learner: Learner, groups: list[TrajectoryGroup], gap: Callable[[int], np.ndarray]
+) -> list[TrajectoryGroup]:
+    """Let the engine's log-probs be the learner's plus ``gap(number of tokens)``."""
+    ours, _ = own_logprobs(learner, groups)
+    left = (ours.numpy() + gap(len(ours))).astype(np.float32)
+    changed = []
+    for group in groups:
+        members = []
+        for trajectory in group.trajectories:
+            count = trajectory.num_model_tokens
+            logprobs = trajectory.logprobs.copy()
+            logprobs[trajectory.kinds == TokenKind.MODEL], left = left[:count], left[count:]
+            members.append(replace(trajectory, logprobs=logprobs))
+        changed.append(TrajectoryGroup(group.task, tuple(members)))
+    return changed
+
+
+def noise(scale: float, seed: int = 0) -> Callable[[int], np.ndarray]:
+    return lambda count: np.random.default_rng(seed).normal(0, scale, count)
+
+
+def gradients(learner: Learner, groups: list[TrajectoryGroup]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradient of the first step, which is then not taken, and the update's metrics."""
+    found: dict[str, torch.Tensor] = {}
+
+    def step(lr: float) -> float:
+        for name, parameter in learner.policy.module.named_parameters():
+            assert parameter.grad is not None
+            found.setdefault(name, parameter.grad.clone())
+            parameter.grad = None
+        return 0.0
+
+    learner.policy.step = step  # type: ignore[method-assign]
+    metrics = learner.update(groups)
+    return found, metrics
+
+
+# -- the engine and the learner, at lag 0 in fp32 ----------------------------------------------------------------------
+
+TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
+
+
+@pytest.fixture(scope="module")
+def two_policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One tiny policy, and another with weights of its own; neither has flat distributions."""
+    folders = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp(f"policy{seed}")
+        make_tiny_policy(folder, TEXTS, seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        folders.append(folder)
+    return folders
+
+
+async def sample_trajectory(
+    engine: TransformersEngine, tokenizer: PolicyTokenizer, index: int, temperature: float
+) -> Trajectory:
+    """Three turns with retrieved text of different lengths between them."""
+    token_ids = tokenizer.encode(" Where was Ana Bell born" + " x" * index)
+    kinds, logprobs, versions = [TokenKind.PROMPT] * len(token_ids), [0.0] * len(token_ids), [-1] * len(token_ids)
+    for turn in range(3):
+        sampling = Sampling(4 + index % 9, temperature, stop=("</search>",), seed=100 * index + turn)
+        completion = await engine.generate(list(token_ids), sampling, request_id=str(index))
+        observed = tokenizer.encode(" Riga. Ana" * (1 + index % 3))
+        token_ids += completion.token_ids + observed
+        kinds += [TokenKind.MODEL] * len(completion.token_ids) + [TokenKind.OBSERVATION] * len(observed)
+        logprobs += completion.logprobs + [0.0] * len(observed)
+        versions += completion.policy_versions + [-1] * len(observed)
+    engine.release(str(index))
+    return Trajectory(
+        f"made/0#{index}",
+        Task("made/0", "?", ("!",)),
+        np.asarray(token_ids, np.int32),
+        np.asarray(kinds, np.uint8),
+        np.asarray(logprobs, np.float32),
+        np.asarray(versions, np.int32),
+        (),
+        StopReason.ANSWERED,
+        float(index % 2),
+    )
+
+
+async def sample_groups(engine: TransformersEngine, tokenizer: PolicyTokenizer, temperature: float) -> list[Trajectory]:
+    return list(await asyncio.gather(*(sample_trajectory(engine, tokenizer, i, temperature) for i in range(12))))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
+def test_engine_and_learner_agree_on_every_token_under_two_sets_of_weights(
+    build: Build, two_policies: list[Path], temperature: float
+) -> None:
+    config = make_config(env_runners={"temperature": temperature}, learners={"micro_batch_tokens": 200})
+    learners = [build(GRPOLearner, config, folder) for folder in two_policies]
+    tokenizer = PolicyTokenizer(two_policies[0])
+
+    async def sample_under_both() -> list[list[Trajectory]]:
+        engine = TransformersEngine(two_policies[0], tokenizer, EngineSettings(max_rows=5, max_context_tokens=512))
+        first = await sample_groups(engine, tokenizer, temperature)
+        await engine.update_weights(learners[1].get_weights(), 1)
+        second = await sample_groups(engine, tokenizer, temperature)
+        await engine.close()
+        return [first, second]
+
+    sampled = asyncio.run(sample_under_both())
+    for version, trajectories in enumerate(sampled):
+        groups = [TrajectoryGroup(trajectories[0].task, tuple(trajectories))]
+        ours, engines = own_logprobs(learners[version], groups)
+        assert len(ours) > 150
+        assert {v for t in trajectories for v in t.policy_versions[t.kinds == TokenKind.MODEL]} == {version}
+        print(f"temperature {temperature}, version {version}: {(ours - engines).abs().max():.2e} of {len(ours)} tokens")
+        assert (ours - engines).abs().max() < 1e-4
+        others, _ = own_logprobs(learners[1 - version], groups)
+        assert (others - engines).abs().mean() > 0.3, "the other weights would not have passed"
+        metrics = learners[version].update(groups)
+        assert metrics["logprob_gap_max"] < 1e-4
+        assert metrics["ratio_outliers"] == 0 and abs(metrics["engine_kl"]) < 1e-9
+
+
+# -- the gap as it is reported -----------------------------------------------------------------------------------------
+
+
+def test_the_gap_is_the_engines_and_not_that_of_the_learners_own_steps(build: Build) -> None:
+    learner = build(GRPOLearner, make_config(training={"lr": 0.1, "num_epochs": 3, "num_minibatches": 2}))
+    groups = with_gap(learner, make_groups(0), lambda count: np.full(count, 0.2))
+    metrics = learner.update(groups)
+    assert metrics["ratio_max_deviation"] > 1, "the learner has moved far"
+    assert metrics["logprob_gap_mean"] == pytest.approx(0.2, abs=1e-4)
+    assert metrics["logprob_gap_max"] == pytest.approx(0.2, abs=1e-4)
+    assert metrics["ratio_outliers"] == 1
+    # KL(engine, learner) by k3, with x = log engine / learner = 0.2
+    assert metrics["engine_kl"] == pytest.approx(np.exp(-0.2) - 1 + 0.2, abs=1e-4)
+
+
+@pytest.mark.parametrize(("tis_clip", "num_minibatches"), [(0.0, 1), (2.0, 1), (2.0, 4)])
+def test_the_gap_by_hand(build: Build, tis_clip: float, num_minibatches: int) -> None:
+    learner = build(GRPOLearner, config_for(tis_clip, num_minibatches=num_minibatches))
+    groups = with_gap(learner, make_groups(0), noise(0.3))
+    ours, engines = own_logprobs(learner, groups)
+    x = (engines - ours).double()
+    metrics = learner.update(groups)
+    assert metrics["logprob_gap_mean"] == pytest.approx(x.abs().mean().item(), abs=1e-5)
+    assert metrics["logprob_gap_max"] == pytest.approx(x.abs().max().item(), abs=1e-5)
+    outliers = ((-x).exp() < 0.9) | ((-x).exp() > 1.1)
+    assert metrics["ratio_outliers"] == pytest.approx(outliers.double().mean().item(), abs=1e-6)
+    assert metrics["engine_kl"] == pytest.approx(((-x).exp() - 1 + x).mean().item(), abs=1e-5)
+    assert "logprob_gap_mean_fresh" not in metrics, "there is one version only"
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_tokens_of_the_newest_version_are_reported_apart(build: Build, num_epochs: int) -> None:
+    learner = build(GRPOLearner, config_for(2.0, num_epochs=num_epochs))
+    old = with_gap(learner, make_groups(0, num_groups=2), lambda count: np.full(count, 0.5))
+    new = with_gap(learner, make_groups(1, num_groups=2), lambda count: np.full(count, 0.01))
+    newer = [
+        TrajectoryGroup(
+            group.task,
+            tuple(
+                replace(t, policy_versions=np.where(t.kinds == TokenKind.MODEL, 1, -1).astype(np.int32))
+                for t in group.trajectories
+            ),
+        )
+        for group in new
+    ]
+    metrics = learner.update(old + newer)
+    assert metrics["logprob_gap_mean_fresh"] == pytest.approx(0.01, abs=1e-5)
+    assert metrics["ratio_outliers_fresh"] == 0
+    assert 0.1 < metrics["logprob_gap_mean"] < 0.5 and 0 < metrics["ratio_outliers"] < 1
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_gap_that_is_no_number_is_a_wide_one(build: Build, broken: float) -> None:
+    def gap(count: int) -> np.ndarray:
+        return np.where(np.arange(count) == 3, broken, 0.0)
+
+    learner = build(GRPOLearner, config_for(0.0))
+    groups = with_gap(learner, make_groups(0), gap)
+    metrics = learner.update(groups)
+    assert metrics["logprob_gap_max"] == pytest.approx(20)
+    assert metrics["logprob_gap_mean"] == pytest.approx(20 / metrics["tokens"], abs=1e-5)
+    assert metrics["ratio_outliers"] == pytest.approx(1 / metrics["tokens"])
+    assert np.isfinite(metrics["engine_kl"])
+
+
+def test_demonstrations_have_no_gap(build: Build) -> None:
+    metrics = build(SFTLearner, config_for(2.0)).update(make_groups(0))
+    assert not {"logprob_gap_mean", "engine_kl", "ratio_mean", "tis_weight_mean"} & set(metrics)
+
+
+# -- truncated importance sampling -------------------------------------------------------------------------------------
+
+
+def test_weights_by_hand() -> None:
+    proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    engine = torch.log(torch.tensor([1.0, 0.5, 0.25, 4.0])) - 1
+    weights, truncated = truncated_importance_weights(proximal, engine, 3.0)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 3.0, 0.25]))
+    assert truncated.tolist() == [False, False, True, False]
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("learner_class", [GRPOLearner, PPOLearner])
+def test_without_a_gap_the_correction_changes_nothing(
+    build: Build, learner_class: type[Learner], num_minibatches: int
+) -> None:
+    training = {"kl_coeff": 0.1, "entropy_coeff": 0.01, "num_minibatches": num_minibatches}
+    off, on = (build(learner_class, config_for(clip, **training)) for clip in (0.0, 2.0))
+    groups = with_gap(off, make_groups(0), np.zeros)
+    (plain, plain_metrics), (corrected, metrics) = gradients(off, groups), gradients(on, groups)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(corrected[name], gradient, atol=1e-6, rtol=0)
+    assert max(gradient.abs().max().item() for gradient in plain.values()) > 1e-3
+    assert metrics["tis_weight_mean"] == pytest.approx(1, abs=1e-5) and metrics["tis_truncated"] == 0
+    assert "tis_weight_mean" not in plain_metrics
+
+
+def plain_gradients(
+    policy_dir: Path, groups: list[TrajectoryGroup], clip: float, entropy_coeff: float
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The corrected GRPO gradient by the book: one sequence at a time, eager attention, and the weights."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, attn_implementation="eager")
+    count = sum(t.num_model_tokens for group in groups for t in group.trajectories)
+    weights: list[float] = []
+    for group in groups:
+        rewards = np.array([t.reward for t in group.trajectories])
+        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+            advantage = (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            ids = torch.from_numpy(trajectory.token_ids.copy()).long()
+            at = torch.from_numpy(trajectory.kinds == TokenKind.MODEL).nonzero()[:, 0]
+            everything = model(ids[None]).logits[0].log_softmax(-1)[at - 1]
+            logprobs = everything[torch.arange(len(at)), ids[at]]
+            proximal = logprobs.detach()
+            ratio = (logprobs - proximal).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            weight = (proximal - torch.from_numpy(trajectory.logprobs)[at]).exp().clamp(max=clip)
+            entropy = -(everything.exp() * everything).sum(-1)
+            (-(weight * surrogate + entropy_coeff * entropy).sum() / count).backward()
+            weights += weight.tolist()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, weights
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_the_corrected_gradient_is_that_of_plain_torch(build: Build, tmp_path: Path, num_epochs: int) -> None:
+    learner = build(GRPOLearner, config_for(1.5, entropy_coeff=0.01, num_epochs=num_epochs))
+    groups = with_gap(learner, make_groups(0), noise(0.5))
+    expected, weights = plain_gradients(tmp_path / "policy", groups, 1.5, 0.01)
+    found, metrics = gradients(learner, groups)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[f"model.{name}"], gradient, atol=1e-6, rtol=1e-4)
+    assert metrics["tis_weight_mean"] == pytest.approx(np.mean(weights), abs=1e-5)
+    at_clip = np.mean(np.isclose(weights, 1.5))
+    assert 0.1 < at_clip < 0.4 and metrics["tis_truncated"] == pytest.approx(at_clip, abs=1e-6)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5), "the clip bounds the update, not the engine's gap"
+
+
+def test_the_proximal_policy_stays_over_epochs(build: Build) -> None:
+    learner = build(GRPOLearner, config_for(2.0, num_epochs=2, num_minibatches=2))
+    groups = with_gap(learner, make_groups(0), noise(0.5))
+    ours, engines = own_logprobs(learner, groups)
+    metrics = learner.update(groups)
+    assert metrics["num_steps"] == 4 and metrics["ratio_max_deviation"] > 0.01
+    assert metrics["tis_weight_mean"] == pytest.approx((ours - engines).exp().clamp(max=2).mean().item(), abs=1e-5)
+
+
+def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
+    training = {"kl_coeff": 0.1, "vf_lr": 1e-3}
+    off, on = (build(PPOLearner, config_for(clip, **training)) for clip in (0.0, 2.0))
+    groups = with_gap(off, make_groups(0), noise(0.5))
+    plain, corrected = off.update(groups), on.update(groups)
+    for name in ("kl", "value_loss", "values", "returns", "critic_grad_norm", "logprob_gap_mean"):
+        assert corrected[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert corrected["policy_loss"] != pytest.approx(plain["policy_loss"], rel=1e-2)
+
+
+# -- steps that are not taken ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")],
+)
+def test_a_step_that_is_not_finite_is_skipped_and_counted(build: Build, stage: int, dtype: str) -> None:
+    config = make_config(learners={"zero_stage": stage}, policy={"dtype": dtype}, training={"lr": 1e-3})
+    broken, plain = build(PPOLearner, config), build(PPOLearner, config)
+    bad = [  # a reward of NaN reaches every advantage by the whitening, and the critic's returns
+        TrajectoryGroup(group.task, tuple(replace(t, reward=float("nan")) for t in group.trajectories))
+        for group in make_groups(7)
+    ]
+    for learner in (broken, plain):
+        metrics = learner.update(make_groups(0))
+        assert metrics["skipped_steps"] == 0 and metrics["grad_norm"] > 0
+    metrics = broken.update(bad)
+    assert metrics["skipped_steps"] == 2 and metrics["num_steps"] == 1, "the policy's step and the critic's"
+    assert "grad_norm" not in metrics and np.isnan(metrics["loss"])
+    plain.num_updates += 1
+    for step in (1, 2):
+        assert broken.update(make_groups(step)) == plain.update(make_groups(step))
+    ours, theirs = broken.get_state(), plain.get_state()
+    for name, value in ours.items():
+        assert np.isfinite(value).all() and np.array_equal(value, theirs[name]), name
+
+
+def test_one_bad_minibatch_does_not_stop_the_others(build: Build) -> None:
+    learner = build(GRPOLearner, make_config(training={"num_minibatches": 4}))
+    groups = make_groups(0)
+    first = groups[0].trajectories[0]
+    logprobs = np.where(first.kinds == TokenKind.MODEL, np.nan, 0).astype(np.float32)
+    members = (replace(first, logprobs=logprobs), *groups[0].trajectories[1:])
+    before = learner.get_weights()
+    metrics = learner.update([TrajectoryGroup(first.task, members), *groups[1:]])
+    assert metrics["num_steps"] == 4 and metrics["skipped_steps"] == 1
+    assert np.isfinite(metrics["grad_norm"])
+    for name, weight in learner.get_weights().items():
+        assert np.isfinite(weight).all(), name
+    assert any(not np.array_equal(weight, before[name]) for name, weight in learner.get_weights().items())

@@ -1,0 +1,217 @@
+"""vLLM for real, on a CPU: `make test-vllm`. One engine serves the module, as it takes half a minute to start."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("vllm")
+
+from ragr1_actors.engines.base import EngineSettings
+from ragr1_actors.engines.vllm_engine import SHARED_MEMORY, VLLMEngine
+from ragr1_actors.errors import EngineDeadError, EngineError
+from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.types import FinishReason, Message, Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+Weights = dict[str, Any]
+TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
+LONG = "Ana Bell was born in 1931 in Riga. " * 20
+"""More tokens than a block of the prefix cache has (128 on a CPU): a stale block would show."""
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny_policy(directory, TEXTS, seed=0, vocab_size=400, hidden_size=64, num_layers=2, num_heads=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_dir: Path) -> PolicyTokenizer:
+    return PolicyTokenizer(policy_dir)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(policy_dir: Path, tokenizer: PolicyTokenizer) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(max_rows=16, max_context_tokens=1024))
+    await engine.check()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: PolicyTokenizer) -> list[int]:
+    ids = tokenizer.prompt_ids([Message("user", LONG)])
+    assert len(ids) > 129
+    return ids
+
+
+class Reference:
+    """The policy as transformers computes it, with weight sets of its own."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+
+    def weights(self, seed: int) -> Weights:
+        """A weight set that is nothing like another one."""
+        generator = torch.Generator().manual_seed(seed)
+        state = self.model.state_dict()
+        for name, tensor in state.items():
+            if tensor.dim() > 1:
+                state[name] = 0.08 * torch.randn(tensor.shape, generator=generator)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied
+        return {name: tensor.numpy() for name, tensor in state.items()}
+
+    def load(self, weights: Weights) -> None:
+        self.model.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        logits = self.model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1].float()
+        scores = torch.log_softmax(logits / temperature, dim=-1)
+        return scores[torch.arange(len(token_ids)), torch.tensor(token_ids)].numpy()
+
+
+@pytest.fixture
+def reference(policy_dir: Path) -> Reference:
+    return Reference(policy_dir)
+
+
+async def test_engine_and_learner_agree_on_every_token_under_two_weight_sets(
+    engine: VLLMEngine, reference: Reference, prompt: list[int]
+) -> None:
+    for version in (1, 2):
+        weights = reference.weights(seed=version)
+        reference.load(weights)
+        await engine.generate(prompt, Sampling(4, seed=0), request_id="fills the prefix cache with the weights before")
+        await engine.update_weights(weights, version)
+        for temperature in (1.0, 0.7):
+            sampling = Sampling(60, temperature, seed=version)
+            completion = await engine.generate(prompt, sampling, request_id="t")
+            assert len(completion.token_ids) > 5
+            assert set(completion.policy_versions) == {version}
+            gap = reference.logprobs(prompt, completion.token_ids, temperature) - np.array(completion.logprobs)
+            assert np.abs(gap).max() < 1e-4
+            assert np.std(completion.logprobs) > 0.1  # an agreement on certainties would show nothing
+
+
+async def test_an_update_in_the_middle_of_a_turn_loses_nothing_and_mixes_nothing(
+    engine: VLLMEngine, reference: Reference, prompt: list[int]
+) -> None:
+    before, after = reference.weights(seed=10), reference.weights(seed=11)
+    await engine.update_weights(before, 10)
+    turns = [
+        asyncio.create_task(engine.generate([*prompt, index], Sampling(400, seed=index), request_id=str(index)))
+        for index in range(6)
+    ]
+    await asyncio.sleep(0.5)
+    await engine.update_weights(after, 11)
+    num_mixed = 0
+    for index, completion in enumerate(await asyncio.gather(*turns)):
+        versions = np.array(completion.policy_versions)
+        assert set(versions) <= {10, 11}
+        assert (np.diff(versions) >= 0).all()
+        num_mixed += len(set(versions)) == 2
+        for version, weights in ((10, before), (11, after)):
+            reference.load(weights)
+            gap = reference.logprobs([*prompt, index], completion.token_ids) - np.array(completion.logprobs)
+            assert np.abs(gap[versions == version]).max(initial=0) < 1e-4
+    assert num_mixed, "the update came before or after every turn"
+    assert not list(SHARED_MEMORY.glob(f"ragr1-{os.getpid()}-*"))
+
+
+async def test_a_turn_ends_with_its_stop_string(
+    engine: VLLMEngine, tokenizer: PolicyTokenizer, reference: Reference
+) -> None:
+    await engine.update_weights(reference.weights(seed=20), 20)
+    ids = tokenizer.prompt_ids([Message("user", "Where?")])
+    tag = " Riga"
+    for seed in range(40):
+        completion = await engine.generate(ids, Sampling(200, stop=(tag,), seed=seed), request_id="s")
+        assert completion.text == tokenizer.decode(completion.token_ids)
+        if tag in completion.text:
+            assert completion.finish_reason is FinishReason.STOP
+            assert tag not in tokenizer.decode(completion.token_ids[:-1])
+            break
+    else:
+        pytest.fail("the stop string was never sampled")
+    short = await engine.generate(ids, Sampling(3, seed=1, stop=("nothing of the kind",)), request_id="s")
+    assert (len(short.token_ids), short.finish_reason) == (3, FinishReason.LENGTH)
+
+
+async def test_the_same_seed_samples_the_same_tokens_whatever_else_runs(engine: VLLMEngine, prompt: list[int]) -> None:
+    alone = await engine.generate(prompt, Sampling(30, seed=5), request_id="a")
+    crowd = await asyncio.gather(
+        *(engine.generate(prompt, Sampling(30, seed=seed), request_id=str(seed)) for seed in range(3, 8))
+    )
+    assert crowd[2].token_ids == alone.token_ids
+    assert len({tuple(one.token_ids) for one in crowd}) == 5
+
+
+async def test_the_text_is_told_as_it_grows(engine: VLLMEngine, prompt: list[int]) -> None:
+    heard: list[str] = []
+    told = await engine.generate(prompt, Sampling(20, seed=5), request_id="a", on_text=heard.append)
+    silent = await engine.generate(prompt, Sampling(20, seed=5), request_id="a")
+    assert told == silent
+    assert len(heard) > 5
+    assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
+    assert heard[-1].startswith(told.text)  # the end of sequence has a text of its own
+
+
+async def test_a_request_that_cannot_be_run_fails_alone(engine: VLLMEngine) -> None:
+    with pytest.raises(EngineError, match=r"refused a turn of 'too long'.*1024"):
+        await engine.generate([5] * 1025, Sampling(1), request_id="too long")
+    assert (await engine.generate([5] * 1023, Sampling(8), request_id="full")).token_ids
+    await engine.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"no_such_option": 1}, "no_such_option"), ({"tensor_parallel_size": 3}, "3")],
+)
+async def test_an_engine_that_cannot_start_says_why(
+    policy_dir: Path, tokenizer: PolicyTokenizer, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EngineError, match=f"vLLM did not start on .*{reason}"):
+        VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 512, options=options))
+
+
+async def test_a_folder_without_a_model_is_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+    with pytest.raises(EngineError, match=f"vLLM did not start on {tmp_path}"):
+        VLLMEngine(tmp_path, tokenizer, EngineSettings(4, 512))
+
+
+async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenizer, prompt: list[int]) -> None:
+    engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
+    await engine.check()
+    turns = [asyncio.create_task(engine.generate(prompt, Sampling(600), request_id=str(i))) for i in range(16)]
+    await asyncio.sleep(0.05)
+    (process,) = engine_processes()
+    process.kill()
+    results = await asyncio.gather(*turns, return_exceptions=True)
+    assert any(isinstance(result, EngineDeadError) for result in results)
+    assert not any(isinstance(result, Exception) and not isinstance(result, EngineDeadError) for result in results)
+    with pytest.raises(EngineDeadError):
+        await engine.check()
+    with pytest.raises(EngineDeadError):
+        await engine.update_weights({"x": np.zeros(1, np.float32)}, 1)
+    await engine.close()
+
+
+def engine_processes() -> list[psutil.Process]:
+    """EngineCore processes below this one, the newest."""
+    cores = [
+        p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()
+    ]
+    return sorted(cores, key=psutil.Process.create_time)[-1:]
