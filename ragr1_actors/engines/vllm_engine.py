@@ -3,9 +3,11 @@
 ::
 
     generate ──► AsyncLLM ──zmq──► EngineCore ──► Worker(s)
-                                       ▲              ▲ load_policy
-    update_weights:   pause ───────────┘   shared ────┘   then: version, resume
+                                       ▲              ▲ stage_policy, take_policy
+    update_weights:   pause ───────────┘   shared ────┘
                                            memory
+
+    write ──► stage (generation goes on) ──► pause ──► take, version ──► resume
 
 One ``AsyncLLM`` is one engine of one runner; tensor and pipeline parallelism are vLLM's own, several engines are the
 fleet's. A trajectory stays with its engine, so the prefix cache holds its context from one turn to the next.
@@ -106,11 +108,13 @@ class VLLMEngine:
         loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(save_file, {n: np.ascontiguousarray(w) for n, w in weights.items()}, path)
-            core = self._engine.engine_core
+            await self._engine.collective_rpc("stage_policy", args=(str(path),))
+            while not all(await self._engine.collective_rpc("stage_some")):
+                pass
             started = loop.time()
             # the cache is dropped: what is under way is computed again, by the new weights
-            await core.pause_scheduler_async(mode="keep", clear_cache=True)
-            await self._engine.collective_rpc("load_policy", args=(str(path),))
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await self._engine.collective_rpc("take_policy")
             await self._engine.update_weight_version(str(version))
             await self._engine.resume_generation()
             self.last_pause_s = loop.time() - started
