@@ -1,16 +1,18 @@
 # make train    teach a small model to search     make test   run the tests
 # make claims   multi-query against single-query  make check  formatting, lint, types, import rules
 # make test-vllm   the tests that need vLLM, over its CPU build, in an environment of their own
+# make bench NAME=rollout   the project against its goals, in the same environment
 #
 # Each target makes what it needs in .venv, once; stamp files there say what stands, and a changed pyproject.toml renews
 # it. ARGS is passed on: make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
 
 PYTHON ?= python3
 ARGS ?=
+NAME ?= rollout
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
-.PHONY: train test test-vllm check claims
+.PHONY: train test test-vllm bench check claims
 
 train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
@@ -21,6 +23,9 @@ test: .venv/.installed-dev
 # vLLM's own objects warn when the interpreter takes them apart.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
+
+bench: .venv-vllm/.installed
+	.venv-vllm/bin/ragr1 bench $(NAME) --json $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .

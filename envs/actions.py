@@ -92,6 +92,32 @@ def _read_json(body: str) -> Search | Malformed:
     return Search(tuple(queries)) if queries else Malformed("<search> holds an empty list")
 
 
+def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") -> str:
+    r"""Write what stands inside ``<search>``: the inverse of ``parse_action``.
+
+    ``format_queries([" Ana Bell", " Bo Cole"], "comma") == " Ana Bell, Bo Cole"``
+
+    A space takes the place of what the format cannot express inside a query: a line break in ``lines``, a comma in
+    ``comma``, a tag in any.
+
+    Raises:
+        ValueError: there is no query, or more than one in ``single``.
+    """
+    if not queries or (query_format == "single" and len(queries) > 1):
+        expected = "exactly one" if query_format == "single" else "at least one"
+        raise ValueError(f"got {len(queries)} queries in the format {query_format!r}, expected {expected}")
+    texts = [_ANY_TAG.sub(" ", query) for query in queries]
+    match query_format:
+        case "lines":
+            return "\n".join(text.replace("\n", " ") for text in texts)
+        case "comma":
+            return ",".join(text.replace(",", " ") for text in texts)
+        case "json":
+            return json.dumps(texts, ensure_ascii=False)
+        case "single":
+            return texts[0]
+
+
 @dataclass(frozen=True, slots=True)
 class CleanQueries:
     """Queries of one turn after cleaning, with counts of what was cleaned away."""

@@ -6,7 +6,8 @@ A demonstration is the list of a searcher's turns, written from the world's fact
     <think> found Ana Bell</think><search> Ana Bell</search>
     <think> found Riga</think><answer> Riga</answer>
 
-The ordinary rollout plays it against the ordinary retriever, so that what it learns from is what it will meet.
+Where a turn has several queries, they stand in it as ``environment.query_format`` says. The ordinary rollout plays it
+against the ordinary retriever, so that what the policy learns from is what it will meet.
 
 Demonstrations are a mixture of good and bad searching, as a small policy's own first attempts are: they teach the
 format, to copy, to read and to compare, but the commonest habit of some categories is a bad one. Which habits pay is
@@ -21,8 +22,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from envs.actions import format_queries
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
 from envs.world import YEARS, EntityKind, World
+from ragr1_actors.config import QueryFormat
 from ragr1_actors.types import Task
 
 
@@ -64,6 +67,8 @@ class Demonstrator:
 
     world: World
     max_queries_per_turn: int = 3
+    query_format: QueryFormat = "lines"
+    """Of the turns; ``single`` asks one query a turn, whatever the limit."""
     mixture: Mapping[str, Mapping[Habit, float]] = field(default_factory=lambda: DEFAULT_MIXTURE)
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
@@ -95,18 +100,18 @@ class Demonstrator:
         found = [*names[1:], task.golden_answers[0]]
         if habit is Habit.STOP_EARLY:
             names, found = names[:-1], found[: len(names) - 1]
-        turns = [_search(f"find {names[0]}", names[:1])]
-        turns += [_search(f"found {name}", [name]) for name in names[1:]]
+        turns = [self._search(f"find {names[0]}", names[:1])]
+        turns += [self._search(f"found {name}", [name]) for name in names[1:]]
         return [*turns, _answer(f"found {found[-1]}", found[-1])]
 
     def _comparison(self, task: Task, habit: Habit) -> list[str]:
         names = list(task.plan[0])
         years = [str(self.world.entities[name].year) for name in names]
         if habit is Habit.FIRST_ONLY:
-            return [_search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
-        step = self.max_queries_per_turn
-        rounds = [names[start : start + step] for start in range(0, len(names), step)]
-        turns = [_search("find all" if index == 0 else "find next", queries) for index, queries in enumerate(rounds)]
+            return [self._search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
+        rounds = _rounds(names, self.max_queries_per_turn, self.query_format)
+        thoughts = ["find all", *["find next"] * (len(rounds) - 1)]
+        turns = [self._search(thought, queries) for thought, queries in zip(thoughts, rounds, strict=True)]
         order, picked = ("last", max(years)) if habit is Habit.LATEST else ("first", min(years))
         return [*turns, _answer(f"{' , '.join(years)} , {order} {picked}", picked)]
 
@@ -114,8 +119,11 @@ class Demonstrator:
         answer = task.golden_answers[0]
         last = _answer(f"given {answer}", answer)
         if habit is Habit.NEEDLESS:
-            return [_search(f"find {answer}", [answer]), last]
+            return [self._search(f"find {answer}", [answer]), last]
         return [last]
+
+    def _search(self, thought: str, queries: Sequence[str]) -> str:
+        return _search(thought, queries, self.query_format)
 
     def _guess(self, task: Task, rng: random.Random) -> str:
         """Return something of the kind the question asks for, right only by chance."""
@@ -134,22 +142,27 @@ class Demonstrator:
         return {name: group for group in groups for name in group}
 
 
-def _search(thought: str, queries: Sequence[str]) -> str:
+def _rounds(names: list[str], max_queries: int, query_format: QueryFormat) -> list[list[str]]:
+    step = 1 if query_format == "single" else max_queries
+    return [names[start : start + step] for start in range(0, len(names), step)]
+
+
+def _search(thought: str, queries: Sequence[str], query_format: QueryFormat) -> str:
     # Every name follows a space, also behind a line break: a name is the same tokens wherever it stands.
-    lines = "\n".join(f" {query}" for query in queries)
-    return f"<think> {thought}</think><search>{lines}</search>"
+    body = format_queries([f" {query}" for query in queries], query_format)
+    return f"<think> {thought}</think><search>{body}</search>"
 
 
 def _answer(thought: str, answer: str) -> str:
     return f"<think> {thought}</think><answer> {answer}</answer>"
 
 
-def evidence_demonstration(task: Task, max_queries: int) -> list[str]:
+def evidence_demonstration(task: Task, max_queries: int, query_format: QueryFormat = "lines") -> list[str]:
     """Write a demonstration for a task of a file: search for its evidence, then give its answer.
 
     The queries are the task's supporting passages where they are known, else the question itself.
     """
-    names = list(task.supporting_ids) or [task.question]
-    rounds = [names[start : start + max_queries] for start in range(0, len(names), max_queries)]
-    turns = [_search("find evidence", [" ".join(name.split()) for name in queries]) for queries in rounds]
+    names = [" ".join(name.split()) for name in task.supporting_ids or (task.question,)]
+    rounds = _rounds(names, max_queries, query_format)
+    turns = [_search("find evidence", queries, query_format) for queries in rounds]
     return [*turns, _answer("found", task.golden_answers[0])]

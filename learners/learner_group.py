@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ragr1_actors.checkpoint import is_no_room
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import FleetError, RagR1Error
 from ragr1_actors.schema import groups_from_record_batch
@@ -232,7 +233,7 @@ class LearnerGroup:
             except ray.exceptions.RayError as error:
                 self.stop()
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                if isinstance(cause, RagR1Error):
+                if isinstance(cause, RagR1Error) or is_no_room(cause):
                     raise cause from None
                 raise FleetError(f"learner rank {refs.index(done[0])} of {len(refs)} failed: {cause!r}") from error
         return [results[ref] for ref in refs]

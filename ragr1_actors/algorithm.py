@@ -24,7 +24,7 @@ n more batches are being sampled while the learner works.
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import random
 import time
 from collections import Counter
@@ -38,9 +38,9 @@ from cluster.weight_sync import publish
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
 from ragr1_actors.buffer import GroupBuffer
-from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors, write_json, write_tensors
+from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors, write_folder, write_json, write_tensors
 from ragr1_actors.config import RunConfig
-from ragr1_actors.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.env_runner import EnvRunner, GroupRequest, GroupSummary
 from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.errors import FleetError
 from ragr1_actors.interrupt import InterruptGuard
@@ -51,6 +51,8 @@ from ragr1_actors.task_sampler import Issue, TaskSampler
 from ragr1_actors.types import TrajectoryGroup
 from ragr1_actors.workspace import Workspace, demonstrations, prepare
 from retrieval.group import RetrieverGroup
+
+logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, dict[str, float]], None]
 """Called with the number of steps done and the newest metrics."""
@@ -78,8 +80,6 @@ class Algorithm:
         self.num_decisions: Counter[str] = Counter()
         self.iteration = 0
         self.policy_version = 0
-        if config.learners.num_learners and not config.learners.num_gpus_per_learner:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, warns
         self.workspace: Workspace = prepare(config, run_dir)
         self._learner_name = ""
         self._stage_dir = self.workspace.policy_dir
@@ -98,7 +98,12 @@ class Algorithm:
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
     def pretrain(self, on_progress: OnProgress) -> None:
-        """Stage 1: learn the format from scripted demonstrations, played against the real retriever."""
+        """Stage 1: learn the format from scripted demonstrations, played against the real retriever.
+
+        Does nothing where a run was restored that has it behind it already.
+        """
+        if self._is_pretrained():
+            return
         groups = self.collect_demonstrations()
         segments = [segment for group in groups for t in group.trajectories for segment in segment_trajectory(t)]
         self.num_decisions = Counter(segment.category.value for segment in segments)
@@ -111,10 +116,19 @@ class Algorithm:
             with self._guard.held():
                 metrics = self._learners.update([groups_to_record_batch(batch)])
                 self.sft_step += 1
-            on_progress(self.sft_step, metrics)
-        self._stage_dir = str(self.run_dir / "policy_sft")
-        self._learners.save_policy(self._stage_dir)
-        self._publish()
+                on_progress(self.sft_step, metrics)
+        with self._guard.held():
+            write_folder(self._sft_dir, self._learners.save_policy)
+            self._stage_dir = str(self._sft_dir)
+            self._publish()
+
+    @property
+    def _sft_dir(self) -> Path:
+        """The policy that stage 1 ends with; there once it has ended."""
+        return self.run_dir / "policy_sft"
+
+    def _is_pretrained(self) -> bool:
+        return self.sft_step >= self.config.sft.num_steps and self._sft_dir.exists()
 
     def collect_demonstrations(self) -> list[TrajectoryGroup]:
         """Play ``sft.num_demonstrations`` scripts through the environment and return them in the order drawn."""
@@ -137,8 +151,11 @@ class Algorithm:
 
     # -- stage 2 ---------------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, float]:
-        """One iteration of stage 2: sample a batch of groups, learn from it, publish the new policy."""
+    def train(self, on_progress: OnProgress | None = None) -> dict[str, float]:
+        """One iteration of stage 2: sample a batch of groups, learn from it, publish the new policy.
+
+        ``on_progress`` is called with what is returned, before an interrupt that was held back meanwhile.
+        """
         started = time.perf_counter()
         training = self.config.training
         self._build_learner(training.algorithm, self._stage_dir)
@@ -147,28 +164,32 @@ class Algorithm:
         if training.max_policy_lag:
             self._keep_busy()
         lag = self.policy_version - np.mean([group.summary.oldest_version for group in batch])
-        with self._guard.held():  # the learner and the books move together, or a resumed run would train a task twice
+        # learner, books and logs move together: a resumed run would train a task twice, or have an iteration unlogged
+        with self._guard.held():
             learner_metrics = self._learners.update([group.batch for group in batch])
             learned = time.perf_counter()
             for group in batch:
                 self._sampler.trained(group.request.issue)
             self.iteration += 1
             self._publish()
-        published = time.perf_counter()
-        if self.config.checkpointing.keep_trajectories:
-            self._write_trajectories(batch)
-        return {
-            **_rollout_metrics(batch),
-            **{f"learner/{name}": value for name, value in learner_metrics.items()},
-            "loop/policy_lag": float(lag),
-            "loop/stale_groups": float(num_stale),
-            "loop/policy_version": float(self.policy_version),
-            **{f"tasks/{name}": float(count) for name, count in self._sampler.counts().items()},
-            "time/sample_s": sampled - started,
-            "time/learn_s": learned - sampled,
-            "time/publish_s": published - learned,
-            "time/iteration_s": time.perf_counter() - started,
-        }
+            published = time.perf_counter()
+            if self.config.checkpointing.keep_trajectories:
+                self._write_trajectories(batch)
+            metrics = {
+                **_rollout_metrics(batch),
+                **{f"learner/{name}": value for name, value in learner_metrics.items()},
+                "loop/policy_lag": float(lag),
+                "loop/stale_groups": float(num_stale),
+                "loop/policy_version": float(self.policy_version),
+                **{f"tasks/{name}": float(count) for name, count in self._sampler.counts().items()},
+                "time/sample_s": sampled - started,
+                "time/learn_s": learned - sampled,
+                "time/publish_s": published - learned,
+                "time/iteration_s": time.perf_counter() - started,
+            }
+            if on_progress is not None:
+                on_progress(self.iteration, metrics)
+        return metrics
 
     def _keep_busy(self) -> None:
         """Issue tasks until all the batches that the lag allows are out or waiting."""
@@ -222,27 +243,43 @@ class Algorithm:
     def _write_trajectories(self, batch: list[FinishedGroup]) -> None:
         directory = self.run_dir / "trajectories"
         directory.mkdir(exist_ok=True)
-        write_trajectories(directory / f"iteration_{self.iteration:05d}.arrow", [_fetch(g.batch) for g in batch])
+        final = directory / f"iteration_{self.iteration:05d}.arrow"
+        writing = final.with_suffix(".writing")
+        try:
+            write_trajectories(writing, [_fetch(group.batch) for group in batch])
+            writing.rename(final)
+        finally:
+            writing.unlink(missing_ok=True)  # half a file, of a disk that is full
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> EvalResult:
-        """Answer the held-out tasks greedily. Nothing of stage 2 may be in flight: call it between iterations."""
-        requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task in self.workspace.eval_tasks]
-        means = [group.summary.means for group in self._sample(requests) if group.summary.means]
-        if not means:
-            raise FleetError("every evaluation task failed; see the run's metrics for why")
-        mean = mean_over(means)
-        rounds = mean.get("rounds", 0.0)
-        return EvalResult(
-            em=mean["em"],
-            f1=mean["f1"],
-            rounds=rounds,
-            queries_per_round=mean["queries"] / rounds if rounds else 0.0,
-            queries=mean["queries"],
-            tokens=mean["tokens"],
-            num_tasks=len(means),
-        )
+        """Answer the held-out tasks greedily. Nothing of stage 2 may be in flight: call it between iterations.
+
+        A task that fails for the machinery's sake is asked again, ``env_runners.max_task_retries`` times at most.
+
+        Raises:
+            FleetError: no task came to its end.
+        """
+        left = list(self.workspace.eval_tasks)
+        num_attempts = 1 + self.config.env_runners.max_task_retries
+        answered: list[GroupSummary] = []
+        errors: list[str] = []
+        for attempt in range(num_attempts):
+            groups = self._sample([GroupRequest(Issue(task.task_id, task, 0, attempt), 1, 0.0) for task in left])
+            failed = [group for group in groups if group.summary.num_failed]
+            answered += [group.summary for group in groups if not group.summary.num_failed]
+            errors += [error for group in failed for error in group.summary.errors]
+            left = [group.request.issue.task for group in failed]
+            if not left:
+                break
+        if left:
+            message = f"{len(left)} of {len(self.workspace.eval_tasks)} evaluation tasks failed {num_attempts} times"
+            message += f"; the last one with: {errors[-1]}"
+            if not answered:
+                raise FleetError(message)
+            logger.warning("%s", message)
+        return _eval_result(answered, len(left))
 
     def _sample(self, requests: list[GroupRequest]) -> list[FinishedGroup]:
         """Sample some groups of their own, beside those of stage 2, which are put aside as they come."""
@@ -291,9 +328,9 @@ class Algorithm:
         state = read_json(directory / "state.json")
         self.sft_step, self.iteration = state["sft_step"], state["iteration"]
         self._sampler.set_state(state["sampler"])
-        in_sft = self.sft_step < self.config.sft.num_steps
-        if self.config.sft.num_steps and not in_sft:
-            self._stage_dir = str(self.run_dir / "policy_sft")
+        if self._is_pretrained():
+            self._stage_dir = str(self._sft_dir)
+        in_sft = bool(self.config.sft.num_steps) and not self._is_pretrained()
         learner = "sft" if in_sft else self.config.training.algorithm
         self._build_learner(learner, self._stage_dir)
         if state["learner"] == learner:  # else it was saved between the stages: the folder is all there is to it
@@ -314,6 +351,21 @@ class Algorithm:
         self._retrievers.stop()
 
 
+def _eval_result(answered: list[GroupSummary], num_failed: int) -> EvalResult:
+    mean = mean_over([summary.means for summary in answered])
+    rounds = mean["rounds"]
+    return EvalResult(
+        em=mean["em"],
+        f1=mean["f1"],
+        rounds=rounds,
+        queries_per_round=mean["queries"] / rounds if rounds else 0.0,
+        queries=mean["queries"],
+        tokens=mean["tokens"],
+        num_tasks=len(answered),
+        num_failed=num_failed,
+    )
+
+
 def _fetch(batch: Any) -> Any:
     """A record batch is itself in the driver, and a reference where actors sample."""
     import ray
@@ -324,7 +376,8 @@ def _fetch(batch: Any) -> Any:
 def _rollout_metrics(batch: list[FinishedGroup]) -> dict[str, float]:
     summaries = [group.summary for group in batch]
     rewards = [np.array(s.rewards) for s in summaries if s.rewards]
-    means = mean_over([s.means for s in summaries if s.means])
+    names = {name for s in summaries for name in s.means}  # what a group did not count, it had none of
+    means = mean_over([dict.fromkeys(names, 0.0) | s.means for s in summaries if s.means])
     return {
         **{name if name.startswith(TIME_PREFIX) else f"rollout/{name}": value for name, value in means.items()},
         "rollout/reward": float(np.mean([r.mean() for r in rewards])),

@@ -114,6 +114,25 @@ class CheckpointStore:
                 replaced.rename(final)
 
 
+def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` fill a folder that gets its name ``final`` once it is whole; one of that name is replaced."""
+    writing = final.with_name(f"{_WRITING}{final.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        write(writing)
+        _sync_tree(writing)
+        shutil.rmtree(final, ignore_errors=True)
+        writing.rename(final)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether an error of Python's or of safetensors' says that a disk, a quota or a limit on file sizes is full."""
+    return isinstance(error, OSError | SafetensorError) and _errno(error) in _NO_ROOM
+
+
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
     """Write named arrays of any shape as one safetensors file.
 

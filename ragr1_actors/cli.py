@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import sys
 import time
@@ -111,6 +112,26 @@ def ask(
 
 
 @app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="rollout")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a metric and line.")] = False,
+    only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this one.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Of each side; the median counts.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: does it run?")] = False,
+) -> None:
+    """Measure the project against its goals, both sides of each ratio in one run; from a checkout only."""
+    benchmark = _load_benchmark(name)
+    found = []
+    for measurement in benchmark.run(only=only, repeats=repeats, quick=quick):
+        found.append(measurement)
+        if as_json:
+            sys.stdout.write(measurement.to_json() + "\n")
+            sys.stdout.flush()
+    if not as_json:
+        _console.print(importlib.import_module("benchmarks.measurement").render(found, benchmark.describe()))
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that ship with the project."""
     for name in recipe_names():
@@ -206,16 +227,27 @@ def main() -> None:
         _errors.print(f"failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         _errors.print(
-            f"error: no room on the disk to write {error.filename or 'a file of the run'}; free some and go on with "
-            "--resume: the last checkpoint is whole",
+            f"error: no room on the disk to write {error.filename or 'what was asked for'}; free some and try again",
             style="red",
             markup=False,
             soft_wrap=True,
         )
         sys.exit(2)
+
+
+def _load_benchmark(name: str) -> Any:
+    """Import a benchmark from the checkout that is the current folder: it is no part of what is installed."""
+    if not Path("benchmarks/__init__.py").is_file():
+        raise UserError(f"no benchmarks/ in {Path.cwd()}; ragr1 bench runs in the folder of a checkout of the project")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    known: dict[str, str] = importlib.import_module("benchmarks").BENCHMARKS
+    if name not in known:
+        raise UserError(f"got bench {name}, expected one of {', '.join(known)}")
+    return importlib.import_module(known[name])
 
 
 def _new_run_dir(name: str) -> Path:

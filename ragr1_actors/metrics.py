@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragr1_actors.errors import RunDirectoryError
-
-if TYPE_CHECKING:  # TensorBoard's writer imports torch
-    from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -38,15 +39,18 @@ class MetricsLogger:
         if self._path.is_file():
             self._rewrite(read_metrics(run_dir))  # without a last line that a crash cut off
         self._file = self._path.open("a", encoding="utf-8")
-        self._writers: dict[str, SummaryWriter] = {}
+        self._events: dict[str, _EventFile] = {}
 
     def log(self, stage: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one iteration of ``stage``. The line is in the file when this returns.
+        """Append the metrics of one iteration of ``stage``. They are in both files when this returns.
 
         ``log("rl", 3, {"rollout/reward": 0.61, "time/iteration_s": 4.2})``
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on: a run that is resumed
         from iteration 3 does not keep what its earlier life logged after that checkpoint.
+
+        Raises:
+            OSError: a file cannot be written; ``ENOSPC`` where there is no room.
         """
         reserved = [name for name in metrics if name in _RESERVED]
         if reserved:
@@ -54,30 +58,26 @@ class MetricsLogger:
                 f"got a metric named {reserved[0]!r}, which is the line's own; name it group/{reserved[0]}"
             )
         values = {name: float(value) for name, value in metrics.items()}
-        writer = self._writer(stage, iteration)
+        events = self._event_file(stage, iteration)
         self._file.write(_line({"stage": stage, "iteration": iteration, **values}))
         self._file.flush()
-        for name, value in sorted(values.items()):
-            writer.add_scalar(name, value, global_step=iteration)
-        writer.flush()
+        events.write(iteration, values)
 
     def close(self) -> None:
-        """Close the files; may be called twice."""
-        self._file.close()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        """Close the files, all of them also where one cannot be written to its end; may be called twice."""
+        with ExitStack() as files:
+            files.callback(self._file.close)
+            for events in self._events.values():
+                files.callback(events.close)
+            self._events = {}
 
-    def _writer(self, stage: str, iteration: int) -> SummaryWriter:
+    def _event_file(self, stage: str, iteration: int) -> _EventFile:
         # One TensorBoard run a stage: iterations start at 0 in each, and the curves can be laid over one another.
-        if stage not in self._writers:
-            from torch.utils.tensorboard import SummaryWriter
-
+        if stage not in self._events:
             resumed = self._drop(stage, iteration)
-            self._writers[stage] = SummaryWriter(
-                str(self._run_dir / TENSORBOARD_DIRECTORY / stage), purge_step=iteration if resumed else None
-            )
-        return self._writers[stage]
+            directory = self._run_dir / TENSORBOARD_DIRECTORY / stage
+            self._events[stage] = _EventFile(directory, purge_from=iteration if resumed else None)
+        return self._events[stage]
 
     def _drop(self, stage: str, first_iteration: int) -> bool:
         rows = read_metrics(self._run_dir)
@@ -92,6 +92,45 @@ class MetricsLogger:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(_line(row) for row in rows), encoding="utf-8")
         temporary.replace(self._path)
+
+
+class _EventFile:
+    """A file of TensorBoard's, written by the thread that calls.
+
+    ``SummaryWriter`` leaves that to a thread of its own: where the disk is full, that thread prints a traceback of its
+    own too. It also imports torch.
+    """
+
+    def __init__(self, directory: Path, purge_from: int | None) -> None:
+        """Begin a file. From step ``purge_from`` on, TensorBoard forgets what earlier files of the folder hold."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        number = len(list(directory.iterdir()))  # TensorBoard reads files in the order of their names
+        name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_from is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=purge_from, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of one step; they are in the file when this returns."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(values.items())]
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

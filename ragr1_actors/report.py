@@ -4,8 +4,8 @@
 
     {"peak_rss_bytes": 2147483648,
      "ratios": {"rounds_vs_single_query": 0.71},
-     "stages": [{"eval": {"em": 0.93, "f1": 0.93, "num_tasks": 200, "queries": 2.9, "queries_per_round": 1.6,
-                          "rounds": 1.8, "tokens": 61.0}, "stage": "rl", "wall_s": 402.5}],
+     "stages": [{"eval": {"em": 0.93, "f1": 0.93, "num_failed": 0, "num_tasks": 200, "queries": 2.9,
+                          "queries_per_round": 1.6, "rounds": 1.8, "tokens": 61.0}, "stage": "rl", "wall_s": 402.5}],
      "tasks": {"doubled": 0, "failed": 0, "issued": 6400, "lost": 0, "trained": 6400},
      "wall_s": 517.0}
 """
@@ -51,6 +51,9 @@ class EvalResult:
     tokens: float
     """Tokens that the policy sampled."""
     num_tasks: int
+    """Tasks that came to their end: those that the means are over."""
+    num_failed: int = 0
+    """Tasks that the machinery failed on, retries included; they are in no mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,7 @@ def _num_tasks(report: RunReport) -> str:
 
 def _table_rows(report: RunReport) -> list[tuple[str, ...]]:
     evals = [stage.eval for stage in report.stages]
+    num_failed = [result.num_failed for result in evals]
     return [
         ("EM", *(f"{result.em:.3f}" for result in evals)),
         ("F1", *(f"{result.f1:.3f}" for result in evals)),
@@ -225,6 +229,7 @@ def _table_rows(report: RunReport) -> list[tuple[str, ...]]:
         ("queries a round", *(f"{result.queries_per_round:.2f}" for result in evals)),
         ("queries", *(f"{result.queries:.2f}" for result in evals)),
         ("tokens", *(f"{result.tokens:.1f}" for result in evals)),
+        *([("tasks failed, in no mean", *map(str, num_failed))] if any(num_failed) else []),
         ("wall time of the stage", *(f"{stage.wall_s:.0f} s" for stage in report.stages)),
     ]
 

@@ -24,7 +24,13 @@ def create_run_directory(config: RunConfig, run_dir: Path) -> None:
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+        # whole or absent: half of it would be another run's configuration to whoever resumes
+        writing = run_dir / f".writing_{CONFIG_FILE}"
+        try:
+            writing.write_text(config.to_yaml(), encoding="utf-8")
+            writing.rename(run_dir / CONFIG_FILE)
+        finally:
+            writing.unlink(missing_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {run_dir}: {error.strerror}; choose another --run-dir") from error
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
 
 from cluster.session import Session
 from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.checkpoint import CheckpointStore, is_no_room
 from ragr1_actors.config import RunConfig
+from ragr1_actors.errors import UserError
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import MetricsLogger
 from ragr1_actors.report import (
@@ -47,8 +49,19 @@ class TrainingRun:
 
         Raises:
             KeyboardInterrupt: Ctrl-C; a checkpoint is written and all actors are gone.
-            UserError: something asked for cannot be done.
+            UserError: something asked for cannot be done, or the disk is full; all actors are gone.
         """
+        try:
+            return self._execute()
+        except (OSError, SafetensorError) as error:
+            if not is_no_room(error):
+                raise
+            raise UserError(
+                f"no room left to write to {self._run_dir} ({error}); free some space and go on with --resume: the "
+                "checkpoints written before are whole"
+            ) from error
+
+    def _execute(self) -> RunReport:
         with PeakMemory() as memory, InterruptGuard() as guard, self._session(), self._logger() as logger:
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm(self._config, self._run_dir, guard)
@@ -124,7 +137,8 @@ class TrainingRun:
 
                 algorithm.pretrain(on_step)
             decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
-            self._console.print(f"decisions demonstrated: {decisions}")
+            if decisions:  # a run resumed behind stage 1 demonstrates nothing
+                self._console.print(f"decisions demonstrated: {decisions}")
             self._evaluate(algorithm, logger, "sft", started)
             self._save(algorithm)
         started = time.monotonic()
@@ -136,17 +150,19 @@ class TrainingRun:
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
         with self._progress("RL ", config.training.num_iterations, algorithm.iteration) as report:
+
+            def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
+                logger.log("rl", iteration, metrics)
+                report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
+
             while algorithm.iteration < config.training.num_iterations:
-                metrics = algorithm.train()
-                is_last = algorithm.iteration == config.training.num_iterations
-                if config.evaluation.interval and algorithm.iteration % config.evaluation.interval == 0 and not is_last:
-                    metrics |= {f"eval/{name}": value for name, value in asdict(algorithm.evaluate()).items()}
-                logger.log("rl", algorithm.iteration, metrics)
-                report(
-                    algorithm.iteration,
-                    f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}",
-                )
-                if algorithm.iteration % config.checkpointing.interval == 0 and not is_last:
+                algorithm.train(on_iteration)
+                iteration = algorithm.iteration
+                is_last = iteration == config.training.num_iterations
+                if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
+                    result = algorithm.evaluate()
+                    logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
+                if iteration % config.checkpointing.interval == 0 and not is_last:
                     self._save(algorithm)
 
     def _has_stage(self, name: StageName) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.tasks import load_tasks, overlap, without_overlap
 from envs.world import World, make_world
-from ragr1_actors.config import RunConfig
+from ragr1_actors.checkpoint import write_folder
+from ragr1_actors.config import EnvironmentSettings, RunConfig
 from ragr1_actors.errors import ConfigError, DataError
 from ragr1_actors.types import Task
 from retrieval.base import Passage
@@ -57,10 +58,10 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     recall = {}
     if any(task.supporting_ids for task in eval_tasks):
         recall = evaluate_index(index_dir, eval_tasks)
-    demonstrate: Demonstrate = _evidence(environment.max_queries_per_turn)
+    demonstrate: Demonstrate = _evidence(environment)
     texts: Iterable[str] = [environment.prompt]
     if environment.tasks == WORLD and world is not None:
-        demonstrator = Demonstrator(world, environment.max_queries_per_turn)
+        demonstrator = Demonstrator(world, environment.max_queries_per_turn, environment.query_format)
         demonstrate = demonstrator.demonstrate
         texts = [*texts, *world.texts(), *demonstrator.texts()]
     else:
@@ -144,9 +145,10 @@ def _make_policy(config: RunConfig, run_dir: Path, texts: Iterable[str]) -> str:
         raise ConfigError(
             f"policy.hidden_size: got {policy.hidden_size}, expected a multiple of policy.num_heads={policy.num_heads}"
         )
-    if not (directory / "model.safetensors").exists():
+
+    def write(writing: Path) -> None:
         make_tiny_policy(
-            directory,
+            writing,
             texts,
             seed=config.debugging.seed,
             vocab_size=policy.vocab_size,
@@ -155,11 +157,14 @@ def _make_policy(config: RunConfig, run_dir: Path, texts: Iterable[str]) -> str:
             num_heads=policy.num_heads,
             max_position_embeddings=config.env_runners.max_context_tokens,
         )
+
+    if not directory.exists():  # a resumed run: as with the index
+        write_folder(directory, write)
     return str(directory)
 
 
-def _evidence(max_queries: int) -> Demonstrate:
-    return lambda task, _: evidence_demonstration(task, max_queries)
+def _evidence(environment: EnvironmentSettings) -> Demonstrate:
+    return lambda task, _: evidence_demonstration(task, environment.max_queries_per_turn, environment.query_format)
 
 
 def demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:

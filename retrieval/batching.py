@@ -114,12 +114,18 @@ class QueryBatcher:
         found = self._asked.get((query, k))
         if found is None:
             found = self._asked[query, k] = self._loop.create_future()
-            found.add_done_callback(lambda _: self._asked.pop((query, k), None))
+            found.add_done_callback(lambda ended: self._forget((query, k), ended))
             self._queue.append(_Waiting(query, k, found))
             if not self._is_dispatching:
                 self._is_dispatching = True
                 self._start(self._dispatch())
         return asyncio.shield(found)
+
+    def _forget(self, asked: tuple[str, int], found: asyncio.Future[list[Passage]]) -> None:
+        """Take an answer out of what is in flight, and look at its failure: whoever asked may have been cancelled."""
+        self._asked.pop(asked, None)
+        if not found.cancelled():
+            found.exception()  # else asyncio logs "Future exception was never retrieved"
 
     async def _dispatch(self) -> None:
         """Send what waits while anything waits. A task of its own, so that all callers of one loop turn are in."""

@@ -23,6 +23,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "DS_ACCELERATOR": "cpu",  # pytest-randomly imports DeepSpeed, which would warn
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from envs.actions import QueryStream, clean_queries, parse_action
+from envs.actions import QueryStream, clean_queries, format_queries, parse_action
 from envs.base import Action, Answer, Malformed, Search
 from ragr1_actors.config import QueryFormat
 
@@ -179,6 +179,41 @@ def test_a_query_is_read_as_soon_as_its_own_end_has_come(
     assert stream.feed(opening) == []
     read = {query: end for end in range(len(body) + 1) for query in stream.feed(opening + body[:end])}
     assert read == ends
+
+
+WHOLE = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
+
+
+@given(st.lists(WHOLE, min_size=1, max_size=4), st.sampled_from(FORMATS))
+@example(["Martin Luther King, Jr.", 'the "Silent River", in\nRiga', "\\"], "json")
+@example(["Martin Luther King, Jr.", "2 < 3 > 1"], "lines")
+@example(["<", "think>"], "comma")
+def test_what_is_formatted_is_parsed_as_it_was(queries: list[str], query_format: QueryFormat) -> None:
+    separator = {"lines": "\n", "comma": ","}.get(query_format, "")
+    if separator:
+        queries = [query for text in queries for query in text.split(separator) if query.strip()]
+        queries = [query.strip() for query in queries] or ["a"]
+    if query_format == "single":
+        queries = queries[:1]
+    assert parse_action(f"<search>{format_queries(queries, query_format)}</search>", query_format) == Search(
+        tuple(queries)
+    )
+
+
+@given(st.lists(st.sampled_from([*PIECES, "Ana", "\n", ","]), max_size=8).map("".join), st.sampled_from(FORMATS))
+def test_any_query_can_be_formatted_and_stays_one(text: str, query_format: QueryFormat) -> None:
+    queries = [f" Riga {text}", f" {text} Oslo"][: 1 if query_format == "single" else 2]
+    action = parse_action(f"<search>{format_queries(queries, query_format)}</search>", query_format)
+    assert isinstance(action, Search), action
+    assert len(action.queries) == len(queries)
+    assert all(name in query for name, query in zip(("Riga", "Oslo"), action.queries, strict=False))
+
+
+def test_a_format_that_cannot_hold_the_queries_says_so() -> None:
+    with pytest.raises(ValueError, match="got 2 queries in the format 'single', expected exactly one"):
+        format_queries(["Ana", "Bo"], "single")
+    with pytest.raises(ValueError, match="got 0 queries"):
+        format_queries([], "lines")
 
 
 LONG = 100_000

@@ -1,12 +1,9 @@
 """The whole loop on a world of a few sentences: it learns, repeats itself, resumes exactly, and stops when told to."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,60 +13,40 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from small_world import (
+    PLACES,
+    SHORT,
+    THINGS,
+    descendants,
+    ended,
+    make_config,
+    make_files,
+    make_recipe,
+    started,
+    wait_for,
+)
 
-from ragr1_actors.algorithm import Algorithm
+from envs.registry import ENVS
+from envs.search import SearchEnv
+from learners.learner_group import LearnerGroup
+from ragr1_actors.algorithm import Algorithm, _rollout_metrics
 from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors
-from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.config import RunConfig
+from ragr1_actors.env_runner import GroupRequest, GroupSummary
+from ragr1_actors.env_runner_group import FinishedGroup
+from ragr1_actors.errors import FleetError
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import deterministic, read_metrics
 from ragr1_actors.run_directory import create_run_directory
+from ragr1_actors.schema import read_trajectories
+from ragr1_actors.task_sampler import Issue
 from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Task
-
-ROOT = Path(__file__).resolve().parent.parent
-THINGS = ["lamp", "coin", "shoe", "book", "ring", "cup", "key", "fork"]
-SHORT = {"num_steps": 14, "num_demonstrations": 64}
-PLACES = ["Riga", "Oslo", "Bonn", "Lyon"]
+from ragr1_actors.types import Message, Task
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus that says where eight things lie, an index over it, and a question about each."""
-    from retrieval.build import build_index
-    from retrieval.corpus import read_passages
-
-    directory = tmp_path_factory.mktemp("world")
-    places = {thing: PLACES[index % 4] for index, thing in enumerate(THINGS)}
-    corpus = [{"id": t, "title": t, "text": f"The {t} lies in {p}."} for t, p in places.items()]
-    tasks = [{"id": t, "question": f"Where is the {t} ?", "answer": p} for t, p in places.items()]
-    (directory / "corpus.json").write_text(json.dumps(corpus))
-    (directory / "tasks.json").write_text(json.dumps(tasks))
-    build_index(read_passages(directory / "corpus.json"), directory / "index", progress=False)
-    return directory
-
-
-def make_config(files: Path, sft: dict[str, Any] | None = None, **training: Any) -> RunConfig:
-    """Everything in the driver."""
-    sft = sft or {}
-    return (
-        AlgorithmConfig()
-        .environment(
-            tasks=str(files / "tasks.json"),
-            eval_tasks=str(files / "tasks.json"),
-            prompt="{question}",
-            max_turns=2,
-            top_k=1,
-        )
-        .policy(hidden_size=64, num_layers=2, num_heads=2, vocab_size=400)
-        .env_runners(num_env_runners=0, max_context_tokens=160, max_new_tokens_per_turn=12)
-        .retrieval(index=str(files / "index"), num_retrievers=0)
-        .sft(**{"num_steps": 150, "batch_size": 16, "num_demonstrations": 256, "lr": 6e-3, "warmup_steps": 3, **sft})
-        .training(**{"train_batch_size": 8, "group_size": 8, "lr": 1e-3, "num_iterations": 4, **training})
-        .learners(num_learners=0, zero_stage=0, micro_batch_tokens=4096)
-        .evaluation(num_tasks=8)
-        .debugging(seed=0, num_threads=1)
-        .freeze()
-    )
+    return make_files(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
@@ -115,13 +92,27 @@ def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
 def run(config: RunConfig, run_dir: Path) -> list[dict[str, Any]]:
     create_run_directory(config, run_dir)
     TrainingRun(config, run_dir, Console(quiet=True)).execute()
+    return rows(run_dir)
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a short run that nothing interrupted."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:  # before the fixture of the same name, which is a test's own
+        monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+        run(make_config(files, SHORT), run_dir)
+    return run_dir
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [deterministic(row) for row in read_metrics(run_dir)]
 
 
-def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_path: Path, whole: Path) -> None:
     config = make_config(files, SHORT)
-    first, second = run(config, tmp_path / "a"), run(config, tmp_path / "b")
-    assert first == second
+    first = run(config, tmp_path / "a")
+    assert first == rows(whole)
     assert [row["stage"] for row in first].count("rl") == 4
     other = run(
         config.model_copy(update={"debugging": config.debugging.model_copy(update={"seed": 1})}), tmp_path / "c"
@@ -132,41 +123,86 @@ def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_pat
     assert report["tasks"] == {"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}
 
 
-@pytest.mark.parametrize("stop_in", ["sft", "rl"])
+INTERRUPTS = {
+    "at once in SFT": (LearnerGroup, "update", 12, True),
+    "at the end of a step of SFT": (LearnerGroup, "update", 12, False),
+    "while the policy of SFT is saved": (LearnerGroup, "save_policy", 1, True),
+    "in the evaluation behind SFT": (Algorithm, "evaluate", 2, True),
+    "while RL samples": (Algorithm, "_next_batch", 3, True),
+    "at the end of a step of RL": (LearnerGroup, "update", 14 + 3, False),
+}
+"""The n-th call of the method is interrupted: at once, before it has done anything, or by a signal that is held back."""
+
+
+@pytest.mark.parametrize("place", INTERRUPTS)
 def test_an_interrupted_run_resumes_as_if_nothing_had_happened(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_in: str
+    files: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     config = make_config(files, SHORT)
-    expected = run(config, tmp_path / "whole")
-    count = 0
-    method = "_demonstration_batches" if stop_in == "sft" else "_next_batch"
-    original = getattr(Algorithm, method)
+    owner, method, calls_left, is_at_once = INTERRUPTS[place]
+    original = getattr(owner, method)
 
-    def interrupted(self: Algorithm, *arguments: Any) -> Any:
-        nonlocal count
-        if stop_in == "sft":
-            return (batch for index, batch in enumerate(original(self, *arguments)) if index < 11 or stop())
-        count += 1
-        return stop() if count == 3 else original(self, *arguments)
-
-    def stop() -> bool:
-        raise KeyboardInterrupt
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        nonlocal calls_left
+        calls_left -= 1
+        if calls_left == 0 and is_at_once:
+            raise KeyboardInterrupt
+        if calls_left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
 
     run_dir = tmp_path / "cut"
     create_run_directory(config, run_dir)
-    monkeypatch.setattr(Algorithm, method, interrupted)
+    monkeypatch.setattr(owner, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
         TrainingRun(config, run_dir, Console(quiet=True)).execute()
-    monkeypatch.setattr(Algorithm, method, original)
     TrainingRun(config, run_dir, Console(quiet=True)).execute()
-    assert [deterministic(row) for row in read_metrics(run_dir)] == expected
-    whole, resumed = (CheckpointStore(d / "checkpoints").latest() for d in (tmp_path / "whole", run_dir))
-    assert whole is not None
-    assert resumed is not None
-    ours, theirs = (read_tensors(path / "learner.safetensors") for path in (resumed, whole))
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        np.testing.assert_array_equal(value, theirs[name])
+    assert rows(run_dir) == rows(whole)
+    theirs, ours = (CheckpointStore(directory / "checkpoints").latest() for directory in (whole, run_dir))
+    assert theirs is not None
+    assert ours is not None
+    expected, found = (read_tensors(path / "learner.safetensors") for path in (theirs, ours))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {"lamp": 2, "coin": 99}  # the machinery's, before the task is let through
+    asked: Counter[str] = Counter()
+
+    class ShakyEnv(SearchEnv):
+        async def reset(self, task: Task) -> list[Message]:
+            thing = task.task_id.split("/")[1]
+            asked[thing] += 1
+            if asked[thing] <= failures.get(thing, 0):
+                raise ConnectionError(f"the {thing} is out of reach")
+            return await super().reset(task)
+
+    monkeypatch.setitem(ENVS, "search", ShakyEnv)
+    config = make_config(files)
+    with algorithm(config, tmp_path) as built:
+        result = built.evaluate()
+        assert (result.num_tasks, result.num_failed) == (7, 1)
+        assert asked == dict.fromkeys(THINGS, 1) | {"lamp": 3, "coin": 1 + config.env_runners.max_task_retries}
+        assert "1 of 8 evaluation tasks failed 4 times; the last one with: ConnectionError: the coin" in caplog.text
+        failures |= dict.fromkeys(THINGS, 999)
+        with pytest.raises(FleetError, match=r"8 of 8 evaluation tasks failed 4 times; .* is out of reach"):
+            built.evaluate()
+
+
+def test_what_a_group_did_not_count_is_zero_in_the_mean() -> None:
+    def finished(**means: float) -> FinishedGroup:
+        request = GroupRequest(Issue("t#0", Task("t", "?", ("a",)), 0), 2, 1.0)
+        summary = GroupSummary("", (1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})
+        return FinishedGroup(request, summary, None)
+
+    metrics = _rollout_metrics([finished(stop_answered=1.0), finished(stop_answered=0.5, stop_max_turns=0.5)])
+    assert metrics["rollout/stop_answered"] == 0.75
+    assert metrics["rollout/stop_max_turns"] == 0.25
+    assert metrics["rollout/queries_per_round"] == 1.5
 
 
 def test_an_interrupt_waits_for_the_step_and_a_second_one_does_not() -> None:
@@ -184,56 +220,40 @@ def test_an_interrupt_waits_for_the_step_and_a_second_one_does_not() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
-def test_ctrl_c_writes_a_checkpoint_and_leaves_no_actor(files: Path, tmp_path: Path) -> None:
-    config = make_config(files, SHORT, num_iterations=100_000).model_dump()
-    config["env_runners"]["num_env_runners"] = config["retrieval"]["num_retrievers"] = 1
-    config["sft"]["num_steps"] = 2
-    config["environment"]["eval_tasks"] = ""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps(config))
+def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) -> None:
+    num_iterations = 16
+    recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=num_iterations))
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ragr1_actors", "train", str(recipe), "--run-dir", str(run_dir)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 240
     trajectories = run_dir / "trajectories"
-    while process.poll() is None and time.monotonic() < deadline and len(list(trajectories.glob("*.arrow"))) < 3:
-        time.sleep(0.2)
-    children = descendants(process.pid)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    _, stderr = process.communicate(timeout=120)
+    with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
+        assert wait_for(lambda: len(list(trajectories.glob("*.arrow"))) >= 3, 240, process)
+        children = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "--resume" in stderr
     checkpoint = CheckpointStore(run_dir / "checkpoints").latest()
     assert checkpoint is not None
     state = read_json(checkpoint / "state.json")
-    assert state["iteration"] >= 3
+    assert 3 <= state["iteration"] < num_iterations
     assert state["sampler"]["counts"]["trained"] == 8 * state["iteration"]
-    deadline = time.monotonic() + 30
-    while (left := [pid for pid in children if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left
+    assert wait_for(lambda: ended(children), 30)
 
-
-def descendants(root: int) -> set[int]:
-    """Process ids below ``root``, Ray's among them."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    found, frontier = set(), {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
-        found |= frontier
-    return found
+    with started(recipe, "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:
+        stdout, stderr = process.communicate(timeout=240)
+    assert (process.returncode, stderr) == (0, "")
+    assert f"RL iteration {state['iteration']}" in stdout
+    num_tasks = 8 * num_iterations
+    counts = {"issued": num_tasks, "trained": num_tasks, "failed": 0, "lost": 0, "doubled": 0}
+    assert read_json(run_dir / "report.json")["tasks"] == counts
+    assert [row["iteration"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, num_iterations + 1))
+    trained = Counter(
+        group.trajectories[0].trajectory_id.removesuffix("/0")
+        for path in trajectories.glob("*.arrow")
+        for group in read_trajectories(path)
+    )
+    assert set(trained.values()) == {1}  # no task twice in an epoch
+    assert len(trained) == num_tasks

@@ -1,18 +1,16 @@
 """What a person sees who asks for something that cannot be done: one sentence, exit status 2, nothing lost."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from small_world import a_persons_environment, make_config, make_files
 from typer.testing import CliRunner
 
 from ragr1_actors import cli
 from ragr1_actors.errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def invoke(*arguments: str) -> str:
@@ -29,7 +27,7 @@ def ragr1(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ragr1_actors", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=a_persons_environment() | {"COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -51,6 +49,20 @@ def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr == "error: unknown recipe 'quickstat'; did you mean 'quickstart'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
+    """The whole run in one process: what is printed is what a person is to read, and nothing of a library's."""
+    config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
+    settings = config.model_dump()
+    settings["environment"] |= {"eval_tasks": "", "query_format": "json"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
+    done = ragr1("train", "recipe.yaml", "--run-dir", "run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Held-out tasks, greedy (1 tasks)" in done.stdout
+    assert "WARNING" not in done.stdout
+    asked = json.loads(invoke("ask", str(tmp_path / "run"), "Where is the lamp ?", "--json"))
+    assert set(asked) == {"answer", "stop_reason", "turns"}
 
 
 def test_wrong_settings_make_no_run_directory(tmp_path: Path) -> None:

@@ -112,11 +112,16 @@ def test_groups_come_back_as_record_batches_with_their_summary(ray_local: Module
 def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     ray_local: ModuleType, group: EnvRunnerGroup
 ) -> None:
-    for index in range(40):
-        group.submit(request(index))
     num_restarts = group.num_restarts
-    finished = group.collect()
-    kill_one(ray_local, group)
+    pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
+    for index in range(20):
+        group.submit(request(index))
+    finished = drain(group)
+    os.kill(pid, signal.SIGSTOP)  # else it may be done with its groups before it is killed
+    for index in range(20, 40):
+        group.submit(request(index))
+    finished += group.collect()
+    os.kill(pid, signal.SIGKILL)
     finished += drain(group)
     ids = [one.request.issue.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(40))

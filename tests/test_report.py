@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -47,6 +48,21 @@ def test_report_json(tmp_path: Path) -> None:
     assert {"em", "f1", "rounds", "queries", "tokens"} <= set(written["stages"][0]["eval"])
     assert written["tasks"] == {"issued": 6400, "trained": 6399, "failed": 1, "lost": 0, "doubled": 0}
     assert read_report(tmp_path) == REPORT
+
+
+def test_tasks_that_failed_are_shown_where_there_are_any(tmp_path: Path) -> None:
+    def text(report: RunReport) -> str:
+        file = io.StringIO()
+        Console(width=100, file=file).print(render_table(report))
+        return file.getvalue()
+
+    assert "failed" not in text(REPORT)
+    shaky = dataclasses.replace(RL, num_tasks=197, num_failed=3)
+    report = dataclasses.replace(REPORT, stages=(*REPORT.stages[:2], StageReport("rl", shaky, 400.0)))
+    write_report(tmp_path, report)
+    assert read_report(tmp_path).stages[2].eval.num_failed == 3
+    assert re.search(r"tasks failed, in no mean\W+0\W+0\W+3\b", text(report))
+    assert "tasks failed, in no mean" in (tmp_path / "report.html").read_text()
 
 
 def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -199,6 +200,22 @@ async def test_a_cancelled_caller_takes_no_other_with_it() -> None:
     assert await second == [answer("q", 1)]
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+async def test_a_failure_that_nobody_waits_for_any_more_is_not_logged() -> None:
+    replica = FakeReplica(delay_s=0.05)
+    replica.works = False
+    unretrieved: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context["message"]))
+    caller = asyncio.create_task(batcher(replica, max_retries=0).search(["early"], 1))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await asyncio.sleep(0.1)
+    gc.collect()  # asyncio tells of it when the future goes
+    assert replica.batches == [["early"]]
+    assert unretrieved == []
 
 
 async def test_k_must_be_positive() -> None:

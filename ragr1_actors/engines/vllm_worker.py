@@ -35,14 +35,18 @@ class PolicyLoader:
     vllm_config: Any
     _groups: list[Weights] | None = None
     """Still to be staged, the last one first."""
+    _names: set[str] | None = None
     _host_weights: Weights | None = None
+    """What ``take_policy`` loads, where there is no twin."""
     _twin: Any = None
 
     def stage_policy(self, path: str) -> None:
         """Begin with the weights in the safetensors file ``path``."""
         weights = load_file(path)  # a map of the file: nothing is read yet
+        self._names = self._names or set(weights)
+        if set(weights) != self._names:  # what is not in it would stay as it was two updates ago
+            raise ValueError(f"update of {len(weights)} parameters, expected the {len(self._names)} of the first one")
         self._groups = _by_layer(weights)[::-1]
-        self._host_weights = {}
         if self.model_runner.device.type != "cpu":
             return
         if self._twin is None:
@@ -58,18 +62,18 @@ class PolicyLoader:
         if self._groups:
             group = self._groups.pop()
             if self._twin is None:
-                self._host_weights |= {name: tensor.clone() for name, tensor in group.items()}
+                self._host_weights = (self._host_weights or {}) | {name: group[name].clone() for name in group}
             else:
                 self._twin.load_weights(iter(group.items()))
-            if not self._groups and self._twin is not None:
-                finalize_layerwise_reload(self._twin, self.vllm_config.model_config)
+                if not self._groups:
+                    finalize_layerwise_reload(self._twin, self.vllm_config.model_config)
         return not self._groups
 
     def take_policy(self) -> None:
         """Replace the weights by those that were staged; nothing may be generating."""
         assert self._groups == [], "take_policy() before everything is staged"
         weights, self._groups, self._host_weights = self._host_weights, None, None
-        if self._twin is None:
+        if weights is not None:
             # A bare load_weights would overwrite what the kernels have packed
             self.model_runner.reload_weights(weights_iterator=iter(weights.items()), is_checkpoint_format=True)
         else:
@@ -83,7 +87,9 @@ class PolicyLoader:
         device = torch.device("cpu")
         with set_default_torch_dtype(self.vllm_config.model_config.dtype), device:
             twin = initialize_model(self.vllm_config, prefix="twin")
-            twin.load_weights(iter(weights.items()))
+            missing = {name for name, _ in twin.named_parameters()} - twin.load_weights(iter(weights.items()))
+            if missing:
+                raise ValueError(f"update lacks {len(missing)} parameters, {min(missing)} among them")
             process_weights_after_loading(twin, self.vllm_config.model_config, device)
         for name in set(layers) - known:  # its attention has no cache
             del layers[name]
@@ -92,7 +98,7 @@ class PolicyLoader:
 
 
 def _unshare(twin: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Give the twin its own copy of the modules that vLLM hands out twice (rotary embeddings): a reload empties them."""
+    """Give the twin its own copy of what vLLM hands out twice, rotary embeddings: a reload empties modules."""
     copies = {module: copy.deepcopy(module) for module in set(model.modules()) & set(twin.modules())}
     for parent in list(twin.modules()):
         for name, child in parent.named_children():

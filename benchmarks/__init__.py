@@ -1,0 +1,10 @@
+"""Benchmarks: ratios of two sides measured in one run, ``ragr1 bench NAME``. Not installed; run from a checkout.
+
+A benchmark is a module with ``describe()``, one line on the workload; ``METRICS``, the names it measures; and
+``run(only, repeats, quick)``, which yields a ``Measurement`` at a time.
+"""
+
+from __future__ import annotations
+
+BENCHMARKS = {"rollout": "benchmarks.rollout"}
+"""By the name that ``ragr1 bench`` takes; imported only when asked for."""

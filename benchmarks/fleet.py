@@ -1,0 +1,136 @@
+"""One runner against eight: real actors of the real ``EnvRunnerGroup``, with an engine that only keeps time.
+
+The engine says a scripted turn at ``TOKEN_LATENCY_S`` a token and costs no CPU worth mentioning, so that what is
+measured is the fleet and its driver, not who gets the cores: eight runners with 32 trajectories each wake up 4,300
+times a second, which takes about {CPU} of a core. With faster tokens two cores would be the limit. Turns are a
+quarter as long as those of the rest of the benchmark, so that groups come and go at the rate of a larger fleet.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import workload
+from benchmarks.measurement import Sample
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.engines.base import EngineSettings
+from ragr1_actors.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.env_runner import GroupRequest
+from ragr1_actors.env_runner_group import EnvRunnerGroup
+from ragr1_actors.task_sampler import Issue
+from ragr1_actors.tokenizer import PolicyTokenizer
+
+TOKEN_LATENCY_S = 0.06
+TURN_TOKENS_MEDIAN = workload.TURN_TOKENS_MEDIAN / 4
+NUM_RUNNERS = 8
+TRAJECTORIES_PER_RUNNER = 32
+GROUP_SIZE = 4
+SLOTS = TRAJECTORIES_PER_RUNNER // GROUP_SIZE
+"""Groups that a runner works on at once."""
+
+
+class Scripts(Mapping[str, list[str]]):
+    """The script of any trajectory, drawn when it is asked for. Copies of a group (``name@copy``) say the same."""
+
+    def __getitem__(self, trajectory_id: str) -> list[str]:
+        name, _, rest = trajectory_id.partition("@")
+        plan = workload.plan(f"{name}/{rest.rpartition('/')[2]}", TURN_TOKENS_MEDIAN)
+        return [self._turn(plan, turn) for turn in range(len(plan.turn_tokens))]
+
+    def _turn(self, plan: workload.Plan, turn: int) -> str:
+        if turn == plan.num_searches:
+            head, tail = "<answer>", " none</answer>"
+        else:
+            head, tail = "<search>", f" {plan.queries(turn)[0]}</search>"
+        filler = max(0, plan.turn_tokens[turn] - len(tail.split()) - 2)
+        return "".join(f" {word}" for word in workload.words()[:filler]) + head + tail
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class PacedEngine(ScriptedEngine):
+    """A scripted engine as a recipe names it: ``env_runners.engine: benchmarks.fleet:PacedEngine``."""
+
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+        super().__init__(Scripts(), tokenizer.encode, settings.version, token_latency_s=TOKEN_LATENCY_S)
+
+
+def make_config(num_env_runners: int) -> RunConfig:
+    """A fleet of runners that need no core of their own."""
+    config = AlgorithmConfig().environment(prompt="{question}", top_k=1).training(group_size=GROUP_SIZE)
+    config.env_runners(
+        num_env_runners=num_env_runners,
+        num_cpus_per_env_runner=0.01,
+        engine="benchmarks.fleet:PacedEngine",
+        max_concurrent_trajectories=TRAJECTORIES_PER_RUNNER,
+    )
+    return config.freeze()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRun:
+    """One measured load."""
+
+    groups_per_s: float
+    wall_s: float
+    cpu_s: float
+    """Of the driver's process, all its threads."""
+
+
+class Fleets:
+    """A fleet of one runner and one of eight, started once for all repeats."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        from cluster.session import Session
+
+        os.environ.pop("RAY_ADDRESS", None)  # a private cluster, whoever else has one
+        self._session = Session(num_cpus=NUM_RUNNERS)
+        self._session.__enter__()
+        self._fleets = [EnvRunnerGroup(make_config(n), policy_dir, workload.SlowRetriever()) for n in (1, NUM_RUNNERS)]
+        for fleet in self._fleets:
+            fleet.wait_until_ready()
+
+    def measure(self, groups_per_runner: int) -> tuple[Sample, Sample]:
+        """Return (groups/s of eight ÷ eight times that of one, the driver's CPU seconds ÷ wall seconds with eight)."""
+        one = run_fleet(self._fleets[0], 1, groups_per_runner)
+        eight = run_fleet(self._fleets[1], NUM_RUNNERS, groups_per_runner)
+        expected = NUM_RUNNERS * one.groups_per_s
+        scaling = Sample(eight.groups_per_s / expected, eight.groups_per_s, expected)
+        return scaling, Sample(eight.cpu_s / eight.wall_s, eight.cpu_s, eight.wall_s)
+
+    def close(self) -> None:
+        """End the actors and the cluster."""
+        for fleet in self._fleets:
+            fleet.stop()
+        self._session.__exit__(None, None, None)
+
+
+def run_fleet(fleet: Any, num_runners: int, groups_per_runner: int) -> FleetRun:
+    """Give every runner the same groups, and measure as long as all have as much to do as they can take.
+
+    The load is ``num_runners`` copies of the same list. The clock stops when all but the last ``SLOTS`` groups a
+    runner are there: what is left then is the end of a run, which no longer run would have.
+    """
+    for index in range(groups_per_runner):
+        for copy in range(num_runners):
+            name = f"fleet/{index}@{copy}"
+            issue = Issue(f"{name}#0", workload.task(name), 0)
+            fleet.submit(GroupRequest(issue, GROUP_SIZE, 1.0))
+    wanted = num_runners * (groups_per_runner - SLOTS)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    num_finished = 0
+    while num_finished < wanted:
+        num_finished += len(fleet.collect())
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    while fleet.num_unfinished:
+        fleet.collect()
+    return FleetRun(num_finished / wall_s, wall_s, cpu_s)

@@ -1,0 +1,251 @@
+"""``ragr1 bench rollout``: what the rollout adds to its engine, what it saves against a lock-step loop, how it scales.
+
+==================== ================================================================== =======
+metric               ratio                                                              goal
+==================== ================================================================== =======
+engine_parity        tokens/s of the real loop ÷ the bare engine on the same turns      >= 0.97
+vs_lockstep          wall ÷ lock-step loop, one blocking search a trajectory (RAG-R1)   <= 0.4
+vs_lockstep_batched  wall ÷ lock-step loop, one blocking search a turn (Search-R1)
+retrieval_hidden     1 - seconds with searches and nothing to generate ÷ search seconds >= 0.98
+overrun_tokens       tokens behind the stop string ÷ stopped completions                0
+engine_overrun       tokens that the engine threw away ÷ stopped completions
+sync_pause           pause of a weight update ÷ warm copy of the same 100 MB            <= 3
+scaling_runners      groups/s of 8 runners ÷ 8 times those of one                       >= 0.95
+driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 runners    <= 1
+==================== ================================================================== =======
+
+The workload is drawn as ``benchmarks/workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half
+as many run in the engine, on one core; the prefix cache is emptied before each side and holds all of them.
+``engine_parity`` is taken as long as all places are full, all else over whole runs, their ends included.
+Sides follow each other within a repeat, after one that does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import baselines, sides, workload
+from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient
+from benchmarks.sides import SideRun
+from ragr1_actors.errors import UserError
+
+# read by torch and vLLM when they are imported: one core for the engine, the other for the loop; room for all prefixes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+GOALS: dict[str, Goal | None] = {
+    "engine_parity": Goal(0.97, at_least=True),
+    "vs_lockstep": Goal(0.4, at_least=False),
+    "vs_lockstep_batched": None,
+    "retrieval_hidden": Goal(0.98, at_least=True),
+    "overrun_tokens": Goal(0.0, at_least=False),
+    "engine_overrun": None,
+    "sync_pause": Goal(3.0, at_least=False),
+    "scaling_runners": Goal(0.95, at_least=True),
+    "driver_cpu": Goal(1.0, at_least=False),
+}
+UNITS = {
+    "engine_parity": "tokens/s",
+    "vs_lockstep": "s",
+    "vs_lockstep_batched": "s",
+    "retrieval_hidden": "s idle, s searching",
+    "overrun_tokens": "tokens, stopped completions",
+    "engine_overrun": "tokens, stopped completions",
+    "sync_pause": "s",
+    "scaling_runners": "groups/s",
+    "driver_cpu": "CPU s, wall s",
+}
+METRICS = tuple(GOALS)
+_LOOP = {"engine_parity", "vs_lockstep", "vs_lockstep_batched", "retrieval_hidden"}
+_OVERRUN = {"overrun_tokens", "engine_overrun"}
+_FLEET = {"scaling_runners", "driver_cpu"}
+
+NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 96, 72
+NUM_COMPLETIONS = 64
+NUM_SYNCS = 5
+"""Updates of a repeat; each has its own ratio."""
+GROUPS_PER_RUNNER, GROUPS_PER_RUNNER_QUICK = 64, 24
+REPEATS, REPEATS_QUICK = 3, 1
+
+Samples = dict[str, list[Sample]]
+
+
+def describe() -> str:
+    """The workload, in one line."""
+    return f"rollout: {workload.DESCRIPTION}"
+
+
+def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:
+    """Measure, and yield what is found.
+
+    Raises:
+        UserError: ``only`` is no metric, or vLLM is not there.
+    """
+    if only is not None and only not in METRICS:
+        raise UserError(f"got --only {only}, expected one of {', '.join(METRICS)}")
+    wanted = {only} if only else set(METRICS)
+    repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
+    with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
+        policy_dir = Path(directory)
+        workload.make_policy(policy_dir)
+        if wanted - _FLEET:
+            yield from _measured(_run_engine(policy_dir, wanted, repeats, quick))
+        if wanted & _FLEET:
+            yield from _measured({k: v for k, v in _run_fleet(policy_dir, repeats, quick).items() if k in wanted})
+
+
+def _measured(samples: Samples) -> Iterator[Measurement]:
+    for metric, found in samples.items():
+        yield measure(metric, found, UNITS[metric], GOALS[metric])
+
+
+def _run_engine(policy_dir: Path, wanted: Collection[str], repeats: int, quick: bool) -> Samples:
+    """All that needs vLLM, on one engine and one event loop."""
+    with asyncio.Runner() as runner, _engine(runner, policy_dir) as (engine, tokenizer):
+        bench = EngineBench(engine, tokenizer, policy_dir, wanted)
+        if _LOOP & set(wanted):
+            num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
+            runner.run(bench.warm_up())
+            for _ in range(repeats):
+                runner.run(bench.repeat_loop(num))
+        if _OVERRUN & set(wanted):
+            runner.run(bench.repeat_overrun(repeats))
+        if "sync_pause" in wanted:
+            runner.run(bench.repeat_sync(NUM_SYNCS * repeats))
+    return bench.samples
+
+
+def _run_fleet(policy_dir: Path, repeats: int, quick: bool) -> Samples:
+    from benchmarks.fleet import NUM_RUNNERS, SLOTS, Fleets
+
+    samples: Samples = {"scaling_runners": [], "driver_cpu": []}
+    fleets = Fleets(policy_dir)
+    try:
+        fleets.measure(SLOTS + 1)  # warm
+        for _ in range(repeats):
+            before = _cpu_s()[1]
+            scaling, cpu = fleets.measure(GROUPS_PER_RUNNER_QUICK if quick else GROUPS_PER_RUNNER)
+            _log(
+                f"{NUM_RUNNERS} runners {scaling.ours:.2f} groups/s, one {scaling.theirs / NUM_RUNNERS:.2f}; "
+                f"CPU: driver {cpu.ratio:.3f} of a core, actors {_cpu_s()[1] - before:.1f} s"
+            )
+            samples["scaling_runners"].append(scaling)
+            samples["driver_cpu"].append(cpu)
+    finally:
+        fleets.close()
+    return samples
+
+
+class EngineBench:
+    """The metrics of one engine."""
+
+    def __init__(self, engine: Any, tokenizer: Any, policy_dir: Path, wanted: Collection[str]) -> None:
+        self._engine, self._llm, self._tokenizer = engine, engine._engine, tokenizer
+        self._policy_dir = policy_dir
+        self._wanted = wanted
+        self._config = sides.make_config()
+        self.samples: Samples = {metric: [] for metric in METRICS if metric in wanted and metric not in _FLEET}
+
+    async def warm_up(self) -> None:
+        """Run every side once, small."""
+        await self._sides(8, keep=False)
+
+    async def repeat_loop(self, num_trajectories: int) -> None:
+        """One repeat: our side, then each of the others."""
+        await self._sides(num_trajectories, keep=True)
+
+    async def _sides(self, num_trajectories: int, *, keep: bool) -> None:
+        names = [f"bench/{index}" for index in range(num_trajectories)]
+        ours = await self._clocked("loop", sides.run_loop(self._config, str(self._policy_dir), self._engine, names))
+        found = {"retrieval_hidden": ours.hidden}
+        if "engine_parity" in self._wanted:
+            raw = await self._clocked("bare engine", baselines.replay(self._llm, ours.turns))
+            found["engine_parity"] = quotient(ours.steady_tokens_per_s, raw.steady_tokens_per_s)
+        for metric in sorted({"vs_lockstep", "vs_lockstep_batched"} & set(self._wanted)):
+            batched = metric == "vs_lockstep_batched"
+            side = baselines.lockstep(self._llm, self._tokenizer, ours.turns, batched_search=batched)
+            theirs = await self._clocked(metric, side)
+            found[metric] = quotient(ours.wall_s, theirs.wall_s)
+        if keep:
+            for metric in found.keys() & self.samples.keys():
+                self.samples[metric].append(found[metric])
+
+    async def _clocked(self, name: str, side: Coroutine[Any, Any, SideRun]) -> SideRun:
+        """Run one side over an empty prefix cache, and say what it took of the machine."""
+        await self._llm.reset_prefix_cache()
+        before = _cpu_s()
+        found = await side
+        loop_cpu_s, engine_cpu_s = (after - was for after, was in zip(_cpu_s(), before, strict=True))
+        _log(
+            f"{name}: {found.wall_s:.1f} s, {found.num_tokens / found.wall_s:.0f} tokens/s, "
+            f"searches {found.search_s:.1f} s, "
+            f"CPU {loop_cpu_s:.1f} s here and {engine_cpu_s:.1f} s in the engine"
+        )
+        return found
+
+    async def repeat_overrun(self, repeats: int) -> None:
+        """Turns that end at stop strings, by a policy that is fond of the tags."""
+        from benchmarks.probes import fond_of_tags, overrun, read_weights
+
+        await self._engine.update_weights(fond_of_tags(read_weights(self._policy_dir), self._tokenizer), 1)
+        for repeat in range(repeats):
+            found = await overrun(self._engine, self._tokenizer, NUM_COMPLETIONS, repeat * NUM_COMPLETIONS)
+            for metric, sample in zip(("overrun_tokens", "engine_overrun"), found, strict=True):
+                if metric in self.samples:
+                    self.samples[metric].append(sample)
+
+    async def repeat_sync(self, num_updates: int) -> None:
+        """Updates of an engine that has nothing to do, after one that does not count."""
+        from benchmarks.probes import read_weights, sync_pause
+
+        weights = read_weights(self._policy_dir)
+        found = [await sync_pause(self._engine, weights, 2 + update) for update in range(1 + num_updates)]
+        self.samples["sync_pause"] = found[1:]
+
+
+@contextmanager
+def _engine(runner: asyncio.Runner, policy_dir: Path) -> Iterator[tuple[Any, Any]]:
+    """The product's own vLLM engine, made as an ``EnvRunner`` makes it, and its tokenizer."""
+    from ragr1_actors.engines.registry import ENGINES
+    from ragr1_actors.env_runner import engine_settings
+    from ragr1_actors.plugins import load_object
+    from ragr1_actors.tokenizer import PolicyTokenizer
+
+    tokenizer = PolicyTokenizer(policy_dir)
+    engine_class = load_object("vllm", ENGINES)
+
+    async def start() -> Any:  # AsyncLLM belongs to the loop it is made in
+        engine = engine_class(policy_dir, tokenizer, engine_settings(sides.make_config(), 0))
+        await engine.check()
+        return engine
+
+    engine = runner.run(start())
+    try:
+        yield engine, tokenizer
+    finally:
+        runner.run(engine.close())
+        del engine
+        gc.collect()  # now: vLLM's objects warn when the interpreter takes them apart at its end
+
+
+def _cpu_s() -> tuple[float, float]:
+    """CPU seconds of this process and of its children, the engine's."""
+    import psutil
+
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return time.process_time(), sum(found.user + found.system for found in times)
+
+
+def _log(line: str) -> None:
+    """Say how it goes, with the load of the machine: on a busy one the figures mean little."""
+    print(f"[load {os.getloadavg()[0]:.1f}] {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,228 @@
+"""The benchmarks' arithmetic, and a small run of what needs no vLLM."""
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import baselines, fleet, rollout, sides, workload
+from benchmarks.intervals import share_within, uncovered_s, union
+from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
+from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
+from envs.actions import STOP_TAGS
+from ragr1_actors import cli
+from ragr1_actors.env_runner_group import EnvRunnerGroup
+from ragr1_actors.errors import UserError
+from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = ["metric", "ratio", "goal", "met", "ours", "theirs", "unit", "repeats", "spread"]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy")
+    texts = [" " + " ".join(workload.words()[:200])]
+    make_tiny_policy(directory, texts, seed=0, vocab_size=500, hidden_size=16, num_layers=1, num_heads=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_dir: Path) -> PolicyTokenizer:
+    return PolicyTokenizer(policy_dir)
+
+
+def test_the_median_repeat_counts_and_the_spread_is_relative_to_it() -> None:
+    samples = [quotient(8.0, 10.0), quotient(9.0, 10.0), quotient(12.0, 10.0)]
+    found = measure("m", samples, "s", Goal(0.9, at_least=True))
+    assert (found.ratio, found.ours, found.theirs, found.repeats) == (0.9, 9.0, 10.0, 3)
+    assert found.met is True
+    assert found.spread == pytest.approx(0.4 / 0.9)
+    assert measure("m", samples, "s", Goal(0.9, at_least=False)).met is True
+    assert measure("m", samples, "s", Goal(0.89, at_least=False)).met is False
+    assert measure("m", [Sample(0.0, 0.0, 9.0)], "tokens", Goal(0.0, at_least=False)).spread == 0
+
+
+def test_one_json_object_a_line_with_the_keys_of_the_contract() -> None:
+    line = measure("m", [quotient(1.0, 3.0)], "s", Goal(0.5, at_least=False)).to_json()
+    assert "\n" not in line
+    assert list(json.loads(line)) == KEYS
+    assert json.loads(line)["ratio"] == 0.33333
+    without_goal = json.loads(measure("m", [quotient(1.0, 3.0)], "s", None).to_json())
+    assert (without_goal["goal"], without_goal["met"]) == (None, None)
+    assert render([measure("m", [quotient(1.0, 3.0)], "s", None)], "title").row_count == 1
+
+
+def test_what_one_set_of_intervals_leaves_of_another() -> None:
+    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+    assert uncovered_s([(0, 4), (3, 6)], [(1, 2), (1.5, 5)]) == pytest.approx(2.0)
+    assert uncovered_s([(0, 1)], []) == 1
+    assert uncovered_s([], [(0, 1)]) == 0
+    assert [share_within((2, 4), end) for end in (1, 3, 5)] == [0.0, 0.5, 1.0]
+
+
+def test_the_steady_rate_ends_with_the_last_beginning() -> None:
+    def record(name: str, turn: int, start: float, end: float, tokens: int) -> sides.TurnRecord:
+        return sides.TurnRecord(name, turn, [], Sampling(9), tokens, (start, end))
+
+    turns = [record("a", 0, 0, 2, 20), record("b", 0, 1, 5, 40), record("a", 1, 3, 4, 7)]
+    run = sides.SideRun(5.0, turns, [(2, 3), (4.5, 6)])
+    assert run.num_tokens == 67
+    assert run.steady_tokens_per_s == pytest.approx(10.0)  # half of the first turn within the first second
+    assert run.search_s == 2.5
+    assert run.hidden == Sample(1 - 1.0 / 2.5, 1.0, 2.5)
+
+
+def test_the_workload_is_the_stated_one_and_the_same_everywhere() -> None:
+    plans = [workload.plan(f"t/{index}") for index in range(500)]
+    tokens = [count for plan in plans for count in plan.turn_tokens]
+    assert plans == [workload.plan(f"t/{index}") for index in range(500)]
+    assert {len(plan.turn_tokens) for plan in plans} == {2, 3, 4}
+    assert (min(tokens), max(tokens)) == (workload.MIN_TURN_TOKENS, workload.MAX_TURN_TOKENS)
+    assert median(tokens) == pytest.approx(workload.TURN_TOKENS_MEDIAN, rel=0.1)
+    latencies = [workload.search_latency_s(plan.queries(0)) for plan in plans]
+    assert median(latencies) == pytest.approx(workload.SEARCH_MEDIAN_S, rel=0.15)
+    assert len(set(workload.words())) == workload.NUM_WORDS
+
+
+class BabblingEngine:
+    """Says as many tokens as it may."""
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        num = sampling.max_new_tokens
+        assert sampling.stop == STOP_TAGS
+        assert on_text is not None  # as in production, the environment looks on
+        return Completion([300] * num, [0.0] * num, [0] * num, "babble", FinishReason.LENGTH)
+
+    def release(self, request_id: str) -> None:
+        pass
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        self.last_pause_s = 0.25
+
+    async def check(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeLLM:
+    """Looks like ``AsyncLLM`` from where the other sides stand."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, prompt: dict[str, list[int]], params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.prompts.append(prompt["prompt_token_ids"])
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[300] * params["max_tokens"])])
+
+
+async def test_all_sides_take_the_same_turns(
+    policy_dir: Path, tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.001)
+    monkeypatch.setattr(baselines, "_params", lambda **settings: settings)
+    names = [f"bench/{index}" for index in range(5)]
+    plans = [workload.plan(name) for name in names]
+    config = sides.make_config().model_copy(
+        update={"env_runners": sides.make_config().env_runners.model_copy(update={"max_context_tokens": 100_000})}
+    )
+    ours = await sides.run_loop(config, str(policy_dir), BabblingEngine(), names)
+    assert ours.num_tokens == sum(sum(plan.turn_tokens) for plan in plans)
+    assert len(ours.searches) == sum(plan.num_searches for plan in plans)
+    llm = FakeLLM()
+    bare = await baselines.replay(llm, ours.turns, num_in_flight=2)
+    assert sorted(map(len, llm.prompts)) == sorted(len(turn.prompt_ids) for turn in ours.turns)
+    one_by_one = await baselines.lockstep(llm, tokenizer, ours.turns, batched_search=False)
+    batched = await baselines.lockstep(llm, tokenizer, ours.turns, batched_search=True)
+    assert bare.num_tokens == one_by_one.num_tokens == batched.num_tokens == ours.num_tokens
+    assert len(one_by_one.searches) == len(ours.searches)
+    assert len(batched.searches) == max(plan.num_searches for plan in plans)
+
+
+def test_tokens_behind_the_stop_string_are_counted(tokenizer: PolicyTokenizer) -> None:
+    ids = tokenizer.encode("ab</search>cd")
+    assert tokens_past_stop(ids, STOP_TAGS, tokenizer) == 2
+    assert tokens_past_stop(ids[:-2], STOP_TAGS, tokenizer) == 0
+    assert tokens_past_stop(ids[:-3], STOP_TAGS, tokenizer) is None
+    assert tokens_past_stop(ids, ("bx", "b<"), tokenizer) == 2  # made up of two tokens
+
+
+async def test_the_pause_is_held_against_a_copy(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+    weights = read_weights(policy_dir)
+    sample = await sync_pause(BabblingEngine(), weights, 1)
+    assert sample.ours == 0.25
+    assert sample.ratio == sample.ours / sample.theirs > 1
+    tag = tokenizer.encode("</search>")
+    fond = fond_of_tags(weights, tokenizer)
+    assert (fond["lm_head.weight"][tag] == 3 * weights["lm_head.weight"][tag]).all()
+    assert (fond["lm_head.weight"][300] == weights["lm_head.weight"][300]).all()
+
+
+def test_the_scripts_of_the_fleet_are_as_long_as_drawn(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+    scripts = fleet.Scripts()
+    assert scripts["fleet/3@0#0/1"] == scripts["fleet/3@7#0/1"] != scripts["fleet/3@0#0/2"]
+    *searches, answer = scripts["fleet/3@0#0/1"]
+    assert all(turn.endswith("</search>") for turn in searches)
+    assert answer.endswith("</answer>")
+
+
+def test_a_fleet_is_measured_until_its_load_runs_out(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "TOKEN_LATENCY_S", 0.0)
+    monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.001)
+    runner = EnvRunnerGroup(fleet.make_config(0), policy_dir, workload.SlowRetriever())
+    found = fleet.run_fleet(runner, 2, fleet.SLOTS + 1)
+    runner.stop()
+    assert found.groups_per_s == pytest.approx(2 * (fleet.SLOTS + 1) / found.wall_s)  # here they come all at once
+    assert found.cpu_s > 0
+
+
+def test_every_metric_has_a_goal_or_says_that_it_has_none() -> None:
+    assert set(rollout.GOALS) == set(rollout.UNITS) == set(rollout.METRICS)
+    assert all(metric in (rollout.__doc__ or "") for metric in rollout.METRICS)
+    with pytest.raises(UserError, match="got --only no_such, expected one of engine_parity, "):
+        next(rollout.run(only="no_such"))
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    if isinstance(result.exception, UserError):
+        return f"error: {result.exception}"
+    assert result.exception is None, result.exception
+    return result.output
+
+
+def test_bench_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("rollout") == (
+        f"error: no benchmarks/ in {tmp_path}; ragr1 bench runs in the folder of a checkout of the project"
+    )
+    monkeypatch.chdir(ROOT)
+    assert invoke("no_such") == "error: got bench no_such, expected one of rollout"
+
+
+def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(only: str | None, repeats: int | None, quick: bool) -> list[Measurement]:
+        assert (only, repeats, quick) == ("driver_cpu", 2, True)
+        return [measure("driver_cpu", [quotient(1.0, 4.0)], "s", rollout.GOALS["driver_cpu"])]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(rollout, "run", run)
+    arguments = ("rollout", "--only", "driver_cpu", "--repeats", "2", "--quick")
+    (line,) = invoke(*arguments, "--json").splitlines()
+    assert list(json.loads(line)) == KEYS
+    assert json.loads(line)["met"] is True
+    monkeypatch.setattr(cli, "_console", cli.Console(width=200))
+    table = invoke(*arguments)
+    assert "seed 20250707" in table
+    assert "driver_cpu" in table

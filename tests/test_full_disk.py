@@ -1,0 +1,139 @@
+"""A disk that is full, really: a small tmpfs. The run ends with one sentence, and goes on once there is room."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
+
+from ragr1_actors.checkpoint import CheckpointStore, is_no_room, read_json, write_folder
+from ragr1_actors.errors import RunDirectoryError
+from ragr1_actors.metrics import read_metrics
+from ragr1_actors.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.schema import read_trajectories
+
+FILLER = "filler"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert is_no_room(error)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_half_a_configuration_is_never_resumed_from(disk: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fill(disk)
+    with pytest.raises(RunDirectoryError, match=r"cannot write to .*: No space left on device; choose another"):
+        create_run_directory(config, disk / "run")
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        open_run_directory(disk / "run")
+    (disk / FILLER).unlink()
+    create_run_directory(config, disk / "run")
+    assert open_run_directory(disk / "run") == config
+    assert [path.name for path in (disk / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_is_whole_or_as_it_was(disk: Path) -> None:
+    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"old"))
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(bytes(100_000)))
+    assert is_no_room(caught.value)
+    assert digests(disk / "policy") == {"weights": hashlib.sha256(b"old").hexdigest()}
+    (disk / FILLER).unlink()
+    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"new"))
+    assert (disk / "policy" / "weights").read_bytes() == b"new"
+    assert [path.name for path in disk.iterdir()] == ["policy"]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("place", ["metrics.jsonl", "trajectories", "tensorboard", "checkpoints"])
+def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
+    disk: Path, tmp_path: Path, place: str
+) -> None:
+    num_iterations, interval = 20, 6
+    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=num_iterations)
+    settings = yaml.safe_load(recipe.read_text())
+    settings["checkpointing"] |= {"interval": interval, "keep_trajectories": place != "metrics.jsonl"}
+    recipe.write_text(yaml.safe_dump(settings))
+    run_dir = disk / "run" if place == "metrics.jsonl" else tmp_path / "run"
+    run_dir.mkdir()
+    if place != "metrics.jsonl":  # nothing else of the run is on the full disk
+        (run_dir / place).symlink_to(disk, target_is_directory=True)
+    checkpoint = run_dir / "checkpoints" / f"step_{interval}"
+
+    with started(str(recipe), "--run-dir", str(run_dir), cwd=tmp_path) as process:
+        assert wait_for(checkpoint.exists, 240, process)
+        fill(disk)
+        before = digests(checkpoint)
+        children = descendants(process.pid)
+        _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert stderr.startswith("error: no room "), stderr
+    assert stderr.count("\n") == 1  # one sentence, however long
+    assert "--resume" in stderr
+    assert wait_for(lambda: ended(children), 30)
+    assert CheckpointStore(run_dir / "checkpoints").latest() == checkpoint
+    assert digests(checkpoint) == before
+
+    (disk / FILLER).unlink()
+    with started(str(recipe), "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:
+        stdout, stderr = process.communicate(timeout=240)
+    assert (process.returncode, stderr) == (0, "")
+    assert f"RL iteration {interval}" in stdout
+    check_whole(run_dir, num_iterations)
+
+
+def check_whole(run_dir: Path, num_iterations: int) -> None:
+    """Nothing of a finished run is lost, doubled or cut off."""
+    tasks = 8 * num_iterations
+    assert read_json(run_dir / "report.json")["tasks"] == {
+        "issued": tasks,
+        "trained": tasks,
+        "failed": 0,
+        "lost": 0,
+        "doubled": 0,
+    }
+    iterations = list(range(1, num_iterations + 1))
+    assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == iterations
+    files = sorted((run_dir / "trajectories").glob("*"))
+    assert sum(len(read_trajectories(file)) for file in files) == (tasks if files else 0)
+    assert curve(run_dir / "tensorboard" / "rl") == iterations
+
+
+def curve(directory: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [event.step for event in events.Scalars("rollout/reward")]
