@@ -1,9 +1,9 @@
 """One runner against eight: real actors of the real ``EnvRunnerGroup``, with an engine that only keeps time.
 
-The engine says a scripted turn at ``TOKEN_LATENCY_S`` a token and costs no CPU worth mentioning, so that what is
-measured is the fleet and its driver, not who gets the cores: eight runners with 32 trajectories each wake up 4,300
-times a second, which takes about {CPU} of a core. With faster tokens two cores would be the limit. Turns are a
-quarter as long as those of the rest of the benchmark, so that groups come and go at the rate of a larger fleet.
+The engine says a scripted turn at ``TOKEN_LATENCY_S`` a token and costs next to no CPU, so that what is measured is
+the fleet and its driver, not who gets the cores: eight runners with 32 trajectories each wake up 4,300 times a second,
+which takes all their processes together about half of one of two cores. Faster tokens would make those the limit. Turns
+are a quarter as long as in the rest of the benchmark, so that groups come and go at the rate of a larger fleet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arithmetic of time intervals: how much one set of them leaves another uncovered, and rates in a window."""
+"""Arithmetic of time intervals: how much of one set of them another leaves uncovered."""
 
 from __future__ import annotations
 
@@ -23,11 +23,3 @@ def uncovered_s(pending: Iterable[Interval], busy: Iterable[Interval]) -> float:
     covers, both = union(busy), union(pending)
     overlap = sum(max(0.0, min(end, b) - max(start, a)) for start, end in both for a, b in covers)
     return sum(end - start for start, end in both) - overlap
-
-
-def share_within(interval: Interval, end: float) -> float:
-    """The part of ``interval`` that lies before ``end``, as if its work were spread over it evenly."""
-    start, stop = interval
-    if stop <= end:
-        return 1.0
-    return max(0.0, (end - start) / (stop - start))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 from benchmarks import workload
 from benchmarks.measurement import Sample, quotient
 from envs.actions import STOP_TAGS
+from ragr1_actors.engines.base import Engine
 from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, FinishReason, Message, Sampling
+from ragr1_actors.types import Completion, Message, Sampling
 
 Weights = Mapping[str, NDArray[Any]]
 SPELLED_STOPS = ("a b", "e k", "z q", "o m")
@@ -49,31 +49,22 @@ def tokens_past_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: P
     return len(token_ids) - end
 
 
-async def overrun(
-    engine: Any, tokenizer: PolicyTokenizer, num_completions: int, first_seed: int
-) -> tuple[Sample, Sample]:
-    """Sample turns that end at stop strings; return (tokens in the completions, tokens the engine threw away).
+async def overrun(engine: Engine, tokenizer: PolicyTokenizer, num_completions: int, first_seed: int) -> Sample:
+    """Sample turns that end at stop strings; return tokens past them ÷ stopped completions.
 
-    Both a stopped completion. What the engine throws away is what its core process sends after the stop: what it had
-    begun and dropped before sending is not seen here.
+    What the engine computes and drops by itself before the stop has reached it is seen nowhere, and not counted.
     """
     stop = (*STOP_TAGS, *SPELLED_STOPS)
 
     async def one(index: int) -> Completion:
         prompt = tokenizer.prompt_ids([Message("user", workload.task(f"overrun/{index}").question)])
         sampling = Sampling(workload.MAX_TURN_TOKENS, stop=stop, seed=first_seed + index)
-        completion: Completion = await engine.generate(
-            prompt, sampling, request_id=f"overrun/{index}", on_text=lambda text: None
-        )
-        return completion
+        return await engine.generate(prompt, sampling, request_id=f"overrun/{index}", on_text=lambda text: None)
 
-    with _thrown_away(engine) as dropped:
-        completions = await asyncio.gather(*map(one, range(num_completions)))
-        await asyncio.sleep(0.5)  # the last of them are still on their way
-    stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
-    past = [tokens_past_stop(c.token_ids, stop, tokenizer) for c in stopped]
-    counts = [count for count in past if count is not None]  # the others ended with the end of sequence
-    return quotient(sum(counts), len(counts)), quotient(sum(dropped), len(counts))
+    completions = await asyncio.gather(*map(one, range(num_completions)))
+    past = [tokens_past_stop(completion.token_ids, stop, tokenizer) for completion in completions]
+    counts = [count for count in past if count is not None]
+    return quotient(sum(counts), len(counts))
 
 
 async def sync_pause(engine: Any, weights: Weights, version: int) -> Sample:
@@ -96,21 +87,3 @@ def _copy(target: Sequence[NDArray[Any]], source: Sequence[NDArray[Any]]) -> Non
 
 def _holds(text: str, stop: Sequence[str]) -> bool:
     return any(one in text for one in stop)
-
-
-@contextmanager
-def _thrown_away(engine: Any) -> Iterator[list[int]]:
-    """Count the tokens that arrive from the engine's core for requests that are over."""
-    processor = engine._engine.output_processor
-    process = processor.process_outputs
-    dropped: list[int] = []
-
-    def count(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        dropped.extend(len(o.new_token_ids) for o in outputs if o.request_id not in processor.request_states)
-        return process(outputs, *args, **kwargs)
-
-    processor.process_outputs = count
-    try:
-        yield dropped
-    finally:
-        del processor.process_outputs

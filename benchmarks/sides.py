@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from benchmarks import workload
-from benchmarks.intervals import Interval, share_within, uncovered_s
+from benchmarks.intervals import Interval, uncovered_s
 from benchmarks.measurement import Sample
 from envs.base import Action, Answer, EnvContext, Search
 from envs.search import SearchEnv
@@ -52,20 +52,14 @@ class SideRun:
     searches: list[Interval] = field(default_factory=list, repr=False)
 
     @property
-    def steady_tokens_per_s(self) -> float:
-        """From the start until the last trajectory has begun: as long as all places are taken.
-
-        Of the turns under way at that moment, the share of their time that has passed counts.
-        """
-        first = min(turn.interval[0] for turn in self.turns)
-        last = max(turn.interval[0] for turn in self.turns if turn.turn == 0)
-        tokens = sum(turn.num_tokens * share_within(turn.interval, last) for turn in self.turns)
-        return tokens / (last - first)
-
-    @property
     def num_tokens(self) -> int:
         """Sampled by the policy."""
         return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all of it, its end with ever fewer trajectories included."""
+        return self.num_tokens / self.wall_s
 
     @property
     def search_s(self) -> float:

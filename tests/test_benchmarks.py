@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import baselines, fleet, rollout, sides, workload
-from benchmarks.intervals import share_within, uncovered_s, union
+from benchmarks.intervals import uncovered_s, union
 from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
 from envs.actions import STOP_TAGS
@@ -65,17 +65,16 @@ def test_what_one_set_of_intervals_leaves_of_another() -> None:
     assert uncovered_s([(0, 4), (3, 6)], [(1, 2), (1.5, 5)]) == pytest.approx(2.0)
     assert uncovered_s([(0, 1)], []) == 1
     assert uncovered_s([], [(0, 1)]) == 0
-    assert [share_within((2, 4), end) for end in (1, 3, 5)] == [0.0, 0.5, 1.0]
 
 
-def test_the_steady_rate_ends_with_the_last_beginning() -> None:
+def test_a_side_counts_its_tokens_and_what_its_searches_hid() -> None:
     def record(name: str, turn: int, start: float, end: float, tokens: int) -> sides.TurnRecord:
         return sides.TurnRecord(name, turn, [], Sampling(9), tokens, (start, end))
 
     turns = [record("a", 0, 0, 2, 20), record("b", 0, 1, 5, 40), record("a", 1, 3, 4, 7)]
     run = sides.SideRun(5.0, turns, [(2, 3), (4.5, 6)])
     assert run.num_tokens == 67
-    assert run.steady_tokens_per_s == pytest.approx(10.0)  # half of the first turn within the first second
+    assert run.tokens_per_s == pytest.approx(67 / 5)
     assert run.search_s == 2.5
     assert run.hidden == Sample(1 - 1.0 / 2.5, 1.0, 2.5)
 

@@ -131,7 +131,7 @@ INTERRUPTS = {
     "while RL samples": (Algorithm, "_next_batch", 3, True),
     "at the end of a step of RL": (LearnerGroup, "update", 14 + 3, False),
 }
-"""The n-th call of the method is interrupted: at once, before it has done anything, or by a signal that is held back."""
+"""The n-th call of the method is interrupted: before it has done anything, or by a signal that is held back."""
 
 
 @pytest.mark.parametrize("place", INTERRUPTS)
@@ -251,7 +251,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert read_json(run_dir / "report.json")["tasks"] == counts
     assert [row["iteration"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, num_iterations + 1))
     trained = Counter(
-        group.trajectories[0].trajectory_id.removesuffix("/0")
+        group.trajectories[0].trajectory_id.removesuffix("/0")  # task, epoch and attempt
         for path in trajectories.glob("*.arrow")
         for group in read_trajectories(path)
     )

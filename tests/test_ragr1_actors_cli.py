@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from ragr1_actors import cli
 from ragr1_actors.errors import UserError
+from ragr1_actors.metrics import read_metrics
 
 
 def invoke(*arguments: str) -> str:
@@ -53,14 +54,17 @@ def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path)
 
 def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
     """The whole run in one process: what is printed is what a person is to read, and nothing of a library's."""
-    config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
+    config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=2)
     settings = config.model_dump()
+    settings["evaluation"] |= {"interval": 1}
     settings["environment"] |= {"eval_tasks": "", "query_format": "json"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
     done = ragr1("train", "recipe.yaml", "--run-dir", "run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Held-out tasks, greedy (1 tasks)" in done.stdout
     assert "WARNING" not in done.stdout
+    logged = [row for row in read_metrics(tmp_path / "run") if row["stage"] == "rl"]
+    assert [(row["iteration"], "eval/em" in row) for row in logged] == [(1, False), (1, True), (2, False)]
     asked = json.loads(invoke("ask", str(tmp_path / "run"), "Where is the lamp ?", "--json"))
     assert set(asked) == {"answer", "stop_reason", "turns"}
 
