@@ -159,6 +159,9 @@ def _start(policy_dir: str | Path, settings: EngineSettings) -> AsyncLLM:
         # A seeded request whose prompt is computed in pieces ends the CPU worker: its generator cannot be rewound
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(8192, settings.max_context_tokens)
+        # Otherwise vLLM puts its worker into a process of its own here, and spins on a second core to wait for it
+        if not {"tensor_parallel_size", "pipeline_parallel_size"} & set(settings.options):
+            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | dict(settings.options))))
     except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:  # TypeError: an option it does not know
