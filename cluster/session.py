@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -22,16 +23,21 @@ class Session:
     attaching to a cluster that happens to run on the machine.
     """
 
-    def __init__(self, num_cpus: int | None = None) -> None:
-        """Take the CPUs of a local session, all of the machine's by default; a cluster has its own."""
+    def __init__(self, num_cpus: float = 0.0, num_gpus: float = 0.0) -> None:
+        """Say what the actors will ask for together.
+
+        A local session has at least as many CPUs, as they are only counted: actors may share a core. GPUs it has or
+        has not. A cluster may have to grow first, and is waited for.
+        """
         self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
         self._started = False
 
     def __enter__(self) -> Self:
         """Connect.
 
         Raises:
-            UserError: the cluster does not answer, or wants another token.
+            UserError: the cluster does not answer, or wants another token; this machine has too few GPUs.
         """
         import ray
 
@@ -45,7 +51,7 @@ class Session:
             else:
                 ray.init(
                     address="local",
-                    num_cpus=self._num_cpus,
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(self._num_cpus)),
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
@@ -58,6 +64,13 @@ class Session:
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's"
             ) from error
         self._started = True
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        if not address and self._num_gpus > num_gpus:
+            self.__exit__(None, None, None)
+            raise UserError(
+                f"the actors ask for {self._num_gpus:g} GPUs, this machine has {num_gpus:g}; lower "
+                "num_gpus_per_env_runner, num_gpus_per_retriever and num_gpus_per_learner, or run on a cluster"
+            )
         return self
 
     def __exit__(

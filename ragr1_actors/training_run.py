@@ -85,9 +85,19 @@ class TrainingRun:
         return report
 
     def _session(self) -> AbstractContextManager[object]:
-        config = self._config
-        num_actors = config.env_runners.num_env_runners + config.retrieval.num_retrievers + config.learners.num_learners
-        return Session() if num_actors else nullcontext()
+        runners, retrieval, learners = self._config.env_runners, self._config.retrieval, self._config.learners
+        num_cpus = (
+            runners.num_env_runners * runners.num_cpus_per_env_runner
+            + retrieval.num_retrievers * retrieval.num_cpus_per_retriever
+            + learners.num_learners * learners.num_cpus_per_learner
+        )
+        num_gpus = (
+            runners.num_env_runners * runners.num_gpus_per_env_runner
+            + retrieval.num_retrievers * retrieval.num_gpus_per_retriever
+            + learners.num_learners * learners.num_gpus_per_learner
+        )
+        num_actors = runners.num_env_runners + retrieval.num_retrievers + learners.num_learners
+        return Session(num_cpus, num_gpus) if num_actors else nullcontext()
 
     @contextmanager
     def _logger(self) -> Iterator[MetricsLogger]:

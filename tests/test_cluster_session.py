@@ -1,0 +1,49 @@
+"""A session of its own in a process of its own: the other tests share one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = """
+import sys
+from cluster.session import Session
+from ragr1_actors.errors import UserError
+try:
+    with Session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
+        import ray
+        print("cpus", ray.cluster_resources()["CPU"])
+        assert ray.get(ray.remote(num_cpus=float(sys.argv[1]))(lambda: "ran").remote(), timeout=60) == "ran"
+except UserError as error:
+    print("refused:", error)
+assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+"""
+
+
+def run(num_cpus: float, num_gpus: float) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(num_cpus), str(num_gpus)],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.ray
+def test_actors_may_share_the_cores_of_a_small_machine() -> None:
+    wanted = (os.cpu_count() or 1) + 5
+    assert f"cpus {float(wanted)}" in run(wanted - 0.5, 0)
+
+
+@pytest.mark.ray
+def test_gpus_that_are_not_there_are_named() -> None:
+    assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)
