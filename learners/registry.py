@@ -1,10 +1,14 @@
-"""The learning algorithms by name. Imports torch and transformers, so it is imported where they are needed."""
+"""The learning algorithms by name; what they pull in is imported where they are wanted."""
 
 from __future__ import annotations
 
-from learners.grpo import GRPOLearner
-from learners.learner import Learner
-from learners.ppo import PPOLearner
-from learners.sft import SFTLearner
+from typing import TYPE_CHECKING
 
-LEARNERS: dict[str, type[Learner]] = {"grpo": GRPOLearner, "ppo": PPOLearner, "sft": SFTLearner}
+if TYPE_CHECKING:
+    from learners.learner import Learner
+
+LEARNERS: dict[str, type[Learner] | str] = {
+    "grpo": "learners.grpo:GRPOLearner",
+    "ppo": "learners.ppo:PPOLearner",
+    "sft": "learners.sft:SFTLearner",
+}

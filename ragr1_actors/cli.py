@@ -7,14 +7,16 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ragr1_actors.config import AlgorithmConfig, recipe_names
-from ragr1_actors.errors import RagR1Error, UserError
+from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
+from ragr1_actors.errors import ConfigError, RagR1Error, UserError
+from ragr1_actors.plugins import load_object
 from ragr1_actors.run_directory import create_run_directory, open_run_directory
 
 app = typer.Typer(
@@ -49,8 +51,12 @@ def train(
         if overrides:
             raise UserError("a resumed run keeps its configuration; leave the section.key=value arguments out")
         config = open_run_directory(run_dir)
+        if (run_dir / "report.json").exists():
+            _console.print(f"{run_dir} is finished; see it with: ragr1 report {run_dir}", soft_wrap=True)
+            return
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+        _check_names(config)
         run_dir = run_dir or _new_run_dir(recipe)
         create_run_directory(config, run_dir)
     from ragr1_actors.training_run import TrainingRun  # torch and Ray take seconds; what is wrong is said before
@@ -67,6 +73,28 @@ def train(
     _console.print(f'try: ragr1 ask {run_dir} "{_example_question(run_dir)}"', soft_wrap=True, highlight=False)
 
 
+def _check_names(config: RunConfig) -> None:
+    """Say at once which name in a recipe is nothing that there is; the libraries behind known ones are not imported."""
+    from envs.registry import ENVS
+    from envs.rewards import REWARDS
+    from learners.registry import LEARNERS
+    from ragr1_actors.engines.registry import ENGINES
+
+    names: list[tuple[str, str, Mapping[str, Any]]] = [
+        ("environment.env", config.environment.env, ENVS),
+        ("environment.reward", config.environment.reward, REWARDS),
+        ("env_runners.engine", config.env_runners.engine, ENGINES),
+        ("training.algorithm", config.training.algorithm, LEARNERS),
+    ]
+    for key, name, known in names:
+        if name in known:
+            continue
+        try:
+            load_object(name, known)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+
+
 @app.command()
 def claims(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ..., for both recipes")] = None,
@@ -80,6 +108,7 @@ def claims(
     reports = []
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+        _check_names(config)
         create_run_directory(config, base / recipe)
         run = TrainingRun(config, base / recipe, _console)
         try:
@@ -143,6 +172,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory.")], as_jso
     """Print the report of a finished run."""
     from ragr1_actors.report import read_report, render_table
 
+    open_run_directory(run)
     found = read_report(run)
     if as_json:
         sys.stdout.write((run / "report.json").read_text(encoding="utf-8"))

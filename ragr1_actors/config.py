@@ -350,10 +350,13 @@ class AlgorithmConfig:
             ) from error
 
     def build_algo(self, run_dir: str | Path) -> Algorithm:
-        """Validate, and build the algorithm that writes into ``run_dir``."""
+        """Validate, make ``run_dir`` the directory of a new run, and build the algorithm that writes into it."""
         from ragr1_actors.algorithm import Algorithm  # pulls in Ray and torch
+        from ragr1_actors.run_directory import create_run_directory
 
-        return Algorithm(self.freeze(), Path(run_dir))
+        config = self.freeze()
+        create_run_directory(config, Path(run_dir))
+        return Algorithm(config, Path(run_dir))
 
 
 def recipe_names() -> list[str]:

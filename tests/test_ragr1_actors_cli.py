@@ -71,7 +71,15 @@ def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
 
 def test_wrong_settings_make_no_run_directory(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    for override in ("training.lr=fast", "training.rl=1", "nothing"):
+    for override in (
+        "training.lr=fast",
+        "training.rl=1",
+        "nothing",
+        "training.algorithm=dpo",
+        "environment.env=json:Nope",
+        "environment.reward=exact",
+        "env_runners.engine=vlm",
+    ):
         assert invoke("train", "quickstart", override, "--run-dir", str(run_dir)).startswith("error: ")
     assert not run_dir.exists()
 
