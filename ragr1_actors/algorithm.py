@@ -106,6 +106,8 @@ class Algorithm:
             return
         groups = self.collect_demonstrations()
         segments = [segment for group in groups for t in group.trajectories for segment in segment_trajectory(t)]
+        if not segments:
+            raise FleetError(_why_nothing_was_demonstrated(groups))
         self.num_decisions = Counter(segment.category.value for segment in segments)
         self._build_learner("sft", self.workspace.policy_dir)
         for step, batch in enumerate(self._demonstration_batches(groups)):
@@ -364,6 +366,14 @@ def _eval_result(answered: list[GroupSummary], num_failed: int) -> EvalResult:
         num_tasks=len(answered),
         num_failed=num_failed,
     )
+
+
+def _why_nothing_was_demonstrated(groups: list[TrajectoryGroup]) -> str:
+    errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
+    reason = (
+        f"the last one with: {errors[-1]}" if errors else "their prompts fill env_runners.max_context_tokens: raise it"
+    )
+    return f"all {len(groups)} demonstrations failed; {reason}"
 
 
 def _fetch(batch: Any) -> Any:

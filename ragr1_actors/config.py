@@ -44,7 +44,7 @@ ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
 class Section(BaseModel):
     """A section of the configuration: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class EnvironmentSettings(Section):
@@ -152,7 +152,7 @@ class TrainingSettings(Section):
     num_iterations: int = Field(100, ge=0)
     train_batch_size: int = Field(512, ge=1)
     """Tasks an iteration."""
-    group_size: int = Field(5, ge=1)
+    group_size: int = Field(5, ge=1, le=4096)
     """Trajectories a task."""
     num_epochs: int = Field(1, ge=1)
     num_minibatches: int = Field(1, ge=1)
@@ -215,7 +215,7 @@ class CheckpointingSettings(Section):
 class DebuggingSettings(Section):
     """Seeds and threads."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     num_threads: int = Field(0, ge=0)
     """Torch threads a process; 0 takes the actor's CPUs."""
 

@@ -10,6 +10,7 @@ from ragr1_actors.config import AlgorithmConfig, RunConfig
 from ragr1_actors.errors import RunDirectoryError
 
 CONFIG_FILE = "config.yaml"
+_START_ANEW = "put the file back, or start a new run in another --run-dir"
 
 
 def create_run_directory(config: RunConfig, run_dir: Path) -> None:
@@ -39,9 +40,27 @@ def open_run_directory(run_dir: Path) -> RunConfig:
     """Return the configuration of the run in a directory.
 
     Raises:
-        RunDirectoryError: there is no run in it.
+        RunDirectoryError: there is no run in it, or its configuration is not whole.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise RunDirectoryError(f"{run_dir} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
-    return AlgorithmConfig(yaml.safe_load(path.read_text(encoding="utf-8"))).freeze()
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RunDirectoryError(f"{path} is damaged ({' '.join(str(error).split())}); {_START_ANEW}") from error
+    if not _is_complete(sections):  # a key that is missing would silently become its default
+        raise RunDirectoryError(f"{path} has not just the sections and keys that this version writes; {_START_ANEW}")
+    return AlgorithmConfig(sections).freeze()
+
+
+def _is_complete(sections: object) -> bool:
+    fields = RunConfig.model_fields
+    return (
+        isinstance(sections, dict)
+        and sections.keys() == fields.keys()
+        and all(
+            isinstance(sections[name], dict) and sections[name].keys() == type(field.default).model_fields.keys()
+            for name, field in fields.items()
+        )
+    )

@@ -257,3 +257,30 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     )
     assert set(trained.values()) == {1}  # no task twice in an epoch
     assert len(trained) == num_tasks
+
+
+def failing_reward(task: Task, answer: str) -> float:
+    raise RuntimeError("reward boom")
+
+
+@pytest.mark.parametrize(
+    ("environment", "env_runners", "reason"),
+    [
+        ({"reward": "test_ragr1_actors_algorithm:failing_reward"}, {}, r"all 16 demonstrations failed.*reward boom"),
+        ({"prompt": "{question} " * 100}, {"max_context_tokens": 32}, "all 16 demonstrations failed.*raise it"),
+    ],
+)
+def test_demonstrations_that_all_fail_say_why(
+    tmp_path: Path, environment: dict[str, Any], env_runners: dict[str, Any], reason: str
+) -> None:
+    config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16})
+    config = config.model_copy(
+        update={
+            "environment": config.environment.model_copy(update=environment),
+            "env_runners": config.env_runners.model_copy(update=env_runners),
+        }
+    )
+    algorithm = Algorithm(config, tmp_path / "run")
+    with pytest.raises(FleetError, match=reason):
+        algorithm.pretrain(lambda step, metrics: None)
+    algorithm.stop()

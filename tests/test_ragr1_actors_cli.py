@@ -142,3 +142,24 @@ def test_an_index_of_another_encoder_is_refused(tmp_path: Path, corpus: Path) ->
 
 def test_recipes_are_listed() -> None:
     assert "quickstart" in invoke("recipes").split()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "3", "[1]", "a: [", "training: 3", "{1: 2}", "environment: {env: search}"]
+)
+def test_a_damaged_configuration_is_not_resumed_from(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    refused = invoke("train", "quickstart", "--run-dir", str(tmp_path), "--resume")
+    assert refused.startswith(f"error: {tmp_path / 'config.yaml'} ")
+    assert "start a new run in another --run-dir" in refused
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    for override in (
+        "training.lr=.inf",
+        "training.entropy_coeff=.nan",
+        "debugging.seed=-5",
+        "training.group_size=1e30",
+    ):
+        refused = invoke("train", "quickstart", override, "--run-dir", str(tmp_path / "run"))
+        assert refused.startswith(f"error: {override.partition('=')[0]}: got "), refused
