@@ -6,5 +6,5 @@ A benchmark is a module with ``describe()``, one line on the workload; ``METRICS
 
 from __future__ import annotations
 
-BENCHMARKS = {"rollout": "benchmarks.rollout"}
+BENCHMARKS = {"retrieval": "benchmarks.retrieval", "rollout": "benchmarks.rollout"}
 """By the name that ``ragr1 bench`` takes; imported only when asked for."""

@@ -16,8 +16,10 @@ One instance is one trajectory, and is thrown away after it. The loop that drive
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from numbers import Real
 
 from ragr1_actors.types import EncodeFn, Message, RetrievalRecord, Task
 from retrieval.base import Retriever
@@ -62,6 +64,25 @@ class StepResult:
     retrievals: tuple[RetrievalRecord, ...] = ()
     info: dict[str, float] = field(default_factory=dict)
     """Counts, added up over the trajectory and averaged into the iteration's metrics; ``time/what`` holds seconds."""
+
+
+def check_result(result: object, method: str) -> StepResult:
+    """Return what ``method`` of an environment returned, if it is what it should be.
+
+    NaN is stopped here, at the door: in the mean of a batch it would make all of the batch NaN.
+
+    Raises:
+        TypeError: it is no ``StepResult``.
+        ValueError: its reward is no finite number.
+    """
+    if not isinstance(result, StepResult):
+        raise TypeError(f"{method} returned {result!r}, expected a StepResult")
+    if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
+        raise ValueError(
+            f"{method} gave a reward of {result.reward!r}, expected a finite number; mend environment.reward or "
+            "environment.env"
+        )
+    return result
 
 
 @dataclass(frozen=True, slots=True)

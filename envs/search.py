@@ -22,7 +22,7 @@ from envs.rewards import REWARDS, RewardFn
 from ragr1_actors.config import EnvironmentSettings, QueryFormat
 from ragr1_actors.plugins import load_object
 from ragr1_actors.types import Message, RetrievalRecord, Task
-from retrieval.base import Passage, Retriever
+from retrieval.base import Hits, Passage, Retriever
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
 MALFORMED_NOTICE = "\nWrite either <search> queries</search> or <answer> answer</answer>.\n"
@@ -97,7 +97,11 @@ class SearchEnv(TextEnv):
             max_tokens=self._settings.max_observation_tokens,
             observation_format=self._settings.observation_format,
         )
-        records = tuple(_record(query, result, ended) for query, result in zip(clean.queries, results, strict=True))
+        records = tuple(
+            _record(query, self._settings.top_k, result, ended)
+            for query, result in zip(clean.queries, results, strict=True)
+        )
+        info["cached_queries"] = float(sum(record.is_cached for record in records))
         info["time/retrieval_s"] = sum(record.latency_s for record in records)
         info["time/retrieval_waited_s"] = max(record.waited_s for record in records)
         return StepResult(observation=observation, notice=self._notice(), retrievals=records, info=info)
@@ -139,13 +143,19 @@ class _Result:
     """``time.perf_counter()``"""
 
 
-def _record(query: str, result: _Result, turn_ended: float) -> RetrievalRecord:
+def _record(query: str, k: int, result: _Result, turn_ended: float) -> RetrievalRecord:
+    passages = result.passages
     return RetrievalRecord(
         query=query,
-        passage_ids=tuple(passage.id for passage in result.passages),
-        scores=tuple(passage.score for passage in result.passages),
+        k=k,
+        passage_ids=tuple(passage.id for passage in passages),
+        scores=tuple(passage.score for passage in passages),
+        titles=tuple(passage.title for passage in passages),
+        texts=tuple(passage.text for passage in passages),
         latency_s=result.latency_s,
         waited_s=min(result.latency_s, max(0.0, result.found_at - turn_ended)),
+        is_cached=passages.is_cached if isinstance(passages, Hits) else False,
+        index_version=passages.index_version if isinstance(passages, Hits) else "",
     )
 
 

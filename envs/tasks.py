@@ -199,8 +199,8 @@ def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             where = f"{path}, line {number}"
             try:
                 yield json.loads(line), where
-            except ValueError as error:
-                raise DataError(f"{where}: not a JSON object ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not a JSON object ({_reason(error)})") from error
 
 
 def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
@@ -214,6 +214,8 @@ def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             entry, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {line}: not valid JSON ({_reason(error)})") from error
         yield entry, f"{path}, line {line}"
         position = _skip_space(text, position)
         if text[position : position + 1] not in (",", "]"):
@@ -241,13 +243,20 @@ def _task(record: _Record, source: str, position: int) -> Task:
     if not isinstance(local_id, str | int):
         raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a number")
     category = next((fields[key] for key in _CATEGORY_KEYS if isinstance(fields.get(key), str)), "")
-    return Task(
+    task = Task(
         task_id=f"{source}/{local_id}",
         question=question.strip(),
         golden_answers=_answers(record),
         category=category,
         supporting_ids=_supporting_ids(record),
     )
+    try:
+        "".join((task.task_id, question, *task.golden_answers, category, *task.supporting_ids)).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{record.where}: half a character, a lone \\ud800 escape or the like; mend the text"
+        ) from error
+    return task
 
 
 def _answers(record: _Record) -> tuple[str, ...]:
@@ -284,6 +293,17 @@ def _answer_keys(task: Task) -> set[str]:
     return {normalize_answer(answer) for answer in task.golden_answers}
 
 
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "brackets nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return "a number of thousands of digits"  # the only other ValueError of json's
+
+
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "brackets nested deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -21,10 +21,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from ragr1_actors.errors import DataError, LearnerError
+
 State = dict[str, NDArray[Any]]
 """Names to full tensors: what is stored as safetensors and travels zero-copy through the object store."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+MAX_SKIPPED_STEPS = 10
+"""In a row; by then it is the weights or the loss that are broken, and no further step would be taken either."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class DeepSpeedEngine:
         self.zero_stage = max(1, zero_stage) if self._dtype == torch.bfloat16 else zero_stage
         self._grad_clip = settings.grad_clip
         self._grad_norm = 0.0
+        self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
@@ -103,12 +110,22 @@ class DeepSpeedEngine:
         """Clip, update with learning rate ``lr``, and return the gradient's norm before the clip.
 
         Where the norm is not finite, neither weights nor moments change. DeepSpeed sees to that from ZeRO stage 1 on.
+
+        Raises:
+            LearnerError: that was so ``MAX_SKIPPED_STEPS`` times in a row.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._engine.step()
         if self.zero_stage > 0:
             self._grad_norm = float(self._engine.get_global_grad_norm())
+        self._num_skipped = 0 if math.isfinite(self._grad_norm) else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED_STEPS:  # the norm is the same on every rank: all of them stop here
+            raise LearnerError(
+                f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a loss or a gradient that is not finite and were "
+                "skipped; lower training.lr or sft.lr, look for NaN in the policy's weights, in rewards and in the "
+                "loss, and go on from the last checkpoint"
+            )
         return self._grad_norm
 
     def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -154,8 +171,10 @@ class DeepSpeedEngine:
         """Take a state over from any ZeRO stage and world size. All ranks call together with the same state.
 
         Raises:
-            ValueError: a tensor is missing or has another shape.
+            DataError: a tensor is missing or has another shape.
         """
+        if "step" not in state:
+            raise DataError("the learner's state has no step count")
         self._ensure_moments()
         parameter: Any  # ZeRO-3 adds attributes of its own
         for name, parameter in self.module.named_parameters():
@@ -163,7 +182,7 @@ class DeepSpeedEngine:
             for key in ("weight", *MOMENTS):
                 found = state[f"{key}/{name}"].shape if f"{key}/{name}" in state else None
                 if found != shape:
-                    raise ValueError(f"learner state: {key}/{name} has shape {found}, expected {shape}")
+                    raise DataError(f"the learner's state has {key}/{name} of shape {found}, expected {shape}")
             tensors = {key: torch.tensor(state[f"{key}/{name}"]) for key in ("weight", *MOMENTS)}
             with self._gathered(parameter, modifier_rank=0), torch.no_grad():
                 parameter.copy_(tensors["weight"])

@@ -41,6 +41,7 @@ from learners.losses import clipped_policy_loss, truncated_importance_weights
 from learners.meter import Columns, Meter, TokenLoss
 from learners.models import PolicyModel, TokenOutputs
 from ragr1_actors.config import RunConfig
+from ragr1_actors.errors import DataError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -332,7 +333,12 @@ class Learner(ABC):
         """Continue from ``get_state`` of any number of ranks and any ZeRO stage.
 
         Build from the folder that the stage started from, not from a later policy: it is the reference of the KL terms.
+
+        Raises:
+            DataError: it is the state of another model, or not whole.
         """
+        if "num_updates" not in state:
+            raise DataError("the learner's state has no num_updates")
         self.num_updates = int(state["num_updates"])
         for name, engine in self.engines().items():
             prefix = f"{name}/"

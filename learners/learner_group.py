@@ -235,5 +235,11 @@ class LearnerGroup:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 if isinstance(cause, RagR1Error) or is_no_room(cause):
                     raise cause from None
-                raise FleetError(f"learner rank {refs.index(done[0])} of {len(refs)} failed: {cause!r}") from error
+                rank = f"learner rank {refs.index(done[0])} of {len(refs)}"
+                if isinstance(cause, ray.exceptions.ActorDiedError):
+                    raise FleetError(
+                        f"{rank} died: its process was killed, crashed or ran out of memory; go on from the last "
+                        "checkpoint with --resume"
+                    ) from error
+                raise FleetError(f"{rank} failed: {cause!r}; go on from the last checkpoint with --resume") from error
         return [results[ref] for ref in refs]

@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -38,15 +38,18 @@ from cluster.weight_sync import publish
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
 from ragr1_actors.buffer import GroupBuffer
-from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors, write_folder, write_json, write_tensors
+from ragr1_actors.checkpoint import CheckpointStore, read_tensors, write_folder, write_json, write_tensors
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, GroupRequest, GroupSummary
 from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.errors import FleetError
+from ragr1_actors.errors import DataError, FleetError
 from ragr1_actors.interrupt import InterruptGuard
-from ragr1_actors.metrics import TIME_PREFIX, mean_over
+from ragr1_actors.preflight import check_names
 from ragr1_actors.report import EvalResult
+from ragr1_actors.run_directory import create_run_directory
+from ragr1_actors.run_state import STATE_FILE, read_state
 from ragr1_actors.schema import groups_to_record_batch, write_trajectories
+from ragr1_actors.summaries import eval_result, rollout_metrics
 from ragr1_actors.task_sampler import Issue, TaskSampler
 from ragr1_actors.types import TrajectoryGroup
 from ragr1_actors.workspace import Workspace, demonstrations, prepare
@@ -61,13 +64,16 @@ OnProgress = Callable[[int, dict[str, float]], None]
 class Algorithm:
     """Trains a policy to search: ``pretrain()`` once, then ``train()`` an iteration at a time."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, guard: InterruptGuard | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, guard: InterruptGuard | None = None, *, learns: bool = True
+    ) -> None:
         """Prepare the data and start the fleets. Where any of them has actors, Ray is initialised already.
 
         Args:
             config: of the run.
             run_dir: what the run writes goes here.
             guard: holds interrupts back while the learner and the books are between two states.
+            learns: False loads no learner, for ``evaluate`` alone.
 
         Raises:
             UserError: a file or setting that cannot be used.
@@ -81,6 +87,11 @@ class Algorithm:
         self.iteration = 0
         self.policy_version = 0
         self.workspace: Workspace = prepare(config, run_dir)
+        if not self.workspace.eval_tasks:
+            raise DataError(
+                f"{config.environment.tasks}: {len(self.workspace.train_tasks)} tasks are too few to hold one in five "
+                "out; name a file of evaluation tasks in environment.eval_tasks"
+            )
         self._learner_name = ""
         self._stage_dir = self.workspace.policy_dir
         self._store = CheckpointStore(run_dir / "checkpoints", config.checkpointing.num_to_keep)
@@ -90,10 +101,17 @@ class Algorithm:
         self._learners = LearnerGroup(config)
         self._env_runners = EnvRunnerGroup(config, self.workspace.policy_dir, self._retrievers.retriever())
         # all fleets load at once: only now wait for them
-        if self._store.latest() is None:
+        if learns and self._store.latest() is None:
             self._build_learner("sft" if config.sft.num_steps else config.training.algorithm, self._stage_dir)
         self._retrievers.wait_until_ready()
         self._env_runners.wait_until_ready()
+
+    @classmethod
+    def create(cls, config: RunConfig, run_dir: Path) -> Self:
+        """Check the names in ``config``, make ``run_dir`` the directory of a new run, and start the algorithm in it."""
+        check_names(config)
+        create_run_directory(config, run_dir)
+        return cls(config, run_dir)
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
@@ -108,6 +126,8 @@ class Algorithm:
         segments = [segment for group in groups for t in group.trajectories for segment in segment_trajectory(t)]
         if not segments:
             raise FleetError(_why_nothing_was_demonstrated(groups))
+        if self.config.checkpointing.keep_trajectories:
+            self._write_trajectories("demonstrations", [groups_to_record_batch(groups)])
         self.num_decisions = Counter(segment.category.value for segment in segments)
         self._build_learner("sft", self.workspace.policy_dir)
         for step, batch in enumerate(self._demonstration_batches(groups)):
@@ -176,10 +196,11 @@ class Algorithm:
             self._publish()
             published = time.perf_counter()
             if self.config.checkpointing.keep_trajectories:
-                self._write_trajectories(batch)
+                self._write_trajectories(f"iteration_{self.iteration:05d}", [group.batch for group in batch])
             metrics = {
-                **_rollout_metrics(batch),
+                **rollout_metrics(batch),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
+                **self._retrievers.metrics(),
                 "loop/policy_lag": float(lag),
                 "loop/stale_groups": float(num_stale),
                 "loop/policy_version": float(self.policy_version),
@@ -242,23 +263,26 @@ class Algorithm:
         self.policy_version += 1
         publish(self._learners, self._env_runners, self.policy_version)
 
-    def _write_trajectories(self, batch: list[FinishedGroup]) -> None:
+    def _write_trajectories(self, name: str, batches: Sequence[Any]) -> None:
         directory = self.run_dir / "trajectories"
         directory.mkdir(exist_ok=True)
-        final = directory / f"iteration_{self.iteration:05d}.arrow"
+        final = directory / f"{name}.arrow"
         writing = final.with_suffix(".writing")
         try:
-            write_trajectories(writing, [_fetch(group.batch) for group in batch])
+            write_trajectories(writing, [_fetch(batch) for batch in batches])
             writing.rename(final)
         finally:
             writing.unlink(missing_ok=True)  # half a file, of a disk that is full
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> EvalResult:
+    def evaluate(self, name: str = "") -> EvalResult:
         """Answer the held-out tasks greedily. Nothing of stage 2 may be in flight: call it between iterations.
 
         A task that fails for the machinery's sake is asked again, ``env_runners.max_task_retries`` times at most.
+
+        Args:
+            name: keeps the trajectories as ``trajectories/eval_<name>.arrow``, where the run keeps any.
 
         Raises:
             FleetError: no task came to its end.
@@ -267,9 +291,11 @@ class Algorithm:
         num_attempts = 1 + self.config.env_runners.max_task_retries
         answered: list[GroupSummary] = []
         errors: list[str] = []
+        batches: list[Any] = []
         for attempt in range(num_attempts):
             groups = self._sample([GroupRequest(Issue(task.task_id, task, 0, attempt), 1, 0.0) for task in left])
             failed = [group for group in groups if group.summary.num_failed]
+            batches += [group.batch for group in groups]
             answered += [group.summary for group in groups if not group.summary.num_failed]
             errors += [error for group in failed for error in group.summary.errors]
             left = [group.request.issue.task for group in failed]
@@ -281,7 +307,9 @@ class Algorithm:
             if not answered:
                 raise FleetError(message)
             logger.warning("%s", message)
-        return _eval_result(answered, len(left))
+        if name and self.config.checkpointing.keep_trajectories:
+            self._write_trajectories(f"eval_{name}", batches)
+        return eval_result(answered, len(left))
 
     def _sample(self, requests: list[GroupRequest]) -> list[FinishedGroup]:
         """Sample some groups of their own, beside those of stage 2, which are put aside as they come."""
@@ -317,30 +345,33 @@ class Algorithm:
         def write(directory: Path) -> None:
             self._learners.save_policy(directory / "policy")
             write_tensors(directory / "learner.safetensors", self._learners.get_state())
-            write_json(directory / "state.json", state)
+            write_json(directory / STATE_FILE, state)
 
         with self._guard.held():
             return self._store.save(self.iteration, write)
 
     def restore(self) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint of the run directory; return its ``extra``, or None where there is none."""
+        """Go on from the newest checkpoint of the run directory; return its ``extra``, or None where there is none.
+
+        Raises:
+            DataError: a file of the checkpoint is damaged.
+        """
         directory = self._store.latest()
         if directory is None:
             return None
-        state = read_json(directory / "state.json")
-        self.sft_step, self.iteration = state["sft_step"], state["iteration"]
-        self._sampler.set_state(state["sampler"])
+        state = read_state(directory)
+        self.sft_step, self.iteration = state.sft_step, state.iteration
+        self._sampler.set_state(state.sampler.model_dump())
         if self._is_pretrained():
             self._stage_dir = str(self._sft_dir)
         in_sft = bool(self.config.sft.num_steps) and not self._is_pretrained()
         learner = "sft" if in_sft else self.config.training.algorithm
         self._build_learner(learner, self._stage_dir)
-        if state["learner"] == learner:  # else it was saved between the stages: the folder is all there is to it
+        if state.learner == learner:  # else it was saved between the stages: the folder is all there is to it
             self._learners.set_state(read_tensors(directory / "learner.safetensors"))
-        self.policy_version = state["policy_version"] - 1
+        self.policy_version = state.policy_version - 1
         self._publish()
-        extra: dict[str, Any] = state["extra"]
-        return extra
+        return state.extra
 
     def task_counts(self) -> dict[str, int]:
         """Issued, trained, failed, lost and doubled tasks of stage 2."""
@@ -351,21 +382,6 @@ class Algorithm:
         self._env_runners.stop()
         self._learners.stop()
         self._retrievers.stop()
-
-
-def _eval_result(answered: list[GroupSummary], num_failed: int) -> EvalResult:
-    mean = mean_over([summary.means for summary in answered])
-    rounds = mean["rounds"]
-    return EvalResult(
-        em=mean["em"],
-        f1=mean["f1"],
-        rounds=rounds,
-        queries_per_round=mean["queries"] / rounds if rounds else 0.0,
-        queries=mean["queries"],
-        tokens=mean["tokens"],
-        num_tasks=len(answered),
-        num_failed=num_failed,
-    )
 
 
 def _why_nothing_was_demonstrated(groups: list[TrajectoryGroup]) -> str:
@@ -381,18 +397,3 @@ def _fetch(batch: Any) -> Any:
     import ray
 
     return ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch
-
-
-def _rollout_metrics(batch: list[FinishedGroup]) -> dict[str, float]:
-    summaries = [group.summary for group in batch]
-    rewards = [np.array(s.rewards) for s in summaries if s.rewards]
-    names = {name for s in summaries for name in s.means}  # what a group did not count, it had none of
-    means = mean_over([dict.fromkeys(names, 0.0) | s.means for s in summaries if s.means])
-    return {
-        **{name if name.startswith(TIME_PREFIX) else f"rollout/{name}": value for name, value in means.items()},
-        "rollout/reward": float(np.mean([r.mean() for r in rewards])),
-        "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
-        "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),
-        "rollout/queries_per_round": means["queries"] / means["rounds"] if means.get("rounds") else 0.0,
-        "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
-    }

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pyarrow as pa
 from rich.text import Text
 
 from ragr1_actors.checkpoint import CheckpointStore
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.errors import RunDirectoryError
+from ragr1_actors.errors import DataError, RunDirectoryError
 from ragr1_actors.run_directory import open_run_directory
 from ragr1_actors.schema import read_trajectories
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.types import Task, Trajectory
-from retrieval.retriever import LocalRetriever
+from retrieval.group import RetrieverGroup
+from retrieval.registry import needs_index
+
+NO_EXAMPLE = "YOUR QUESTION"
 
 
 def ask(run_dir: Path, question: str) -> Trajectory:
@@ -32,8 +36,11 @@ def ask(run_dir: Path, question: str) -> Trajectory:
 
 
 async def _ask(config: RunConfig, run_dir: Path, policy_dir: Path, question: str) -> Trajectory:
-    index_dir = Path(config.retrieval.index) if config.retrieval.index else run_dir / "index"
-    runner = EnvRunner.load(config, policy_dir, LocalRetriever(index_dir))
+    settings = config.retrieval.model_copy(update={"num_retrievers": 0})
+    index_dir = None
+    if needs_index(settings.type):
+        index_dir = Path(settings.index) if settings.index else run_dir / "index"
+    runner = EnvRunner.load(config, policy_dir, RetrieverGroup.create(index_dir, settings).retriever())
     task = Task("ask", question, ())
     group = await runner.sample_group(GroupRequest(Issue("ask", task, 0), 1, 0.0))
     await runner.close()
@@ -55,10 +62,19 @@ def render_trajectory(trajectory: Trajectory) -> Text:
 
 
 def example_question(run_dir: Path) -> str:
-    """A question of the run's last batch that was answered with a search, or any of it."""
-    files = sorted((run_dir / "trajectories").glob("*.arrow"))
+    """A question of the run's last batch that was answered with a search, or any of it.
+
+    Raises:
+        DataError: the file of the last batch is damaged.
+    """
+    files = sorted((run_dir / "trajectories").glob("iteration_*.arrow"))
     if not files:
-        return "..."
-    trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
+        return NO_EXAMPLE
+    try:
+        trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{files[-1]} is damaged ({str(error).partition(chr(10))[0]}); delete it") from error
+    if not trajectories:
+        return NO_EXAMPLE
     best = max(trajectories, key=lambda t: (t.reward, t.num_queries))
     return best.task.question

@@ -82,6 +82,12 @@ class CheckpointStore:
         """Return the steps of the whole checkpoints, oldest first."""
         return sorted(self._whole())
 
+    def without(self, checkpoint: Path) -> str:
+        """Return what to do about a checkpoint that is damaged: ``delete the folder ... and --resume goes on ...``."""
+        before = [path for path in self._whole().values() if path != checkpoint]
+        rest = f"goes on from {max(before, key=_step).name}" if before else "begins anew, there is no other checkpoint"
+        return f"delete the folder {checkpoint} and --resume {rest}"
+
     def _whole(self) -> dict[int, Path]:
         if not self._directory.is_dir():
             return {}
@@ -112,6 +118,10 @@ class CheckpointStore:
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.rename(final)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
@@ -155,7 +165,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -171,8 +181,8 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _as_user_error(error: OSError | SafetensorError, directory: Path) -> UserError:

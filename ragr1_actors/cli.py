@@ -7,16 +7,20 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
-from ragr1_actors.errors import ConfigError, RagR1Error, UserError
-from ragr1_actors.plugins import load_object
+from ragr1_actors import tools_cli
+from ragr1_actors.config import AlgorithmConfig, recipe_descriptions
+from ragr1_actors.errors import DataError, RagR1Error, UserError
+from ragr1_actors.index_cli import index_app
+from ragr1_actors.interrupt import exit_status
+from ragr1_actors.preflight import check_names
 from ragr1_actors.run_directory import create_run_directory, open_run_directory
 
 app = typer.Typer(
@@ -25,8 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-index_app = typer.Typer(help="Build, search and measure an index.", no_args_is_help=True)
 app.add_typer(index_app, name="index")
+tools_cli.register(app)
 
 _console = Console()
 _errors = Console(stderr=True)
@@ -54,9 +58,10 @@ def train(
         if (run_dir / "report.json").exists():
             _console.print(f"{run_dir} is finished; see it with: ragr1 report {run_dir}", soft_wrap=True)
             return
+        check_names(config)
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        _check_names(config)
+        check_names(config)
         run_dir = run_dir or _new_run_dir(recipe)
         create_run_directory(config, run_dir)
     from ragr1_actors.training_run import TrainingRun  # torch and Ray take seconds; what is wrong is said before
@@ -66,33 +71,11 @@ def train(
     run = TrainingRun(config, run_dir, _console)
     try:
         report = run.execute()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _errors.print(f"interrupted; go on with: ragr1 train {recipe} --run-dir {run_dir} --resume", soft_wrap=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_status(interrupt)) from None
     run.describe_end(report)
     _console.print(f'try: ragr1 ask {run_dir} "{_example_question(run_dir)}"', soft_wrap=True, highlight=False)
-
-
-def _check_names(config: RunConfig) -> None:
-    """Say at once which name in a recipe is nothing that there is; the libraries behind known ones are not imported."""
-    from envs.registry import ENVS
-    from envs.rewards import REWARDS
-    from learners.registry import LEARNERS
-    from ragr1_actors.engines.registry import ENGINES
-
-    names: list[tuple[str, str, Mapping[str, Any]]] = [
-        ("environment.env", config.environment.env, ENVS),
-        ("environment.reward", config.environment.reward, REWARDS),
-        ("env_runners.engine", config.env_runners.engine, ENGINES),
-        ("training.algorithm", config.training.algorithm, LEARNERS),
-    ]
-    for key, name, known in names:
-        if name in known:
-            continue
-        try:
-            load_object(name, known)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from error
 
 
 @app.command()
@@ -108,13 +91,13 @@ def claims(
     reports = []
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        _check_names(config)
+        check_names(config)
         create_run_directory(config, base / recipe)
         run = TrainingRun(config, base / recipe, _console)
         try:
             reports.append(run.execute())
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(exit_status(interrupt)) from None
         run.describe_end(reports[-1])
     comparison = compare(*reports)
     _console.print(render_comparison(comparison))
@@ -163,8 +146,10 @@ def bench(
 @app.command()
 def recipes() -> None:
     """List the recipes that ship with the project."""
-    for name in recipe_names():
-        _console.print(name)
+    table = Table.grid(padding=(0, 2))
+    for name, description in recipe_descriptions().items():
+        table.add_row(name, Text(description))
+    _console.print(table, highlight=False)
 
 
 @app.command()
@@ -178,72 +163,6 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory.")], as_jso
         sys.stdout.write((run / "report.json").read_text(encoding="utf-8"))
     else:
         _console.print(render_table(found))
-
-
-@index_app.command("build")
-def index_build(
-    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file.")],
-    out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
-    index_type: Annotated[str, typer.Option("--type", help="flat")] = "flat",
-    encoder: Annotated[str, typer.Option("--encoder", help="static, a folder or a hub name.")] = "static",
-) -> None:
-    """Index a corpus."""
-    from retrieval.build import build_index, index_info
-    from retrieval.corpus import read_passages
-
-    build_index(read_passages(corpus), out, encoder=encoder, index_type=index_type)
-    info = index_info(out)
-    _console.print(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}", soft_wrap=True)
-
-
-@index_app.command("info")
-def index_info_command(index: Annotated[Path, typer.Argument(help="An index directory.")]) -> None:
-    """Print an index's manifest."""
-    from retrieval.build import index_info
-
-    _print_json(index_info(index))
-
-
-@index_app.command("search")
-def index_search(
-    index: Annotated[Path, typer.Argument(help="An index directory.")],
-    queries: Annotated[list[str], typer.Argument(help="One or more queries.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Passages a query.")] = 3,
-    as_json: JsonOption = False,
-) -> None:
-    """Search an index."""
-    from dataclasses import asdict
-
-    from retrieval.retriever import LocalRetriever
-
-    results = LocalRetriever(index).search_batch(queries, k)
-    if as_json:
-        _print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
-        return
-    for query, passages in zip(queries, results, strict=True):
-        _console.print(f"{query}", style="bold", markup=False)
-        for passage in passages:
-            _console.print(f"  {passage.score:.3f}  {passage.title}: {passage.text}", markup=False, highlight=False)
-
-
-@index_app.command("eval")
-def index_eval(
-    index: Annotated[Path, typer.Argument(help="An index directory.")],
-    tasks: Annotated[Path, typer.Option("--tasks", help="A task file with supporting facts.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Measure recall at k of the questions' supporting passages."""
-    from envs.tasks import load_tasks
-    from retrieval.build import evaluate_index
-
-    loaded = load_tasks(tasks)
-    recall = evaluate_index(index, loaded.tasks)
-    if as_json:
-        _print_json(recall)
-    else:
-        _console.print(str(loaded.report), soft_wrap=True, highlight=False)
-        for name, value in recall.items():
-            _console.print(f"{name:>10}  {value:.3f}", highlight=False)
 
 
 def main() -> None:
@@ -289,9 +208,14 @@ def _print_json(value: Any) -> None:
 
 
 def _example_question(run_dir: Path) -> str:
-    from ragr1_actors.asking import example_question
+    """A question of the run's; the run is over and whole, whatever became of the file it stands in."""
+    from ragr1_actors.asking import NO_EXAMPLE, example_question
 
-    return example_question(run_dir)
+    try:
+        return example_question(run_dir)
+    except DataError as error:
+        _errors.print(f"note: {error}", style="yellow", markup=False, soft_wrap=True, highlight=False)
+        return NO_EXAMPLE
 
 
 if __name__ == "__main__":

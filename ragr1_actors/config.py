@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragr1_actors.config_checks import check_settings, check_value, parse_yaml, read_yaml_file
 from ragr1_actors.errors import ConfigError
 
 if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
@@ -63,12 +64,12 @@ class EnvironmentSettings(Section):
     """``exact_match``, ``token_f1`` or ``my_module:my_function``."""
     max_turns: int = Field(5, ge=1)
     """Turns the policy has, its answer included; searches are at most one less."""
-    max_queries_per_turn: int = Field(3, ge=1)
+    max_queries_per_turn: int = Field(3, ge=1, le=64)
     query_format: QueryFormat = "lines"
     """Of the queries of one turn: ``lines``, ``comma`` (RAG-R1-mq), ``json`` or ``single`` (RAG-R1-sq, Search-R1)."""
     observation_format: ObservationFormat = "grouped"
     """Of what is found: ``grouped`` by query, or ``ragr1_json``, ``ragr1``, ``searchr1`` for published checkpoints."""
-    top_k: int = Field(3, ge=1)
+    top_k: int = Field(3, ge=1, le=100)
     """Passages a query."""
     max_observation_tokens_per_query: int = Field(512, ge=8)
     max_observation_tokens: int = Field(1536, ge=16)
@@ -109,6 +110,10 @@ class EnvRunnerSettings(Section):
     """Times a task is issued again after a failure of the machinery."""
 
 
+RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")
+"""What ``retrieval.type`` may name beside ``my_module:MyRetriever``."""
+
+
 class RetrievalSettings(Section):
     """The retrieval fleet."""
 
@@ -117,13 +122,29 @@ class RetrievalSettings(Section):
     index: str = ""
     """An index directory made by ``ragr1 index build``; empty builds one from ``corpus``."""
     type: str = "flat"
-    """Index type to build."""
+    """Index type to build (``flat``, ``pq``, ``hnsw``, ``bm25``, ``hybrid`` ...); or what is searched in place of an
+    index: ``http`` (a ``/retrieve`` server), ``web`` (a search API), ``replay`` (a recorded run), or
+    ``my_module:MyRetriever``."""
+    options: dict[str, Any] = {}
+    """Of the type, by its own names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url: "http://10.0.0.2:8000"}``,
+    for ``replay`` ``{run: runs/mine}``."""
     encoder: str = "static"
     """``static`` (seeded random token vectors, no download) or a sentence-transformers folder or hub name."""
+    reranker: str = ""
+    """A cross-encoder, folder or hub name, that orders anew what was found; empty is none."""
     num_retrievers: int = Field(1, ge=0)
-    """Actors; 0 searches in the process that asks."""
+    """Replicas of the index; 0 searches in the process that asks."""
+    num_shards: int = Field(1, ge=1)
+    """Actors of one replica, each with its share of the vectors."""
     num_cpus_per_retriever: float = Field(1, ge=0)
+    """Of one actor."""
     num_gpus_per_retriever: float = Field(0, ge=0)
+    num_encoders: int = Field(0, ge=0)
+    """Actors that only encode queries; 0 lets each retriever encode its own."""
+    num_cpus_per_encoder: float = Field(1, ge=0)
+    num_gpus_per_encoder: float = Field(0, ge=0)
+    cache_size: int = Field(16384, ge=0)
+    """Queries of which each searching process remembers the answer; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
     """Of one attempt at one replica."""
     max_retries: int = Field(2, ge=0)
@@ -253,21 +274,14 @@ class AlgorithmConfig:
     @classmethod
     def from_recipe(cls, name_or_path: str) -> Self:
         """Load a recipe of the project by name, or a YAML file by path."""
-        path = Path(name_or_path)
-        if path.suffix in (".yaml", ".yml"):
-            if not path.is_file():
-                raise ConfigError(
-                    f"no recipe file {path}; give an existing YAML file or one of: {', '.join(recipe_names())}"
-                )
-            text = path.read_text(encoding="utf-8")
+        if Path(name_or_path).suffix in (".yaml", ".yml"):
+            instead = f"give an existing YAML file or one of: {', '.join(recipe_names())}"
+            sections = read_yaml_file(Path(name_or_path), instead)
         elif name_or_path in recipe_names():
-            text = resources.files("ragr1_actors.recipes").joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
+            sections = parse_yaml(_recipe_text(name_or_path), name_or_path)
         else:
-            raise ConfigError(f"unknown recipe {name_or_path!r}{_nearest(name_or_path, recipe_names())}")
-        try:
-            sections = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name_or_path}: not valid YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{_nearest(name_or_path, recipe_names())}")
+        sections = {} if sections is None else sections
         if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
             raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
         return cls(sections)
@@ -279,22 +293,20 @@ class AlgorithmConfig:
             section, dot, key = name.partition(".")
             if not equals or not dot:
                 raise ConfigError(f"got {assignment!r}, expected section.key=value, such as training.lr=1e-4")
-            try:
-                self._update(section, {key: yaml.safe_load(value) if value else ""})
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{name}: {value!r} is not a YAML value; quote it") from error
+            self._update(section, {key: parse_yaml(value, name) if value else ""})
         return self
 
     def _update(self, section: str, settings: dict[str, Any]) -> Self:
         known = RunConfig.model_fields
         if section not in known:
-            raise ConfigError(f"unknown section {section!r}{_nearest(section, list(known))}")
+            raise ConfigError(f"unknown section {section!r}{_nearest(str(section), list(known))}")
         section_class = known[section].annotation
         assert section_class is not None
         keys = list(section_class.model_fields)
-        for key in settings:
+        for key, value in settings.items():
             if key not in keys:
-                raise ConfigError(f"unknown key {section}.{key}{_nearest(key, keys)}")
+                raise ConfigError(f"unknown key {section}.{key}{_nearest(str(key), keys)}")
+            check_value(f"{section}.{key}", value)
         self._sections[section] = self._sections.get(section, {}) | settings
         return self
 
@@ -341,28 +353,36 @@ class AlgorithmConfig:
     def freeze(self) -> RunConfig:
         """Validate everything and return the resolved configuration."""
         try:
-            return RunConfig.model_validate(self._sections)
+            config = RunConfig.model_validate(self._sections)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
             raise ConfigError(
                 f"{name}: got {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}"
             ) from error
+        check_settings(config)
+        return config
 
     def build_algo(self, run_dir: str | Path) -> Algorithm:
         """Validate, make ``run_dir`` the directory of a new run, and build the algorithm that writes into it."""
         from ragr1_actors.algorithm import Algorithm  # pulls in Ray and torch
-        from ragr1_actors.run_directory import create_run_directory
 
-        config = self.freeze()
-        create_run_directory(config, Path(run_dir))
-        return Algorithm(config, Path(run_dir))
+        return Algorithm.create(self.freeze(), Path(run_dir))
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with the project."""
     files = resources.files("ragr1_actors.recipes").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def recipe_descriptions() -> dict[str, str]:
+    """The first line of each recipe's opening comment, by the recipe's name."""
+    return {name: _recipe_text(name).partition("\n")[0].lstrip("# ") for name in recipe_names()}
+
+
+def _recipe_text(name: str) -> str:
+    return resources.files("ragr1_actors.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _nearest(name: str, known: list[str]) -> str:

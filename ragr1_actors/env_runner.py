@@ -32,7 +32,7 @@ from ragr1_actors.schema import groups_to_record_batch
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
-from retrieval.base import Retriever
+from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
 
@@ -109,6 +109,8 @@ class EnvRunner:
         settings = self._config.env_runners
         trajectory_id = request.trajectory_id(index)
         async with self._room:
+            if isinstance(self._context.retriever, PacedRetriever):
+                await self._context.retriever.wait_for_room()
             try:
                 return await run_trajectory(
                     self._env_class(self._config.environment, self._context),

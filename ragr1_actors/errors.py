@@ -10,6 +10,7 @@
     ├── RetrievalError             a search failed on every replica
     ├── EngineError                an engine did not start or did not answer
     │   └── EngineDeadError            it will not answer any more
+    ├── LearnerError               learning cannot go on
     └── FleetError                 no actor of a fleet is left
 
 All of them pickle (Ray sends them between processes): they take one message and keep no other state.
@@ -48,6 +49,10 @@ class EngineError(RagR1Error):
 
 class EngineDeadError(EngineError):
     """An engine whose process is gone: no request of it will be answered any more."""
+
+
+class LearnerError(RagR1Error):
+    """Learning that cannot go on: no step changes the weights any more."""
 
 
 class FleetError(RagR1Error):

@@ -11,17 +11,26 @@ from typing import Any, Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class InterruptGuard:
-    """Turns SIGINT and SIGTERM into ``KeyboardInterrupt``, at once or at the end of a ``held()`` block.
+class TerminationError(KeyboardInterrupt):
+    """SIGTERM: an interrupt that did not come from a keyboard."""
 
-    A second signal inside the block is not held back. Used as a context manager in the main thread; without that it
-    holds nothing and changes no handler.
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """Return what a shell reports of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
+
+
+class InterruptGuard:
+    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is one.
+
+    At once, or at the end of a ``held()`` block; a second signal inside the block is not held back. Used as a context
+    manager in the main thread; without that it holds nothing and changes no handler.
     """
 
     def __init__(self) -> None:
         """Hold nothing yet."""
         self._depth = 0
-        self._pending = False
+        self._pending: KeyboardInterrupt | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -29,12 +38,19 @@ class InterruptGuard:
         self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
+    def take_over(self) -> None:
+        """Take the signals again, where something has put handlers of its own in place, as Ray does when it starts."""
+        if self._previous:
+            for number in _SIGNALS:
+                signal.signal(number, self._handle)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Give the signals back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -45,11 +61,12 @@ class InterruptGuard:
         finally:
             self._depth -= 1
         if self._pending and not self._depth:
-            self._pending = False
-            raise KeyboardInterrupt
+            interrupt, self._pending = self._pending, None
+            raise interrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
         if self._depth and not self._pending:
-            self._pending = True
+            self._pending = interrupt
             return
-        raise KeyboardInterrupt
+        raise interrupt

@@ -144,15 +144,32 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise RunDirectoryError(f"{run_dir} holds no {METRICS_FILE}; give the directory of a run")
-    rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty, or cut off
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RunDirectoryError(f"{path}, line {number}: not JSON ({error.msg}); delete the line") from error
-        rows.append({name: _as_float(value) if name not in _RESERVED else value for name, value in row.items()})
-    return rows
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(
+            f"{path} is damaged (not UTF-8 text at byte {error.start}); delete the file: the run goes on without what "
+            "it has logged so far"
+        ) from error
+    # what follows the last newline is empty, or cut off
+    return [_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _read_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RunDirectoryError(f"{where}: not JSON ({error.msg}); delete the line") from error
+    except (ValueError, RecursionError) as error:  # a number without end, or brackets without end
+        raise RunDirectoryError(f"{where}: not a line of metrics ({error}); delete the line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int) or not isinstance(row.get("stage"), str):
+        raise RunDirectoryError(
+            f"{where}: got {line[:60]!r}, expected an object with stage and iteration; delete the line"
+        )
+    try:
+        return {name: float(value) if name not in _RESERVED else value for name, value in row.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RunDirectoryError(f"{where}: a metric is no number ({error}); delete the line") from error
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +196,3 @@ def _line(row: Mapping[str, Any]) -> str:
         for name, value in row.items()
     }
     return json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _as_float(value: float | str) -> float:
-    return float(value)

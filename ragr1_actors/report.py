@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from ragr1_actors.checkpoint import read_json, write_json
-from ragr1_actors.errors import RunDirectoryError
+from ragr1_actors.errors import DataError, RunDirectoryError
 from ragr1_actors.metrics import METRICS_FILE, read_metrics
 
 REPORT_JSON = "report.json"
@@ -101,20 +101,25 @@ def read_report(run_dir: Path) -> RunReport:
     """Read ``report.json`` of a run.
 
     Raises:
-        RunDirectoryError: the run has no report, which is written at its end.
-        DataError: the report is not JSON.
+        RunDirectoryError: the run has no report, which is written at its end, or it is damaged.
     """
     path = run_dir / REPORT_JSON
     if not path.is_file():
         raise RunDirectoryError(
             f"{run_dir} holds no {REPORT_JSON}, which a run writes at its end; finish it with --resume"
         )
+    again = "delete the file, and --resume writes it again"
     try:
-        return TypeAdapter(RunReport).validate_python(read_json(path))
+        report = TypeAdapter(RunReport).validate_python(read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise RunDirectoryError(f"{path}: {name}: {first['msg'].lower()}; written by another version?") from error
+        name = ".".join(str(part) for part in first["loc"]) or "all of it"
+        raise RunDirectoryError(f"{path} is damaged: {name}: {first['msg'].lower()}; {again}") from error
+    except DataError as error:
+        raise RunDirectoryError(f"{error}; {again}") from error
+    if not report.stages:
+        raise RunDirectoryError(f"{path} is damaged: it reports on no stage; {again}")
+    return report
 
 
 def render_table(report: RunReport) -> Table:

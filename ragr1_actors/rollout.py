@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from envs.base import Action, Answer, Malformed, Search, StepResult, TextEnv
+from envs.base import Action, Answer, Malformed, Search, StepResult, TextEnv, check_result
 from ragr1_actors.errors import EngineDeadError, EngineError, RetrievalError
 from ragr1_actors.types import (
     Completion,
@@ -199,13 +199,15 @@ class _Rollout:
 
 
 async def _act(env: TextEnv, action: Action) -> StepResult:
+    name = type(env).__name__
     match action:
         case Search(queries):
-            return await env.step(list(queries))
+            return check_result(await env.step(list(queries)), f"{name}.step")
         case Answer(text):
-            return await env.submit(text)
+            return check_result(await env.submit(text), f"{name}.submit")
         case Malformed(reason):
-            return await env.malformed(reason)
+            return check_result(await env.malformed(reason), f"{name}.malformed")
+    raise TypeError(f"{name}.parse returned {action!r}, expected Search, Answer or Malformed")
 
 
 def _record(progress: _Progress, completion: Completion, action: Action, result: StepResult) -> None:
@@ -220,7 +222,7 @@ def _record(progress: _Progress, completion: Completion, action: Action, result:
             observation=result.observation + result.notice,
         )
     )
-    progress.reward += result.reward
+    progress.reward += float(result.reward)
     if isinstance(action, Answer):
         progress.answer = action.text
     for name, value in result.info.items():

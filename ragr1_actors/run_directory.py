@@ -19,11 +19,11 @@ def create_run_directory(config: RunConfig, run_dir: Path) -> None:
     Raises:
         RunDirectoryError: it holds a run already, or cannot be made.
     """
-    if (run_dir / CONFIG_FILE).exists():
-        raise RunDirectoryError(
-            f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir"
-        )
     try:
+        if (run_dir / CONFIG_FILE).exists():
+            raise RunDirectoryError(
+                f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir"
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         # whole or absent: half of it would be another run's configuration to whoever resumes
         writing = run_dir / f".writing_{CONFIG_FILE}"
@@ -33,7 +33,8 @@ def create_run_directory(config: RunConfig, run_dir: Path) -> None:
         finally:
             writing.unlink(missing_ok=True)
     except OSError as error:
-        raise RunDirectoryError(f"cannot write to {run_dir}: {error.strerror}; choose another --run-dir") from error
+        shown = _shortened(run_dir)
+        raise RunDirectoryError(f"cannot write to {shown}: {error.strerror}; choose another --run-dir") from error
 
 
 def open_run_directory(run_dir: Path) -> RunConfig:
@@ -43,15 +44,24 @@ def open_run_directory(run_dir: Path) -> RunConfig:
         RunDirectoryError: there is no run in it, or its configuration is not whole.
     """
     path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise RunDirectoryError(f"{run_dir} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
     try:
+        if not path.is_file():
+            raise RunDirectoryError(f"{run_dir} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{_shortened(path)} cannot be read: {error.strerror}; give the directory that a run printed"
+        ) from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: no UTF-8, or a date that is none
         raise RunDirectoryError(f"{path} is damaged ({' '.join(str(error).split())}); {_START_ANEW}") from error
     if not _is_complete(sections):  # a key that is missing would silently become its default
         raise RunDirectoryError(f"{path} has not just the sections and keys that this version writes; {_START_ANEW}")
     return AlgorithmConfig(sections).freeze()
+
+
+def _shortened(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _is_complete(sections: object) -> bool:

@@ -36,10 +36,15 @@ TASK_TYPE = pa.struct(
 RETRIEVAL_TYPE = pa.struct(
     {
         "query": pa.string(),
+        "k": pa.int32(),
         "passage_ids": _STRINGS,
         "scores": pa.list_(pa.float64()),
+        "titles": _STRINGS,
+        "texts": _STRINGS,
         "latency_s": pa.float64(),
         "waited_s": pa.float64(),
+        "is_cached": pa.bool_(),
+        "index_version": pa.string(),
     }
 )
 TURN_TYPE = pa.struct(
@@ -68,7 +73,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         "error": pa.string(),
         "metrics": pa.map_(pa.string(), pa.float64()),
     },
-    metadata={"ragr1_actors.format": "1"},
+    metadata={"ragr1_actors.format": "2"},
 )
 _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
 
@@ -120,8 +125,12 @@ def groups_from_record_batch(batch: pa.RecordBatch) -> list[TrajectoryGroup]:
 
 
 def write_trajectories(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write record batches to an Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORY_SCHEMA) as writer:
+    """Write record batches to an Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open.
+
+    Compressed: prompts, and passages that are found again and again, are most of it.
+    """
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORY_SCHEMA, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
 
@@ -172,15 +181,17 @@ def _task(fields: dict[str, Any]) -> Task:
     )
 
 
+def _retrieval(fields: dict[str, Any]) -> RetrievalRecord:
+    lists = {name: tuple(fields[name]) for name in ("passage_ids", "scores", "titles", "texts")}
+    return RetrievalRecord(**(fields | lists))
+
+
 def _turn(fields: dict[str, Any]) -> Turn:
     return Turn(
         completion_text=fields["completion_text"],
         num_model_tokens=fields["num_model_tokens"],
         action=fields["action"],
         queries=tuple(fields["queries"]),
-        retrievals=tuple(
-            RetrievalRecord(r["query"], tuple(r["passage_ids"]), tuple(r["scores"]), r["latency_s"], r["waited_s"])
-            for r in fields["retrievals"]
-        ),
+        retrievals=tuple(_retrieval(record) for record in fields["retrievals"]),
         observation=fields["observation"],
     )

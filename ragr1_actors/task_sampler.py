@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ragr1_actors.errors import RunDirectoryError
 from ragr1_actors.types import Task
 
 
@@ -101,8 +102,19 @@ class TaskSampler:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from ``get_state`` over the same tasks."""
+        """Go on from ``get_state`` over the same tasks.
+
+        Raises:
+            RunDirectoryError: they are not the same tasks.
+        """
         by_id = {task.task_id: task for task in self._tasks}
+        unknown = [task_id for task_id, *_ in state["outstanding"] if task_id not in by_id]
+        if unknown or state["cursor"] > len(self._tasks):
+            what = f"task {unknown[0]}" if unknown else f"at least {state['cursor']:,} tasks"
+            raise RunDirectoryError(
+                f"the checkpoint is of a run over {what}, which the {len(self._tasks):,} training tasks of now do not "
+                "hold; put the task file back as it was when the run began"
+            )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle(self._epoch)
         issues = [Issue(f"{task_id}#{epoch}", by_id[task_id], epoch, n) for task_id, epoch, n in state["outstanding"]]

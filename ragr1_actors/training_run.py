@@ -17,11 +17,10 @@ from cluster.session import Session
 from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore, is_no_room
 from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import UserError
+from ragr1_actors.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import MetricsLogger
 from ragr1_actors.report import (
-    EvalResult,
     PeakMemory,
     RunReport,
     StageName,
@@ -30,6 +29,8 @@ from ragr1_actors.report import (
     render_table,
     write_report,
 )
+from ragr1_actors.run_state import read_standing
+from retrieval.registry import needs_index
 
 
 class TrainingRun:
@@ -63,15 +64,12 @@ class TrainingRun:
 
     def _execute(self) -> RunReport:
         with PeakMemory() as memory, InterruptGuard() as guard, self._session(), self._logger() as logger:
+            guard.take_over()  # Ray answers SIGTERM in its own way from its start on
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm(self._config, self._run_dir, guard)
             try:
-                self._restore(algorithm)
-                self._describe(algorithm)
-                self._run_stages(algorithm, logger)
-            except KeyboardInterrupt:
-                self._save(algorithm)
-                raise
+                self._restore(algorithm)  # interrupted in here, a run has nothing to save yet, and much to overwrite
+                self._run_or_save(algorithm, logger)
             finally:
                 algorithm.stop()
         report = RunReport(
@@ -84,19 +82,31 @@ class TrainingRun:
         write_report(self._run_dir, report)
         return report
 
+    def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        try:
+            self._describe(algorithm)
+            self._run_stages(algorithm, logger)
+        except KeyboardInterrupt:
+            self._save(algorithm)
+            raise
+
     def _session(self) -> AbstractContextManager[object]:
         runners, retrieval, learners = self._config.env_runners, self._config.retrieval, self._config.learners
+        num_index_actors = retrieval.num_retrievers * retrieval.num_shards if needs_index(retrieval.type) else 0
+        num_encoders = retrieval.num_encoders if num_index_actors else 0
         num_cpus = (
             runners.num_env_runners * runners.num_cpus_per_env_runner
-            + retrieval.num_retrievers * retrieval.num_cpus_per_retriever
+            + num_index_actors * retrieval.num_cpus_per_retriever
+            + num_encoders * retrieval.num_cpus_per_encoder
             + learners.num_learners * learners.num_cpus_per_learner
         )
         num_gpus = (
             runners.num_env_runners * runners.num_gpus_per_env_runner
-            + retrieval.num_retrievers * retrieval.num_gpus_per_retriever
+            + num_index_actors * retrieval.num_gpus_per_retriever
+            + num_encoders * retrieval.num_gpus_per_encoder
             + learners.num_learners * learners.num_gpus_per_learner
         )
-        num_actors = runners.num_env_runners + retrieval.num_retrievers + learners.num_learners
+        num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
         return Session(num_cpus, num_gpus) if num_actors else nullcontext()
 
     @contextmanager
@@ -108,13 +118,16 @@ class TrainingRun:
             logger.close()
 
     def _restore(self, algorithm: Algorithm) -> None:
-        extra = algorithm.restore()
-        if extra is not None:
-            self._wall_before_s = extra["wall_s"]
-            self._stages = [
-                StageReport(stage["stage"], EvalResult(**stage["eval"]), stage["wall_s"]) for stage in extra["stages"]
-            ]
-            self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
+        store = CheckpointStore(self._run_dir / "checkpoints")
+        checkpoint = store.latest()
+        if checkpoint is None:
+            return
+        try:
+            standing = read_standing(algorithm.restore() or {})
+        except DataError as error:
+            raise RunDirectoryError(f"{error}; {store.without(checkpoint)}") from error
+        self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
+        self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
 
     def _save(self, algorithm: Algorithm) -> Path:
         extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
@@ -159,20 +172,30 @@ class TrainingRun:
 
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
+        was_idle = False
         with self._progress("RL ", config.training.num_iterations, algorithm.iteration) as report:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
+                nonlocal was_idle
                 logger.log("rl", iteration, metrics)
+                is_idle = not metrics["learner/num_steps"]
+                if is_idle and not was_idle:  # of several in a row, the first is told
+                    self._console.print(
+                        f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
+                    )
+                was_idle = is_idle
                 report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
 
             while algorithm.iteration < config.training.num_iterations:
-                algorithm.train(on_iteration)
+                metrics = algorithm.train(on_iteration)
                 iteration = algorithm.iteration
                 is_last = iteration == config.training.num_iterations
                 if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
-                    result = algorithm.evaluate()
+                    result = algorithm.evaluate(f"iteration_{iteration:05d}")
                     logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
-                if iteration % config.checkpointing.interval == 0 and not is_last:
+                # what only skipped steps have led to is no state to go on from: the checkpoint of before is kept
+                is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
+                if iteration % config.checkpointing.interval == 0 and not is_last and not is_stuck:
                     self._save(algorithm)
 
     def _has_stage(self, name: StageName) -> bool:
@@ -182,8 +205,8 @@ class TrainingRun:
         if self._has_stage(name):
             return
         with self._console.status("evaluating"):
-            result = algorithm.evaluate()
-        logger.log(f"eval_{name}", 0, {f"eval/{key}": value for key, value in asdict(result).items()})
+            result = algorithm.evaluate(name)
+        logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
         self._stages.append(StageReport(name, result, time.monotonic() - started))
 
     @contextmanager

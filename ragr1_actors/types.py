@@ -142,12 +142,20 @@ class RetrievalRecord:
     """What one query brought back, as kept with the trajectory."""
 
     query: str
-    passage_ids: tuple[str, ...]  # [k], best first
-    scores: tuple[float, ...]  # [k]
+    k: int
+    """Passages asked for."""
+    passage_ids: tuple[str, ...]  # [<= k], best first
+    scores: tuple[float, ...]  # [<= k]
+    titles: tuple[str, ...]  # [<= k]
+    texts: tuple[str, ...]  # [<= k]
     latency_s: float
     """Of the query's own search, from asking to having."""
     waited_s: float = 0.0
     """How much of it the trajectory stood waiting for, its turn being over; 0 where the search began early enough."""
+    is_cached: bool = False
+    """Answered from the searching process's cache."""
+    index_version: str = ""
+    """Of the evidence, as in the index's manifest; empty where the retriever names none."""
 
 
 @dataclass(frozen=True, slots=True)

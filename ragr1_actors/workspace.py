@@ -15,9 +15,12 @@ from ragr1_actors.config import EnvironmentSettings, RunConfig
 from ragr1_actors.errors import ConfigError, DataError
 from ragr1_actors.types import Task
 from retrieval.base import Passage
-from retrieval.build import build_index, evaluate_index
-from retrieval.corpus import Corpus, read_passages
-from retrieval.index import Manifest
+from retrieval.build import build_index
+from retrieval.corpus import Corpus
+from retrieval.evaluation import evaluate_index
+from retrieval.manifest import Manifest
+from retrieval.readers import read_passages
+from retrieval.registry import needs_index
 
 WORLD = "world"
 TINY = "tiny"
@@ -34,7 +37,8 @@ class Workspace:
 
     train_tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
-    index_dir: Path
+    index_dir: Path | None
+    """None where ``retrieval.type`` needs no index."""
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
     demonstrate: Demonstrate
@@ -54,9 +58,9 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     needs_world = WORLD in (environment.tasks, retrieval.corpus)
     world = make_world(environment.world_seed) if needs_world else None
     train_tasks, eval_tasks, notes = _load_tasks(config, world)
-    index_dir = _make_index(config, run_dir, world)
+    index_dir = _make_index(config, run_dir, world) if needs_index(retrieval.type) else None
     recall = {}
-    if any(task.supporting_ids for task in eval_tasks):
+    if index_dir is not None and any(task.supporting_ids for task in eval_tasks):
         recall = evaluate_index(index_dir, eval_tasks)
     demonstrate: Demonstrate = _evidence(environment)
     texts: Iterable[str] = [environment.prompt]
@@ -65,8 +69,9 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         demonstrate = demonstrator.demonstrate
         texts = [*texts, *world.texts(), *demonstrator.texts()]
     else:
-        corpus = Corpus.open(index_dir)
-        texts = [*texts, *(f" {p.title}: {p.text}" for p in corpus), *(f" {task.question}" for task in train_tasks)]
+        texts = [*texts, *(f" {task.question}" for task in train_tasks)]
+        if index_dir is not None:
+            texts += [f" {p.title}: {p.text}" for p in Corpus.open(index_dir)]
     policy_dir = _make_policy(config, run_dir, texts)
     return Workspace(train_tasks, eval_tasks, index_dir, policy_dir, demonstrate, recall, notes)
 
@@ -105,7 +110,7 @@ def _make_index(config: RunConfig, run_dir: Path, world: World | None) -> Path:
     settings = config.retrieval
     if settings.index:
         manifest = Manifest.read(settings.index)
-        if settings.encoder not in (
+        if manifest.is_dense and settings.encoder not in (
             manifest.encoder,
             Path(manifest.encoder).name,
             "static" if manifest.encoder == "encoder" else "",
@@ -129,6 +134,8 @@ def _make_index(config: RunConfig, run_dir: Path, world: World | None) -> Path:
         index_dir,
         encoder=settings.encoder,
         index_type=settings.type,
+        num_shards=settings.num_shards,
+        options=settings.options,
         seed=config.debugging.seed,
         progress=False,
     )

@@ -1,29 +1,79 @@
-"""RetrieverActor: a replica of the retrieval fleet, the process around a ``LocalRetriever``."""
+"""The actors of the retrieval fleet: a replica of the index, or a shard of one, and an encoder on its own."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from retrieval.base import Passage
-from retrieval.encoder import set_encoder_threads
-from retrieval.retriever import LocalRetriever
+import numpy as np
+from numpy.typing import NDArray
 
-Row = tuple[str, str, str, float]
-"""A passage on the wire; plain tuples pickle several times faster than dataclasses."""
+from retrieval.manifest import Manifest
+from retrieval.wire import WireHits, compress, pack
+
+if TYPE_CHECKING:
+    from retrieval.retriever import LocalRetriever
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSettings:
+    """What an actor of the fleet is made with."""
+
+    index_dir: str
+    num_threads: int
+    device: str
+    """``cpu`` or ``cuda``."""
+    reranker: str = ""
+    options: Mapping[str, Any] | None = None
+    shards: tuple[int, ...] | None = None
+    """Numbers of the index's shards that this actor holds; None is all."""
+    encodes: bool = True
+    """Whether it encodes queries itself."""
+
+
+class _Meter:
+    """How busy an actor is."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._num_queries = self._num_batches = 0
+        self._busy_s = 0.0
+
+    def add(self, num_queries: int, busy_s: float) -> None:
+        self._num_queries += num_queries
+        self._num_batches += 1
+        self._busy_s += busy_s
+
+    def read(self) -> dict[str, float]:
+        return {
+            "queries": float(self._num_queries),
+            "batches": float(self._num_batches),
+            "busy_s": self._busy_s,
+            "up_s": time.monotonic() - self._started,
+        }
 
 
 class RetrieverActor:
     """What ``ray.remote`` makes an actor of. One call at a time: one search takes all of its threads."""
 
-    def __init__(self, index_dir: str, num_threads: int) -> None:
+    def __init__(self, settings: ActorSettings) -> None:
         """Open the index and search once, so that the first caller finds everything loaded.
 
         Raises:
-            DataError: no usable index in ``index_dir`` on this node.
+            DataError: no usable index on this node.
         """
-        set_encoder_threads(num_threads)
-        self._retriever = LocalRetriever(index_dir, num_threads)
-        self._retriever.search_batch(["warm up"], 1)
+        self._retriever = _open(settings)
+        self._reranks = bool(settings.reranker)
+        self._meter = _Meter()
+        queries = ["warm up"]
+        vectors = None
+        if not settings.encodes:
+            vectors = np.zeros((1, Manifest.read(settings.index_dir).dimension), np.float32)
+            vectors[0, 0] = 1.0
+        self._retriever.search_rows(queries, 1, vectors)
 
     def ping(self) -> None:
         """Answer; that this call runs at all says that the index is loaded and no search hangs."""
@@ -32,14 +82,70 @@ class RetrieverActor:
         """Return the index's manifest."""
         return self._retriever.info()
 
-    def search_batch(self, queries: list[str], k: int) -> list[list[Row]]:
-        """Search; see ``LocalRetriever.search_batch``."""
-        return [
-            [(passage.id, passage.title, passage.text, passage.score) for passage in passages]
-            for passages in self._retriever.search_batch(queries, k)
-        ]
+    def load(self) -> dict[str, float]:
+        """Return the queries and batches answered, and the seconds it took, of the seconds since the start."""
+        return self._meter.read()
+
+    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> WireHits:
+        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
+        started = time.monotonic()
+        if self._reranks:
+            found = self._retriever.search_batch(queries, k, vectors)
+            rows = np.zeros((len(queries), max(map(len, found), default=0)), np.int64)
+        else:
+            ranking, found = self._retriever.search_rows(queries, k, vectors)
+            rows = ranking.rows
+        hits = compress(pack(found, rows, self._retriever.version))
+        self._meter.add(len(queries), time.monotonic() - started)
+        return hits
 
 
-def to_passages(rows: list[Row]) -> list[Passage]:
-    """Undo what ``RetrieverActor.search_batch`` does to one query's passages."""
-    return [Passage(*row) for row in rows]
+class EncoderActor:
+    """An index's encoder without the index."""
+
+    def __init__(self, settings: ActorSettings) -> None:
+        """Load the encoder and encode once.
+
+        Raises:
+            DataError: the encoder is not the one of the index.
+        """
+        from retrieval.dense import open_encoder
+        from retrieval.encoder import set_encoder_threads
+
+        set_encoder_threads(settings.num_threads)
+        manifest = Manifest.read(settings.index_dir)
+        self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
+        self._meter = _Meter()
+        self._encoder.encode_queries(["warm up"])
+
+    def ping(self) -> None:
+        """Answer: the encoder is loaded."""
+
+    def load(self) -> dict[str, float]:
+        """Return what ``RetrieverActor.load`` does, of encoding."""
+        return self._meter.read()
+
+    def encode(self, queries: list[str]) -> NDArray[np.float32]:
+        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
+        started = time.monotonic()
+        vectors = self._encoder.encode_queries(queries)
+        self._meter.add(len(queries), time.monotonic() - started)
+        return vectors
+
+
+def _open(settings: ActorSettings) -> LocalRetriever:
+    from retrieval.retriever import LocalRetriever
+
+    if settings.encodes:  # else torch is not even imported
+        from retrieval.encoder import set_encoder_threads
+
+        set_encoder_threads(settings.num_threads)
+    return LocalRetriever(
+        settings.index_dir,
+        settings.num_threads,
+        device=settings.device,
+        reranker=settings.reranker,
+        options=settings.options or {},
+        shards=settings.shards,
+        load_encoder=settings.encodes,
+    )

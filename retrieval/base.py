@@ -1,9 +1,10 @@
-"""The retriever protocol: the one thing an environment knows of retrieval."""
+"""The retriever protocols: what an environment knows of retrieval, and what stands behind it in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,22 @@ class Passage:
     """Similarity to the query it was found with; higher is better."""
 
 
+class Hits(list[Passage]):
+    """What one query found, best first, and where it came from. A custom retriever may return plain lists."""
+
+    def __init__(self, passages: Iterable[Passage] = (), *, is_cached: bool = False, index_version: str = "") -> None:
+        """Hold ``passages``.
+
+        Args:
+            passages: best first.
+            is_cached: answered from a cache, nothing was searched.
+            index_version: ``Manifest.version`` of the index that was searched, or another name for the source.
+        """
+        super().__init__(passages)
+        self.is_cached = is_cached
+        self.index_version = index_version
+
+
 class Retriever(Protocol):
     """Anything that finds passages."""
 
@@ -26,4 +43,25 @@ class Retriever(Protocol):
         Raises:
             RetrievalError: no replica answered.
         """
+        ...
+
+
+@runtime_checkable
+class PacedRetriever(Protocol):
+    """A retriever that can say when it has too much to do; env runners begin no trajectory until it has not."""
+
+    async def wait_for_room(self) -> None:
+        """Return once fewer queries wait than the retriever holds."""
+        ...
+
+
+class BatchRetriever(Protocol):
+    """A retriever in one process, without an event loop: what retrieval actors and the HTTP door hold."""
+
+    def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return up to ``k`` passages for each query, best first: ``[len(queries)][<= k]``."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """Return what there is to know of it; ``version`` names the evidence."""
         ...

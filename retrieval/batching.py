@@ -1,16 +1,17 @@
-"""QueryBatcher: many small searches over a few replicas. Pure asyncio; knows nothing of Ray.
+"""Batcher: many small questions over a few replicas. Pure asyncio; knows nothing of Ray.
 
 ::
 
-    search() ─┐                        ┌► replica 0   2 batches out at most
-    search() ─┼► queue ──► batch ──────┤
-    search() ─┘  one entry  all that   └► replica 1   down: pinged until it answers, and used again
-                 a query    waits           │
-        ▲                                   ▼
-        └── results ◄── on failure: the batch goes to another replica, up to max_retries times
+    ask() ─┐                        ┌► replica 0   2 batches out at most
+    ask() ─┼► queue ──► batch ──────┤
+    ask() ─┘  one entry  all that   └► replica 1   down: pinged until it answers, and used again
+              a query    waits           │
+       ▲                                 ▼
+       └── answers ◄── on failure: the batch goes to another replica, up to max_retries times
 
-There is no timer: a batch leaves as soon as a replica has a slot, with everything that waits by then. A search is a
-pure function of the query, so asking again after a failure is safe.
+There is no timer: a batch leaves as soon as a replica has a slot, with everything that waits by then. An answer is a
+pure function of the query, so asking again after a failure is safe. The same machine batches searches over retrievers
+and, where those are apart, queries over encoders.
 """
 
 from __future__ import annotations
@@ -19,98 +20,112 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ragr1_actors.errors import RetrievalError
-from retrieval.base import Passage
 
 MAX_BATCH = 512
 """Queries in one batch; bounds what one failure delays."""
 MIN_SHARE = 8
 """A queue is split over idle replicas in batches of at least this: smaller ones cost more than they spread."""
 BATCHES_PER_REPLICA = 2
-"""One is searched while the next one travels."""
+"""One is answered while the next one travels."""
+ROOM = 2 * MAX_BATCH
+"""Queries that may wait, for every replica that is up, before ``wait_for_room`` waits."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
 
+A = TypeVar("A")
+"""The answer to one query: a list of passages, a vector."""
 
-class Replica(Protocol):
+
+class Replica(Protocol[A]):
     """One of several that give the same answers."""
 
-    async def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Search, or raise ``RetrievalError`` if this replica cannot."""
+    async def answer_batch(self, queries: list[str], k: int) -> list[A]:
+        """Answer every query, or raise ``RetrievalError`` if this replica cannot."""
         ...
 
     async def ping(self) -> None:
-        """Return once the replica can search, or raise ``RetrievalError``."""
+        """Return once the replica can answer, or raise ``RetrievalError``."""
         ...
 
 
-class _Slots:
+class _Slots(Generic[A]):
     """A replica with what is out at it."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica[A], *, is_up: bool) -> None:
         self.replica = replica
-        self.is_up = True
+        self.is_up = is_up
+        self.is_member = True
         self.num_batches = 0
         self.num_queries = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(Generic[A]):
     """One query in the queue and everybody who waits for it."""
 
     query: str
     k: int
-    found: asyncio.Future[list[Passage]]
+    found: asyncio.Future[A]
 
 
-class QueryBatcher:
-    """Answers concurrent searches in batches, and hides replicas that fail."""
+@dataclass(frozen=True, slots=True)
+class BatcherCounts:
+    """What a batcher has done since it was made."""
 
-    def __init__(self, replicas: Sequence[Replica], *, timeout_s: float, max_retries: int) -> None:
+    queries: int
+    coalesced: int
+    """Of the queries, those that shared an answer that was on its way."""
+    batches: int
+    failed_attempts: int
+
+
+class Batcher(Generic[A]):
+    """Answers concurrent questions in batches, and hides replicas that fail."""
+
+    def __init__(self, replicas: Mapping[str, Replica[A]], *, timeout_s: float, max_retries: int) -> None:
         """Serve from ``replicas``.
 
         Args:
-            replicas: at least one; taken to be up until one fails.
+            replicas: by name, at least one; taken to be up until one fails.
             timeout_s: of one attempt at one replica, and of the wait for any to come up.
             max_retries: attempts after the first one.
         """
         assert replicas, "a batcher needs a replica"
         self._timeout_s = timeout_s
         self._max_retries = max_retries
-        self._replicas = list(replicas)
+        self._replicas = dict(replicas)
         self._random = random.Random()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_dispatching = False
+        self._slots: dict[str, _Slots[A]] = {}
+        self._num_queries = self._num_coalesced = self._num_batches = self._num_failed = 0
 
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query: ``[len(queries)][<= k]``.
+    def counts(self) -> BatcherCounts:
+        """Return what has been done."""
+        return BatcherCounts(self._num_queries, self._num_coalesced, self._num_batches, self._num_failed)
+
+    async def ask(self, queries: Sequence[str], k: int) -> list[A]:
+        """Return the answer to each query: ``[len(queries)]``. Those who ask the same at a time share one answer.
+
+        Cancelling a caller leaves everybody else's answers alone.
 
         Raises:
-            ValueError: ``k`` is less than 1.
-            RetrievalError: every attempt failed; the message has their number and the last cause.
+            RetrievalError: every attempt at one of them failed; the message has their number and the last cause.
         """
-        if k < 1:
-            raise ValueError(f"got k={k}, expected at least 1")
-        if self._loop is not asyncio.get_running_loop():
-            self._reset()
-        found = await asyncio.gather(*[self._ask(query, k) for query in queries])
-        return [list(passages) for passages in found]  # callers that asked the same must not share a list
+        self._bind()
+        # one task for all of them, where one for each query would cost more than the rest of the way
+        answers = asyncio.gather(*[self._queue_up(query, k) for query in queries])
+        answers.add_done_callback(_look_at)
+        return await asyncio.shield(answers)
 
-    def _reset(self) -> None:
-        """Bind to the running event loop. Nothing of a loop that ended before can be waited for."""
-        self._loop = asyncio.get_running_loop()
-        self._slots = [_Slots(replica) for replica in self._replicas]
-        self._queue: deque[_Waiting] = deque()
-        self._asked: dict[tuple[str, int], asyncio.Future[list[Passage]]] = {}
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_dispatching = False
-
-    def _ask(self, query: str, k: int) -> asyncio.Future[list[Passage]]:
-        """Queue a query, unless the same one is in flight. Cancelling one caller leaves the others' answer alone."""
+    def _queue_up(self, query: str, k: int) -> asyncio.Future[A]:
+        """Queue a query, unless the same one is in flight."""
         assert self._loop is not None
+        self._num_queries += 1
         found = self._asked.get((query, k))
         if found is None:
             found = self._asked[query, k] = self._loop.create_future()
@@ -119,13 +134,53 @@ class QueryBatcher:
             if not self._is_dispatching:
                 self._is_dispatching = True
                 self._start(self._dispatch())
-        return asyncio.shield(found)
+        else:
+            self._num_coalesced += 1
+        return found
 
-    def _forget(self, asked: tuple[str, int], found: asyncio.Future[list[Passage]]) -> None:
-        """Take an answer out of what is in flight, and look at its failure: whoever asked may have been cancelled."""
+    async def wait_for_room(self) -> None:
+        """Return once fewer than ``ROOM`` queries wait for every replica that is up."""
+        self._bind()
+        while len(self._queue) >= ROOM * sum(slots.is_up for slots in self._slots.values()):
+            if not self._queue:  # none is up, and nobody asked yet: asking is what says so
+                return
+            await self._changed.wait()
+
+    def set_replicas(self, replicas: Mapping[str, Replica[A]]) -> None:
+        """Serve from these from now on. A name known before keeps its state; a new one is used once it has answered a
+        ping. What is out at one that left comes back or is asked again elsewhere."""
+        assert replicas, "a batcher needs a replica"
+        self._replicas = dict(replicas)
+        self._bind()
+        for name in self._slots.keys() - replicas.keys():
+            left = self._slots.pop(name)
+            left.is_up = left.is_member = False
+        for name in replicas.keys() - self._slots.keys():
+            slots = self._slots[name] = _Slots(replicas[name], is_up=False)
+            self._start(self._probe(slots))
+        self._announce()
+
+    @property
+    def replica_names(self) -> set[str]:
+        """Of the replicas served from, up or down."""
+        return set(self._replicas)
+
+    def _bind(self) -> None:
+        """Bind to the running event loop. Nothing of a loop that ended before can be waited for."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        self._loop = loop
+        self._slots = {name: _Slots(replica, is_up=True) for name, replica in self._replicas.items()}
+        self._queue: deque[_Waiting[A]] = deque()
+        self._asked: dict[tuple[str, int], asyncio.Future[A]] = {}
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_dispatching = False
+
+    def _forget(self, asked: tuple[str, int], found: asyncio.Future[A]) -> None:
         self._asked.pop(asked, None)
-        if not found.cancelled():
-            found.exception()  # else asyncio logs "Future exception was never retrieved"
+        _look_at(found)
 
     async def _dispatch(self) -> None:
         """Send what waits while anything waits. A task of its own, so that all callers of one loop turn are in."""
@@ -139,52 +194,55 @@ class QueryBatcher:
         finally:
             self._is_dispatching = False
 
-    def _take_batch(self) -> list[_Waiting]:
+    def _take_batch(self) -> list[_Waiting[A]]:
         """Take an idle replica's share of the queue, of one ``k``."""
-        num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots)
+        num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # its own replica is not idle any more
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < min(share, MAX_BATCH) and self._queue[0].k == batch[0].k:
             batch.append(self._queue.popleft())
         return batch
 
-    async def _run(self, batch: list[_Waiting], slots: _Slots | None) -> None:
+    async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
         """Get one batch answered. ``slots`` is the replica to try first, its slot taken; None where none was up."""
+        self._num_batches += 1
         try:
-            results = await self._try(batch, slots)
+            answers = await self._try(batch, slots)
         except RetrievalError as error:
             for waiting in batch:
                 waiting.found.set_exception(RetrievalError(*error.args))
         else:
-            for waiting, passages in zip(batch, results, strict=True):
-                waiting.found.set_result(passages)
+            for waiting, answer in zip(batch, answers, strict=True):
+                waiting.found.set_result(answer)
         finally:
             for waiting in batch:  # a bug, or the loop's end: nobody may wait for ever
                 if not waiting.found.done():
                     waiting.found.set_exception(RetrievalError("the search was abandoned"))
+            self._announce()
 
-    async def _try(self, batch: list[_Waiting], slots: _Slots | None) -> list[list[Passage]]:
+    async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> list[A]:
         """Ask one replica after another.
 
         Raises:
             RetrievalError: none of ``max_retries + 1`` attempts was answered.
         """
         queries = [waiting.query for waiting in batch]
-        tried: list[_Slots] = []
+        tried: list[_Slots[A]] = []
         cause = ""
         while slots is not None:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    results = await slots.replica.search_batch(queries, batch[0].k)
-                if len(results) == len(queries):
-                    return results
-                cause = f"{len(results)} answers to {len(queries)} queries"
+                    answers = await slots.replica.answer_batch(queries, batch[0].k)
+                if len(answers) == len(queries):
+                    return answers
+                cause = f"{len(answers)} answers to {len(queries)} queries"
             except TimeoutError:
                 cause = f"no answer within {self._timeout_s:g} s"
             except RetrievalError as error:
                 cause = str(error)
             finally:
                 self._release(slots, len(batch))
+            self._num_failed += 1
             tried.append(slots)
             self._mark_down(slots)
             if len(tried) > self._max_retries:
@@ -196,14 +254,14 @@ class QueryBatcher:
             f"search failed after {len(tried)} attempts on {len(set(tried))} of {len(self._slots)} replicas: {cause}"
         )
 
-    async def _acquire(self, avoid: list[_Slots], num_queries: int) -> _Slots | None:
+    async def _acquire(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
         """Take a slot of a replica that is up, another one than before if there is one.
 
         Returns:
             None when none was up for ``timeout_s``.
         """
         while True:
-            up = [slots for slots in self._slots if slots.is_up]
+            up = [slots for slots in self._slots.values() if slots.is_up]
             others = [slots for slots in up if slots not in avoid]
             free = [slots for slots in others or up if slots.num_batches < BATCHES_PER_REPLICA]
             if free:
@@ -222,31 +280,31 @@ class QueryBatcher:
             except TimeoutError:
                 return None
 
-    def _release(self, slots: _Slots, num_queries: int) -> None:
+    def _release(self, slots: _Slots[A], num_queries: int) -> None:
         slots.num_batches -= 1
         slots.num_queries -= num_queries
         self._announce()
 
-    def _mark_down(self, slots: _Slots) -> None:
+    def _mark_down(self, slots: _Slots[A]) -> None:
         if slots.is_up:
             slots.is_up = False
             self._start(self._probe(slots))
 
-    async def _probe(self, slots: _Slots) -> None:
+    async def _probe(self, slots: _Slots[A]) -> None:
         """Ping a replica until it answers, then use it again."""
         pause_s = _FIRST_PAUSE_S
-        while not slots.is_up:
+        while slots.is_member and not slots.is_up:
             with contextlib.suppress(RetrievalError, TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
                     await slots.replica.ping()
-                slots.is_up = True
+                slots.is_up = slots.is_member
                 self._announce()
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _announce(self) -> None:
-        """Wake everybody in ``_acquire``: a slot is free or a replica is up."""
+        """Wake everybody in ``_acquire`` and ``wait_for_room``: a slot is free, a replica is up, the queue is less."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -255,3 +313,9 @@ class QueryBatcher:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _look_at(ended: asyncio.Future[Any]) -> None:
+    """Retrieve a failure: whoever asked may be cancelled, and asyncio logs exceptions that nobody looked at."""
+    if not ended.cancelled():
+        ended.exception()

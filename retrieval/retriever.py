@@ -1,51 +1,99 @@
-"""LocalRetriever: encoder, index and corpus in this process. Knows nothing of Ray."""
+"""LocalRetriever: an index directory, searched in this process. Knows nothing of Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retrieval.base import Passage
-from retrieval.corpus import CORPUS_FILE, Corpus
-from retrieval.encoder import Encoder
-from retrieval.index import Manifest, VectorIndex
+from ragr1_actors.errors import ConfigError, DataError
+from retrieval.base import Hits, Passage
+from retrieval.corpus import Corpus
+from retrieval.index_types import parse_options
+from retrieval.manifest import Manifest
+from retrieval.ranking import ABSENT, Ranker, Ranking
+
+if TYPE_CHECKING:
+    from retrieval.dense import DenseRanker
+    from retrieval.reranker import Reranker
 
 
 class LocalRetriever:
     """Searches one index directory in the process that asks.
 
     The memory maps are shared by all processes of a node, so a second retriever takes little more than its encoder.
-    Pickles as its directory: the receiving process opens the index itself.
+    Pickles as its arguments: the receiving process opens the index itself.
     """
 
-    def __init__(self, index_dir: str | Path, num_threads: int = 1) -> None:
-        """Open an index.
+    def __init__(
+        self,
+        index_dir: str | Path,
+        num_threads: int = 1,
+        *,
+        device: str = "cpu",
+        reranker: str = "",
+        options: Mapping[str, Any] | None = None,
+        shards: Sequence[int] | None = None,
+        load_encoder: bool = True,
+    ) -> None:
+        """Open an index: vectors, inverted index or both, as its manifest says.
 
         Args:
             index_dir: made by ``build_index``.
-            num_threads: of faiss. Torch's threads are the host process's own affair.
+            num_threads: of the search. Torch's threads are the host process's own affair.
+            device: ``cpu`` or ``cuda``, of encoder, vectors and reranker.
+            reranker: a cross-encoder, folder or hub name, that orders anew what was found; empty is none.
+            options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``retrieval.index_types``.
+            shards: numbers of the shards to search, by default all.
+            load_encoder: without one, ``search_rows`` needs vectors.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
+            ConfigError: an unknown option, or some shards of an index that is no dense one.
         """
         self._directory = Path(index_dir)
         self._num_threads = num_threads
-        self._manifest = Manifest.read(self._directory)
+        self._others: dict[str, Any] = {
+            "device": device,
+            "reranker": reranker,
+            "options": dict(options or {}),
+            "shards": None if shards is None else tuple(shards),
+            "load_encoder": load_encoder,
+        }
+        self._manifest = manifest = Manifest.read(self._directory)
+        self._options = parse_options(manifest.vector_type or manifest.index_type, options or {})
+        if shards is not None and manifest.has_bm25:
+            raise ConfigError(
+                f"{index_dir}: an index of type {manifest.index_type!r} cannot be searched by shards; search it whole"
+            )
+        manifest.check_files(self._directory)
         self._corpus = Corpus.open(self._directory)
-        self._manifest.check_corpus(self._directory / CORPUS_FILE, len(self._corpus))
-        self._encoder = load_encoder(self._directory, self._manifest)
-        self._index = VectorIndex.load(self._directory, self._manifest)
+        if len(self._corpus) != manifest.count:
+            raise DataError(
+                f"{index_dir}: got {len(self._corpus)} passages, but the index was built over {manifest.count}; build "
+                "the index again"
+            )
+        self.dense = self._open_dense()
+        """What ranks by vectors; None where there are none."""
+        self._ranker = self._open_ranker()
+        self._reranker = _open_reranker(reranker, device) if reranker else None
 
-    def __reduce__(self) -> tuple[type[LocalRetriever], tuple[Path, int]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the constructor."""
-        return LocalRetriever, (self._directory, self._num_threads)
+        return _open, (self._directory, self._num_threads, self._others)
+
+    @property
+    def version(self) -> str:
+        """Name of the evidence; see ``Manifest.version``."""
+        return self._manifest.version
 
     def info(self) -> dict[str, Any]:
-        """Return the manifest."""
-        return asdict(self._manifest)
+        """Return the manifest, and its ``version``."""
+        return {**asdict(self._manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Search, here and now; see ``search_batch``.
@@ -54,37 +102,113 @@ class LocalRetriever:
         """
         return self.search_batch(queries, k)
 
-    def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query, best first: ``[len(queries)][min(k, corpus)]``.
+    def search_batch(
+        self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
+    ) -> list[list[Passage]]:
+        """Return up to ``k`` passages for each query, best first, as ``Hits``: ``[len(queries)][<= min(k, corpus)]``.
 
-        A query of which the encoder knows no word finds nothing: no evidence is better than the first ``k`` rows.
+        A query without one word that encoder or inverted index know finds nothing. ``vectors`` are the queries,
+        float32 ``[len(queries), dimension]``, where something else has encoded them.
 
         Raises:
-            ValueError: ``k`` is less than 1.
+            ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
+            RetrievalError: encoder or reranker gave no numbers.
         """
-        if k < 1:
-            raise ValueError(f"got k={k}, expected at least 1")
-        if not queries:
-            return []
-        vectors = self._encoder.encode_queries(queries)
-        scores, rows = self._index.search(vectors, k, self._num_threads)
-        unique, positions = np.unique(rows, return_inverse=True)
-        passages = self._corpus.take(unique.tolist())
-        is_known = np.any(vectors != 0, axis=1).tolist()
-        found: list[list[Passage]] = []
-        for known, query_positions, query_scores in zip(is_known, positions.tolist(), scores.tolist(), strict=True):
-            best = zip(query_positions, query_scores, strict=True) if known else ()
-            found.append([replace(passages[position], score=score) for position, score in best])
-        return found
+        if self._reranker is None:
+            return self.search_rows(queries, k, vectors)[1]
+        _, found = self.search_rows(queries, max(_check_depth(k), self._options["rerank_candidates"]), vectors)
+        return [Hits(passages, index_version=self.version) for passages in self._reranker.rerank(queries, found, k)]
+
+    def search_rows(
+        self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
+    ) -> tuple[Ranking, list[list[Passage]]]:
+        """Return the best ``k`` rows of each query, before any reranking, and their passages.
+
+        Args:
+            queries: any text.
+            k: at least 1.
+            vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere.
+
+        Returns:
+            The ranking, rows numbered as in the whole corpus, and the passages of the rows that are not absent, as
+            ``Hits``, scored as in the ranking.
+
+        Raises:
+            ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
+            RetrievalError: vectors that are none.
+        """
+        ranking = self._ranker.rank(queries, _check_depth(k), vectors)
+        return ranking, self._passages(ranking)
+
+    def encode(self, queries: list[str]) -> NDArray[np.float32]:
+        """Return the vectors of queries: float32 ``[len(queries), dimension]``.
+
+        Raises:
+            ValueError: the index has no vectors, or was opened without its encoder.
+        """
+        if self.dense is None:
+            raise ValueError(f"an index of type {self._manifest.index_type!r} has no encoder")
+        return self.dense.encode(queries)
+
+    def _open_dense(self) -> DenseRanker | None:
+        if not self._manifest.is_dense:
+            return None
+        from retrieval.dense import DenseRanker  # with faiss; a client of a fleet needs neither
+
+        return DenseRanker(
+            self._directory,
+            self._manifest,
+            num_threads=self._num_threads,
+            device=self._others["device"],
+            options=self._others["options"],
+            shards=self._others["shards"],
+            load_encoder=self._others["load_encoder"],
+        )
+
+    def _open_ranker(self) -> Ranker:
+        if not self._manifest.has_bm25:
+            if self.dense is None:
+                raise DataError(f"{self._directory}: its manifest names no vectors and no words; build the index again")
+            return self.dense
+        from retrieval.bm25 import BM25Ranker, HybridRanker
+
+        words = BM25Ranker(self._directory, self._manifest, num_threads=self._num_threads)
+        if self.dense is None:
+            return words
+        return HybridRanker([self.dense, words], depth=self._options["fusion_depth"])
+
+    def _passages(self, ranking: Ranking) -> list[list[Passage]]:
+        if not ranking.rows.size:
+            return [Hits(index_version=self.version) for _ in ranking.rows]
+        unique, inverse = np.unique(ranking.rows, return_inverse=True)
+        num_absent = int(unique[0] == ABSENT)
+        passages = self._corpus.take(unique[num_absent:].tolist())
+        places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
+        scores: list[list[float]] = ranking.scores.tolist()
+        return [
+            Hits(
+                [
+                    replace(passages[place], score=score)
+                    for place, score in zip(row_places, row_scores, strict=True)
+                    if place >= 0
+                ],
+                index_version=self.version,
+            )
+            for row_places, row_scores in zip(places, scores, strict=True)
+        ]
 
 
-def load_encoder(directory: Path, manifest: Manifest) -> Encoder:
-    """Load the encoder an index was built with: a folder inside the index directory, or one elsewhere.
+def _open(directory: Path, num_threads: int, others: dict[str, Any]) -> LocalRetriever:
+    return LocalRetriever(directory, num_threads, **others)
 
-    Raises:
-        DataError: it is not there, or not the one of the manifest.
-    """
-    inside = directory / manifest.encoder
-    encoder = Encoder.load(inside if inside.is_dir() else manifest.encoder)
-    manifest.check_encoder(encoder.name, encoder.fingerprint, encoder.dimension)
-    return encoder
+
+def _open_reranker(name: str, device: str) -> Reranker:
+    from retrieval.reranker import Reranker  # with torch
+
+    return Reranker.load(name, device=device)
+
+
+def _check_depth(k: int) -> int:
+    if k < 1:
+        raise ValueError(f"got k={k}, expected at least 1")
+    return k

@@ -194,3 +194,10 @@ def test_an_error_on_one_rank_is_one_error(ray_local: ModuleType, policy_dir: Pa
     ray_local.cancel(waiting, force=True)
     with pytest.raises(FleetError, match="stopped"):
         group.get_weights()
+
+
+def test_a_rank_that_was_killed_is_said_to_have_died(ray_local: ModuleType) -> None:
+    group = LearnerGroup(make_config(learners={"num_learners": 1, "num_cpus_per_learner": 0}))
+    ray_local.kill(group._actors[0])
+    with pytest.raises(FleetError, match=r"learner rank 0 of 1 died: .* go on from the last checkpoint with --resume"):
+        group.get_weights()

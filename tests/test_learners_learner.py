@@ -21,6 +21,7 @@ from learners.models import packed_hidden_states
 from learners.ppo import PPOLearner
 from learners.sft import SFTLearner, segment
 from ragr1_actors.config import RunConfig
+from ragr1_actors.errors import DataError, LearnerError
 from ragr1_actors.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 
 Build = Callable[..., Learner]
@@ -219,6 +220,32 @@ def test_a_resumed_run_is_bitwise_the_same(build: Build, stage: int, dtype: str)
         assert straight.update(make_groups(seed)) == resumed.update(make_groups(seed))
     ours, theirs = straight.get_state(), resumed.get_state()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ten_skipped_steps_in_a_row_end_the_run(build: Build, stage: int) -> None:
+    learner = build(GRPOLearner, make_config(learners={"zero_stage": stage}))
+    broken, whole = (make_groups(0) for _ in range(2))
+    for group in broken:
+        for trajectory in group.trajectories:
+            trajectory.logprobs.fill(np.nan)  # as what an engine with broken weights would say
+    for _ in range(9):
+        assert learner.update(broken)["skipped_steps"] == 1
+    assert learner.update(whole)["skipped_steps"] == 0
+    for _ in range(9):  # the count begins anew with every step that is taken
+        learner.update(broken)
+    with pytest.raises(LearnerError, match=r"10 optimizer steps in a row .* lower training\.lr"):
+        learner.update(broken)
+
+
+def test_half_a_state_is_refused(build: Build) -> None:
+    learner = build(SFTLearner)
+    state = learner.get_state()
+    for missing in ("num_updates", "policy/step", next(name for name in state if name.startswith("policy/exp_avg/"))):
+        with pytest.raises(
+            DataError, match=missing.removeprefix("policy/").partition("/")[0].replace("step", "step count")
+        ):
+            learner.set_state({name: value for name, value in state.items() if name != missing})
 
 
 def test_a_state_of_another_model_is_refused(build: Build, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from small_world import (
 from envs.registry import ENVS
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.algorithm import Algorithm, _rollout_metrics
+from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import GroupRequest, GroupSummary
@@ -39,6 +39,7 @@ from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import deterministic, read_metrics
 from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.schema import read_trajectories
+from ragr1_actors.summaries import rollout_metrics
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.training_run import TrainingRun
 from ragr1_actors.types import Message, Task
@@ -199,7 +200,7 @@ def test_what_a_group_did_not_count_is_zero_in_the_mean() -> None:
         summary = GroupSummary("", (1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})
         return FinishedGroup(request, summary, None)
 
-    metrics = _rollout_metrics([finished(stop_answered=1.0), finished(stop_answered=0.5, stop_max_turns=0.5)])
+    metrics = rollout_metrics([finished(stop_answered=1.0), finished(stop_answered=0.5, stop_max_turns=0.5)])
     assert metrics["rollout/stop_answered"] == 0.75
     assert metrics["rollout/stop_max_turns"] == 0.25
     assert metrics["rollout/queries_per_round"] == 1.5

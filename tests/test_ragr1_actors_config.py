@@ -31,7 +31,7 @@ def test_a_recipe_takes_overrides_as_yaml() -> None:
         ("training.lr=fast", "training.lr: got 'fast'; input should be a valid number"),
         ("training.lr=-1", "training.lr: got -1; input should be greater than 0"),
         ("learners.zero_stage=4", "learners.zero_stage: got 4"),
-        ("environment.prompt=[", "not a YAML value"),
+        ("environment.prompt=[", "environment.prompt: not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_one_sentence(assignment: str, message: str) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,41 @@ async def test_an_environment_that_raises_ends_its_own_trajectory() -> None:
     trajectory = await run([SEARCH], env_class=Faulty)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert "oops" in trajectory.error
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), None, "1", 1j, [1.0], np.float32("nan")])
+async def test_a_reward_that_is_no_finite_number_is_an_error_of_the_environment(reward: Any) -> None:
+    class Odd(SearchEnv):
+        async def submit(self, answer: str) -> StepResult:
+            return StepResult(reward=reward, terminated=True)
+
+    trajectory = await run([SEARCH, ANSWER], env_class=Odd)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.reward == 0.0
+    assert f"Odd.submit gave a reward of {reward!r}, expected a finite number" in trajectory.error
+    assert "environment.reward" in trajectory.error
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
+async def test_a_reward_may_be_any_finite_number(reward: Any) -> None:
+    class Plain(SearchEnv):
+        async def submit(self, answer: str) -> StepResult:
+            return StepResult(reward=reward, terminated=True)
+
+    assert type((await run([ANSWER], env_class=Plain)).reward) is float
+
+
+async def test_what_is_no_result_and_no_action_is_named() -> None:
+    class NoResult(SearchEnv):
+        async def step(self, queries: list[str]) -> Any:
+            return "found"
+
+    class NoAction(SearchEnv):
+        def parse(self, completion: str) -> Any:
+            return None
+
+    assert "NoResult.step returned 'found', expected a StepResult" in (await run([SEARCH], env_class=NoResult)).error
+    assert "NoAction.parse returned None, expected Search" in (await run([SEARCH], env_class=NoAction)).error
 
 
 async def test_a_full_context_ends_the_trajectory() -> None:

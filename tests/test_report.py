@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from ragr1_actors.errors import DataError, RunDirectoryError
+from ragr1_actors.errors import RunDirectoryError
 from ragr1_actors.metrics import MetricsLogger
 from ragr1_actors.report import (
     EvalResult,
@@ -69,7 +69,7 @@ def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"holds no report\.json"):
         read_report(tmp_path)
     (tmp_path / "report.json").write_text("{")
-    with pytest.raises(DataError):
+    with pytest.raises(RunDirectoryError, match="delete the file, and --resume writes it again"):
         read_report(tmp_path)
     (tmp_path / "report.json").write_text('{"stages": [], "peak_rss_bytes": 1}')
     with pytest.raises(RunDirectoryError, match="wall_s"):

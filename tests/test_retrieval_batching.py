@@ -1,4 +1,4 @@
-"""QueryBatcher over fake replicas: batching, coalescing, retries and recovery, without Ray."""
+"""Batcher and PooledRetriever over fake replicas: batching, coalescing, retries, recovery and cache, without Ray."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Callable
 import pytest
 
 from ragr1_actors.errors import RetrievalError
-from retrieval.base import Passage
-from retrieval.batching import BATCHES_PER_REPLICA, MAX_BATCH, QueryBatcher
+from retrieval.base import Hits, Passage
+from retrieval.batching import BATCHES_PER_REPLICA, MAX_BATCH, ROOM
+from retrieval.pooled import PooledRetriever, PoolSettings
 
 
-def answer(query: str, k: int) -> list[Passage]:
-    return [Passage(f"{query}/{rank}", query, query) for rank in range(k)]
+def answer(query: str, k: int) -> Hits:
+    return Hits((Passage(f"{query}/{rank}", query, query) for rank in range(k)), index_version="v1")
 
 
 class FakeReplica:
@@ -31,7 +32,7 @@ class FakeReplica:
         self.out = self.most_out = 0
         self.on_search: Callable[[], None] = lambda: None
 
-    async def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
+    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
         self.batches.append(queries)
         self.out += 1
         self.most_out = max(self.most_out, self.out)
@@ -51,8 +52,11 @@ class FakeReplica:
             raise RetrievalError("replica died")
 
 
-def batcher(*replicas: FakeReplica, timeout_s: float = 5.0, max_retries: int = 2) -> QueryBatcher:
-    return QueryBatcher(replicas, timeout_s=timeout_s, max_retries=max_retries)
+def batcher(
+    *replicas: FakeReplica, timeout_s: float = 5.0, max_retries: int = 2, cache_size: int = 0
+) -> PooledRetriever:
+    named = {f"replica {number}": replica for number, replica in enumerate(replicas)}
+    return PooledRetriever(named, PoolSettings(timeout_s, max_retries, cache_size))
 
 
 async def test_callers_of_one_turn_share_a_batch_and_each_gets_its_own() -> None:
@@ -79,9 +83,11 @@ async def test_what_queues_while_replicas_are_full_goes_out_together() -> None:
 
 async def test_identical_queries_in_flight_are_asked_once_but_share_no_list() -> None:
     replica = FakeReplica(delay_s=0.01)
-    search = batcher(replica).search
+    shared = batcher(replica)
+    search = shared.search
     found = await asyncio.gather(*[search(["same", "same"], 2) for _ in range(10)], search(["same"], 3))
     assert Counter(query for batch in replica.batches for query in batch) == {"same": 2}  # once for each k
+    assert shared.counts().coalesced == 9
     found[0][0].clear()
     assert found[0][1] == found[1][0] == answer("same", 2)
     assert found[-1] == [answer("same", 3)]
@@ -169,8 +175,8 @@ async def test_no_retry_when_none_is_asked_for() -> None:
 
 async def test_wrong_number_of_answers_is_a_failure_not_a_mixup() -> None:
     class Short(FakeReplica):
-        async def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
-            return (await super().search_batch(queries, k))[:-1]
+        async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+            return (await super().answer_batch(queries, k))[:-1]
 
     with pytest.raises(RetrievalError, match="1 answers to 2 queries"):
         await batcher(Short(), timeout_s=0.5, max_retries=0).search(["a", "b"], 1)
@@ -259,3 +265,73 @@ async def test_random_failures_lose_and_mix_up_nothing(seed: int) -> None:
 
     async with asyncio.timeout(20):
         await asyncio.gather(*[caller(number) for number in range(16)])
+
+
+async def test_what_was_answered_is_remembered_and_says_so() -> None:
+    replica = FakeReplica()
+    pool = batcher(replica, cache_size=2)
+    first = await pool.search(["a", " a\n"], 1)
+    again = await pool.search(["a  "], 1)
+    assert first == [answer("a", 1)] * 2 and again == [answer("a", 1)]
+    assert replica.batches == [["a"]] and pool.num_cached == 1
+    hits = [hits for hits in (*first, *again) if isinstance(hits, Hits)]
+    assert [(h.is_cached, h.index_version) for h in hits] == [(False, "v1"), (False, "v1"), (True, "v1")]
+    again[0].clear()
+    await pool.search(["b", "c"], 1)  # "a" was used last before them and goes
+    assert (await pool.search(["a"], 1), len(replica.batches)) == ([answer("a", 1)], 3)
+    await pool.search(["a"], 2)
+    assert replica.batches[-1] == ["a"]  # another k is another question
+    assert (pool.counts().queries, pool.counts().batches) == (5, 4)
+
+
+async def test_a_new_index_version_empties_the_cache() -> None:
+    class Versioned(FakeReplica):
+        version = "v1"
+
+        async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+            return [Hits(hits, index_version=self.version) for hits in await super().answer_batch(queries, k)]
+
+    replica = Versioned()
+    pool = batcher(replica, cache_size=10)
+    await pool.search(["a", "b"], 1)
+    replica.version = "v2"
+    await pool.search(["c"], 1)
+    await pool.search(["a"], 1)
+    assert replica.batches == [["a", "b"], ["c"], ["a"]]
+
+
+async def test_a_replica_that_joins_is_probed_first_and_one_that_leaves_loses_nothing() -> None:
+    old, new = FakeReplica(0.01), FakeReplica(0.01)
+    new.works = False
+    pool = batcher(old)
+    assert await pool.search(["a"], 1) == [answer("a", 1)]
+    pool.batcher.set_replicas({"replica 0": old, "new": new})
+    assert await pool.search([f"b{i}" for i in range(32)], 1) == [answer(f"b{i}", 1) for i in range(32)]
+    assert new.pings and not new.batches
+    new.works = True
+    await asyncio.sleep(0.4)
+    searching = asyncio.gather(*[pool.search([f"c{i}"], 1) for i in range(64)])
+    await asyncio.sleep(0)
+    old.works = False  # it goes with a batch in hand
+    pool.batcher.set_replicas({"new": new})
+    assert await searching == [[answer(f"c{i}", 1)] for i in range(64)]
+    assert new.batches and pool.batcher.replica_names == {"new"}
+    num_old = len(old.batches)
+    await pool.search([f"d{i}" for i in range(32)], 1)
+    assert len(old.batches) == num_old
+
+
+async def test_there_is_room_until_too_many_wait() -> None:
+    replica = FakeReplica()
+    replica.hangs = True
+    pool = batcher(replica, timeout_s=0.3, max_retries=0)
+    await asyncio.wait_for(pool.wait_for_room(), 0.1)
+    asked = asyncio.gather(
+        *[pool.search([f"q{i}"], 1) for i in range(ROOM + (BATCHES_PER_REPLICA + 1) * MAX_BATCH)],
+        return_exceptions=True,
+    )
+    await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.wait_for_room(), 0.1)
+    assert all(isinstance(failure, RetrievalError) for failure in await asked)
+    await asyncio.wait_for(pool.wait_for_room(), 2)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import DataError
+from ragr1_actors.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.encoder import Encoder, make_static_encoder
+from retrieval.encoder import Encoder
+from retrieval.length_batches import batch_by_length
+from retrieval.static_encoder import make_static_encoder
 
 TEXTS = [
     "Ana Bell was born in Riga in 1902.",
@@ -103,8 +106,56 @@ def test_a_text_without_words_makes_no_encoder(tmp_path: Path) -> None:
         make_static_encoder(tmp_path / "e", ["?!", ""])
 
 
-def test_missing_encoders_say_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no encoder folder"):
-        Encoder.load(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="cannot be loaded"):
-        Encoder.load(tmp_path)
+def test_a_title_counts_twice(encoder: Encoder) -> None:
+    assert encoder.pooling == "static"
+    title, text, both = encoder.encode_queries(["Ana Bell", "Riga", "Ana Bell Ana Bell Riga"])
+    assert np.allclose(encoder.encode_passages([Passage("p", "Ana Bell", "Riga")])[0], both, atol=1e-6)
+    assert both @ title > both @ text
+
+
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_a_vector_is_the_same_in_any_batch(encoder: Encoder, count: int) -> None:
+    queries = [f"{TEXTS[i % 4]} {i}" for i in range(count)]
+    together = encoder.encode_queries(queries)
+    assert np.array_equal(together, np.concatenate([encoder.encode_queries([query]) for query in queries]))
+
+
+def test_names_that_are_no_encoder_say_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    for name, said in [
+        (tmp_path / "nowhere", "no encoder folder"),
+        (tmp_path, "is no model"),
+        (tmp_path / "file", "is a file; give the folder"),
+        ("", "is empty; give a folder or a hub name"),
+        ("nobody/nothing", "is no folder and cannot be loaded from the hub"),
+        ("a b\x00\n", "is no folder and cannot be loaded from the hub"),
+    ]:
+        with pytest.raises(DataError, match=said) as caught:
+            Encoder.load(name)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_devices_and_dtypes_are_checked(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown device 'tpu5'; expected cpu or cuda"):
+        Encoder.load(folder, device="tpu5")
+    with pytest.raises(ConfigError, match="unknown dtype 'fp8' of an encoder; expected auto, float32"):
+        Encoder.load(folder, dtype="fp8")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no GPU here; use cpu"):
+            Encoder.load(folder, device="cuda")
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=60), max_tokens=st.integers(1, 200), spare_tokens=st.integers(0, 100)
+)
+def test_batches_hold_every_text_once_and_little_padding(
+    lengths: list[int], max_tokens: int, spare_tokens: int
+) -> None:
+    batches = batch_by_length(lengths, max_tokens, spare_tokens)
+    order = [position for batch in batches for position in batch]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[position] for position in order] == sorted(lengths, reverse=True)
+    for batch in batches:
+        longest = lengths[batch[0]]
+        assert len(batch) == 1 or longest * len(batch) <= max_tokens
+        assert sum(longest - lengths[position] for position in batch) <= spare_tokens

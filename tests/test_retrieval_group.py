@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from ragr1_actors.config import RetrievalSettings
-from ragr1_actors.errors import DataError, FleetError, RetrievalError
-from retrieval.base import Passage
+from ragr1_actors.errors import ConfigError, DataError, FleetError, RetrievalError
+from retrieval.base import Hits, Passage
 from retrieval.build import build_index
-from retrieval.group import RetrieverClient, RetrieverGroup
+from retrieval.client import RetrieverClient
+from retrieval.group import RetrieverGroup
+from retrieval.pooled import PoolSettings
 from retrieval.retriever import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
@@ -26,7 +28,7 @@ PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name i
 
 @pytest.fixture(scope="module")
 def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_index(PASSAGES, tmp_path_factory.mktemp("fleet") / "index", progress=False)
+    return build_index(PASSAGES, tmp_path_factory.mktemp("fleet") / "index", num_shards=3, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,8 @@ async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGrou
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
-    client = RetrieverClient(list(group._handles), timeout_s=1.0, max_retries=2)
+    assert group._retrievers is not None
+    client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(timeout_s=1.0, max_retries=2))
     pid = await asyncio.to_thread(_pid, group.handles[0])
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -135,7 +138,8 @@ async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index
     group.stop()
     assert (group.handles, group.num_healthy) == ([], 0)
     with pytest.raises(RetrievalError, match=r"after 1 attempts on 1 of 1 replicas: Actor\w+Error"):
-        await client.search([NAMES[0]], 1)
+        await client.search([NAMES[1]], 1)
+    assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"  # remembered
 
 
 @pytest.mark.ray
@@ -145,7 +149,7 @@ def test_a_replica_that_cannot_open_the_index_is_one_sentence(
     with pytest.raises(DataError, match="no index in"):
         RetrieverGroup.create(tmp_path, RetrievalSettings())
     (tmp_path / "manifest.json").write_bytes((index_dir / "manifest.json").read_bytes())
-    with pytest.raises(FleetError, match="no corpus") as caught:
+    with pytest.raises(FleetError, match="corpus") as caught:
         RetrieverGroup.create(tmp_path, RetrievalSettings(num_cpus_per_retriever=0.1)).wait_until_ready()
     assert "\n" not in str(caught.value)
 
@@ -157,3 +161,75 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
     assert (await retriever.search([NAMES[3]], 1))[0][0].id == "p3"
     assert (group.handles, group.num_healthy) == ([], 0)
     group.stop()
+
+
+@pytest.mark.ray
+async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
+    ray_local: ModuleType, index_dir: Path
+) -> None:
+    settings = RetrievalSettings(
+        num_retrievers=1, num_shards=3, num_encoders=1, num_cpus_per_retriever=0.1, num_cpus_per_encoder=0.1
+    )
+    group = RetrieverGroup.create(index_dir, settings)
+    try:
+        group.wait_until_ready()
+        assert len(group.handles) == 3
+        client = group.retriever()
+        local = LocalRetriever(index_dir)
+        queries = [*NAMES[:40], "nonsense", ""]
+        found = await client.search(queries, 4)
+        assert found == local.search_batch(queries, 4)
+        assert all(isinstance(hits, Hits) and hits.index_version == local.version for hits in found)
+        again = await client.search(queries[:1], 4)
+        assert isinstance(again[0], Hits) and again[0].is_cached
+        load = group.metrics()
+        assert load["retrieval/retriever_queries"] == 3 * len(queries)
+        assert load["retrieval/encoder_queries"] == len(queries)
+        assert 0 < load["retrieval/encoder_busy"] < 1
+    finally:
+        group.stop()
+
+
+@pytest.mark.ray
+async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
+    settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
+    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+    group.wait_until_ready()
+    client = group.retriever()
+    assert isinstance(client, RetrieverClient)
+    expected = dict(zip(NAMES, LocalRetriever(index_dir).search_batch(NAMES, 2), strict=True))
+    stop = asyncio.Event()
+
+    async def caller(number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            name = NAMES[(number * 37 + turn) % len(NAMES)]
+            assert await client.search([name], 2) == [expected[name]]
+            turn += 1
+            await asyncio.sleep(0.001)
+
+    async def until_searched(num_replicas: int) -> None:
+        while sum(slots.is_up for slots in client._pool.batcher._slots.values()) != num_replicas:
+            await asyncio.sleep(0.05)
+
+    callers = asyncio.gather(*[caller(number) for number in range(8)])
+    try:
+        async with asyncio.timeout(60):
+            group.scale_to(2)
+            await until_searched(2)
+            new = group.handles[1]
+            while not (await new.load.remote())["queries"]:
+                await asyncio.sleep(0.05)
+            group.scale_to(1)
+            await until_searched(1)
+        stop.set()
+        await callers
+    finally:
+        stop.set()
+        group.stop()
+
+
+@pytest.mark.ray
+def test_what_an_index_cannot_do_is_said_before_any_actor_starts(ray_local: ModuleType, index_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="got 4, but the index has 3"):
+        RetrieverGroup.create(index_dir, RetrievalSettings(num_shards=4))

@@ -1,76 +1,57 @@
-"""Index directories: exact search, what is refused, and what a failed build leaves."""
+"""Every index type: what it finds, what it keeps of small and odd data, and what is refused in one sentence."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import pickle
-import shutil
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from retrieval_world import hard_vectors
 
-from ragr1_actors.errors import ConfigError, DataError, UserError
-from ragr1_actors.types import Task
-from retrieval.base import Passage
-from retrieval.build import build_index, evaluate_index, index_info
-from retrieval.corpus import write_corpus
-from retrieval.encoder import make_static_encoder
-from retrieval.index import VectorIndex
-from retrieval.retriever import LocalRetriever
+from ragr1_actors.errors import ConfigError, DataError
+from retrieval.byte_codes import decode_bytes, encode_bytes
+from retrieval.index import INDEX_TYPES, VectorIndex
+from retrieval.index_types import parse_options
+from retrieval.manifest import FileRecord, Shard
+from retrieval.ranking import ABSENT
+from retrieval.vector_blocks import sample
 
-NAMES = ["Ana Bell", "Bo Cole", "Çelik Öz", "Dana Fox 1902", "李 明"]
-PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name in enumerate(NAMES)]
-
-
-@pytest.fixture(scope="module")
-def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_index(PASSAGES, tmp_path_factory.mktemp("index") / "index", progress=False)
+COUNT, DIMENSION = 3000, 384
+QUICK = {"hnsw": {"m": 8, "ef_construction": 40, "ef_search": 64}}
+Floats = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def retriever(index_dir: Path) -> LocalRetriever:
-    return LocalRetriever(index_dir)
+def hard() -> tuple[Floats, Floats]:
+    return hard_vectors(COUNT, DIMENSION, 200)
 
 
-@pytest.fixture
-def copy(index_dir: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(index_dir, tmp_path / "copy"))
+@pytest.fixture(scope="module")
+def indexes(hard: tuple[Floats, Floats]) -> dict[str, VectorIndex]:
+    blocks = np.array_split(hard[0], 3)
+    return {
+        name: VectorIndex.build(blocks, DIMENSION, name, count=COUNT, options=QUICK.get(name)) for name in INDEX_TYPES
+    }
 
 
-def test_names_find_their_passages_in_any_script(retriever: LocalRetriever) -> None:
-    found = retriever.search_batch([name.upper() for name in NAMES], 2)
-    assert [passages[0].id for passages in found] == [passage.id for passage in PASSAGES]
-    assert all(passages[0].score > passages[1].score for passages in found)
-    best = found[0][0]
-    assert (best.title, best.text) == ("Ana Bell", "Ana Bell was born in town0.")
+def saved(index: VectorIndex, directory: Path) -> tuple[Path, Shard]:
+    path = directory / "shard-0000.faiss"
+    index.save(path)
+    return path, Shard(0, index.count, FileRecord.of(directory, path.name))
 
 
-def test_k_beyond_the_corpus_empty_lists_and_nonsense(retriever: LocalRetriever) -> None:
-    (found,) = retriever.search_batch(["Ana Bell"], 50)
-    assert sorted(passage.id for passage in found) == [passage.id for passage in PASSAGES]
-    assert retriever.search_batch([], 3) == []
-    assert retriever.search_batch(["", "xyzzy", "\x00\x07", "\ud800", "Bo\x00 \tCole\n"], 1) == [
-        [], [], [], [], retriever.search_batch(["bo cole"], 1)[0],
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="k=0"):
-        retriever.search_batch(["Ana Bell"], 0)
-
-
-async def test_async_search_leaves_the_loop_free_and_pickles(retriever: LocalRetriever) -> None:
-    answers = await asyncio.gather(*[retriever.search([name], 1) for name in NAMES])
-    assert [answer[0][0].title for answer in answers] == NAMES
-    again: LocalRetriever = pickle.loads(pickle.dumps(retriever))
-    assert await again.search(NAMES, 3) == retriever.search_batch(NAMES, 3)
+def recall(found: NDArray[np.int64], hard: tuple[Floats, Floats]) -> float:
+    k = found.shape[1]
+    truth = np.argsort(-(hard[1] @ hard[0].T), axis=1)[:, :k]
+    return float(np.mean([np.isin(a, b).mean() for a, b in zip(truth, found, strict=True)]))
 
 
 @given(
@@ -78,7 +59,7 @@ async def test_async_search_leaves_the_loop_free_and_pickles(retriever: LocalRet
     repeats=st.booleans(),
 )  # fmt: skip
 @settings(deadline=None, max_examples=40)
-def test_search_is_exact_and_the_same_in_any_batch(seed: int, count: int, k: int, size: int, repeats: bool) -> None:
+def test_flat_is_exact_and_the_same_in_any_batch(seed: int, count: int, k: int, size: int, repeats: bool) -> None:
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((count, 64), dtype=np.float32)
     if repeats:  # equal scores
@@ -98,142 +79,247 @@ def test_search_is_exact_and_the_same_in_any_batch(seed: int, count: int, k: int
             assert np.array_equal(alone_rows[0], rows[number])
 
 
-def test_info_and_recall(index_dir: Path) -> None:
-    info = index_info(index_dir)
-    assert (info["count"], info["dimension"], info["index_type"], info["encoder"]) == (5, 512, "flat", "encoder")
-    assert info["bytes"] > info["index_bytes"] > 0
-    tasks = [
-        Task("a", "Where was Ana Bell born?", ("x",), supporting_ids=("p0",)),
-        Task("b", "bo cole", ("x",), supporting_ids=("p1", "absent")),
-        Task("c", "no evidence known", ("x",)),
-    ]
-    assert evaluate_index(index_dir, tasks, ks=(1, 5)) == {"recall@1": 0.75, "recall@5": 0.75}
-    with pytest.raises(DataError, match="supporting"):
-        evaluate_index(index_dir, tasks[2:])
-
-
-def test_an_existing_index_is_never_overwritten(index_dir: Path, tmp_path: Path) -> None:
-    before = index_info(index_dir)
-    with pytest.raises(DataError, match="exists already"):
-        build_index(PASSAGES[:1], index_dir, progress=False)
-    assert index_info(index_dir) == before
-    (tmp_path / "empty").mkdir()
-    assert build_index(PASSAGES, tmp_path / "empty", progress=False) == tmp_path / "empty"
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
-def test_same_passages_same_index(index_dir: Path, tmp_path: Path) -> None:
-    again = build_index(iter(PASSAGES), tmp_path / "deep" / "again", progress=False)
-    assert index_info(again) == index_info(index_dir)
-    other = build_index(iter(PASSAGES), tmp_path / "other", seed=1, progress=False)
-    assert index_info(other)["index_hash"] != index_info(index_dir)["index_hash"]
-
-
-def test_encoder_folder_is_used_from_where_it_is_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_static_encoder("model", [passage.text for passage in PASSAGES], seed=8)
-    build_index(PASSAGES, "index", encoder="model", progress=False)
-    monkeypatch.chdir("/")
-    assert LocalRetriever(tmp_path / "index").search_batch(["Ana Bell"], 1)[0][0].id == "p0"
-    shutil.rmtree(tmp_path / "model")
-    make_static_encoder(tmp_path / "model", [passage.text for passage in PASSAGES], seed=9)
-    with pytest.raises(DataError, match=r"fingerprint .* was built with .* use that encoder or build"):
-        LocalRetriever(tmp_path / "index")
-
-
-def _truncate(directory: Path) -> None:
-    path = directory / "index.faiss"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _foreign(directory: Path) -> None:
-    path = directory / "index.faiss"
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
-def _of_other_vectors(directory: Path) -> None:
-    path = directory / "index.faiss"
-    index = faiss.read_index(str(path))
-    faiss.write_index(VectorIndex.build([np.ones((index.ntotal, index.d), np.float32)], index.d)._index, str(path))
-
-
-def _manifest(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
-    def damage(directory: Path) -> None:
-        content = json.loads((directory / "manifest.json").read_text())
-        change(content)
-        (directory / "manifest.json").write_text(json.dumps(content))
-
-    return damage
+@pytest.mark.parametrize("name", INDEX_TYPES)
+def test_every_type_finds_in_any_batch_and_after_loading(
+    name: str, indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path
+) -> None:
+    vectors, queries = hard
+    index = indexes[name]
+    scores, rows = index.search(queries, 5, 1)
+    assert (index.index_type, index.count) == (name, COUNT)
+    assert (scores.dtype, rows.dtype, rows.shape) == (np.float32, np.int64, (len(queries), 5))
+    products = np.take_along_axis(queries @ vectors.T, rows, axis=1)
+    assert np.allclose(scores, products, atol=1e-5 if index.is_lossless else 5e-3)
+    assert (np.diff(scores, axis=1) <= 0).all()
+    alone = [index.search(query[None], 5, 1) for query in queries[:20]]
+    assert np.array_equal(np.concatenate([found for _, found in alone]), rows[:20])
+    assert np.allclose(np.concatenate([found for found, _ in alone]), scores[:20], atol=1e-6)
+    path, shard = saved(index, tmp_path)
+    loaded = VectorIndex.load(path, shard, DIMENSION)
+    assert loaded.index_type == name
+    for before, after in zip((scores, rows), loaded.search(queries, 5, 1), strict=True):
+        assert np.array_equal(before, after)
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_truncate, r"index\.faiss: got \d+ bytes, expected \d+"),
-        (_foreign, r"index\.faiss: got hash"),
-        (_of_other_vectors, r"index\.faiss: got hash .* belongs to another index"),
-        (lambda d: (d / "index.faiss").unlink(), r"no .*index\.faiss"),
-        (lambda d: write_corpus(PASSAGES[::-1], d), "rows changed"),
-        (lambda d: write_corpus(PASSAGES[:-1], d), "got 4 passages .* built over 5"),
-        (lambda d: (d / "corpus.arrow").write_bytes(b"ARROW1"), "not a whole Arrow file"),
-        (lambda d: (d / "corpus.arrow").unlink(), "no corpus"),
-        (lambda d: (d / "manifest.json").unlink(), r"manifest\.json is missing"),
-        (lambda d: (d / "manifest.json").write_text("{"), "not valid JSON"),
-        (lambda d: (d / "manifest.json").write_text("[]"), "format version None, expected 1"),
-        (_manifest(lambda m: m.update(format_version=99)), "format version 99, expected 1"),
-        (_manifest(lambda m: m.pop("count")), "missing or unknown: count"),
-        (_manifest(lambda m: m.update(encoder_fingerprint="0" * 64)), "use that encoder"),
-        (lambda d: shutil.rmtree(d / "encoder"), "encoder"),
-        (shutil.rmtree, "no index in"),
-    ],
+    ("name", "at_3", "at_10", "num_bytes"),
+    [("flat", 1, 1, 4), ("fp16", 0.998, 0.998, 2), ("sq8", 0.97, 0.97, 1), ("pq", 0.99, 0.98, 4 / 3)],
 )
-def test_damaged_directories_are_refused(copy: Path, damage: Callable[[Path], object], said: str) -> None:
-    damage(copy)
-    with pytest.raises(DataError, match=said) as caught:
-        LocalRetriever(copy)
-    assert "\n" not in str(caught.value)
+def test_recall_of_scans_and_their_bytes(
+    name: str, at_3: float, at_10: float, num_bytes: float,
+    indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path,
+) -> None:  # fmt: skip
+    assert recall(indexes[name].search(hard[1], 3, 1)[1], hard) >= at_3
+    assert recall(indexes[name].search(hard[1], 10, 1)[1], hard) >= at_10
+    fixed = 4 * DIMENSION**2 + 100_000 if name == "pq" else 5_000  # rotation and codebook, however many vectors
+    assert saved(indexes[name], tmp_path)[1].file.num_bytes <= COUNT * DIMENSION * num_bytes + fixed
 
 
-def test_failed_builds_leave_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="used twice"):
-        build_index([PASSAGES[0], PASSAGES[0]], tmp_path / "a", progress=False)
-    with pytest.raises(DataError, match="no passages"):
-        build_index([], tmp_path / "a", progress=False)
-    with pytest.raises(ConfigError, match="unknown index type 'cube'"):
-        build_index(PASSAGES, tmp_path / "a", index_type="cube", progress=False)
-    with pytest.raises(DataError, match="no encoder folder"):
-        build_index(PASSAGES, tmp_path / "a", encoder="./nowhere", progress=False)
-    assert list(tmp_path.iterdir()) == []
+def test_more_probes_and_candidates_find_more(
+    indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path
+) -> None:
+    for name, options in (
+        ("ivf", {"num_probes": 10**6}),
+        ("ivf_pq", {"num_probes": 10**6, "refine_factor": 20}),
+        ("hnsw", {"ef_search": 2000}),
+    ):
+        (tmp_path / name).mkdir()
+        path, shard = saved(indexes[name], tmp_path / name)
+        few = recall(indexes[name].search(hard[1], 10, 1)[1], hard)
+        many = recall(VectorIndex.load(path, shard, DIMENSION, options=options).search(hard[1], 10, 1)[1], hard)
+        assert many > few, name
+        assert many >= 0.97, name
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes fails each writer in turn, as a full disk does: corpus, encoder, index."""
-    script = textwrap.dedent("""
-        import resource, sys
-        from ragr1_actors.errors import UserError
-        from retrieval.base import Passage
-        from retrieval.build import build_index
-        # Most bytes in the index, fewer in the encoder, fewest in the corpus.
-        passages = [Passage(str(i), f"word{i % 50}", "a b c " * 4) for i in range(800)]
-        for limit in (8_000, 60_000, 1_000_000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                build_index(passages, sys.argv[1], progress=False)
-            except UserError as error:
-                print(f"refused: {error}")
-    """)
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "index")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        check=False,
+def test_options_of_the_build_stay_with_the_file(hard: tuple[Floats, Floats], tmp_path: Path) -> None:
+    built = VectorIndex.build([hard[0][:800]], DIMENSION, "ivf", options={"num_lists": 20, "num_probes": 20})
+    path, shard = saved(built, tmp_path)
+    few = (hard[0][:800], hard[1])
+    assert recall(VectorIndex.load(path, shard, DIMENSION).search(hard[1], 10, 1)[1], few) == 1
+    assert (
+        recall(VectorIndex.load(path, shard, DIMENSION, options={"num_probes": 1}).search(hard[1], 10, 1)[1], few) < 1
     )
-    lines = ran.stdout.splitlines()
-    assert len(lines) == 3, ran.stdout + ran.stderr
-    assert all(line.startswith("refused: the index could not be written") for line in lines), lines
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_are_user_errors() -> None:
-    assert issubclass(DataError, UserError)
+@pytest.mark.parametrize("name", INDEX_TYPES)
+@pytest.mark.parametrize("count", [1, 10, 300])
+def test_few_vectors_build_any_type(name: str, count: int, hard: tuple[Floats, Floats], capfd: Any) -> None:
+    index = VectorIndex.build([hard[0][:count]], DIMENSION, name)
+    _, rows = index.search(hard[1][:5], count + 7, 1)
+    assert rows.shape == (5, count)
+    for row in rows.tolist():
+        found = [number for number in row if number != ABSENT]
+        assert len(set(found)) == len(found) >= 1
+        assert row[len(found) :] == [ABSENT] * (count - len(found))
+    if name not in ("ivf", "ivf_pq", "hnsw"):
+        assert (np.sort(rows, axis=1) == np.arange(count)).all()
+    assert capfd.readouterr().err == ""
+
+
+def test_lists_that_hold_too_few_leave_absent_rows_at_the_end(hard: tuple[Floats, Floats]) -> None:
+    for name, options in (("ivf", {}), ("ivf_pq", {"refine_factor": 1})):
+        index = VectorIndex.build(
+            [hard[0][:400]], DIMENSION, name, options={"num_lists": 40, "num_probes": 1, **options}
+        )
+        scores, rows = index.search(hard[1], 100, 1)
+        is_absent = rows == ABSENT
+        assert is_absent.any()
+        assert not is_absent[:, 0].any()
+        assert (np.diff(is_absent.astype(int), axis=1) >= 0).all()
+        assert (scores[is_absent] == -np.inf).all()
+        assert np.isfinite(scores[~is_absent]).all()
+
+
+@pytest.mark.parametrize("name", INDEX_TYPES)
+def test_generators_odd_dimensions_and_repeated_vectors(name: str) -> None:
+    vectors, queries = hard_vectors(500, 30, 9)
+    vectors = np.concatenate([vectors, vectors[:20]])
+    whole = VectorIndex.build([vectors], 30, name, options=QUICK.get(name))
+    streamed = VectorIndex.build(iter(np.array_split(vectors, 7)), 30, name, options=QUICK.get(name))
+    first, second = (np.sort(index.search(queries, 9, 1)[0]) for index in (whole, streamed))
+    assert np.allclose(first, second, atol=2e-3)  # a rotation rounds, and a graph grows, by the block
+    if name not in ("ivf", "ivf_pq", "hnsw"):
+        rows = whole.search(vectors[:20], 2, 1)[1]
+        assert rows.tolist() == [[row, row + 500] for row in range(20)]
+
+
+def test_a_dimension_that_pq_cannot_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'pq' needs an even dimension, got 33; use 'sq8'"):
+        VectorIndex.build([np.ones((4, 33), np.float32)], 33, "pq")
+
+
+@pytest.mark.parametrize("name", INDEX_TYPES)
+def test_numbers_that_are_none_and_wrong_counts_are_refused(name: str, hard: tuple[Floats, Floats]) -> None:
+    vectors = hard[0][:100].copy()
+    for bad in (np.nan, np.inf):
+        vectors[70, 3] = bad
+        with pytest.raises(DataError, match="vector 70 holds NaN or infinity"):
+            VectorIndex.build(np.array_split(vectors, 4), DIMENSION, name)
+    for count in (99, 101):
+        with pytest.raises(DataError, match=f"expected {count}"):
+            VectorIndex.build([hard[0][:50], hard[0][50:100]], DIMENSION, name, count=count)
+    for count in (None, 0):
+        with pytest.raises(DataError, match="got 0 vectors"):
+            VectorIndex.build([], DIMENSION, name, count=count)
+    with pytest.raises(DataError, match=r"shape \(3, 8\), expected \[n, 384\]"):
+        VectorIndex.build([np.ones((3, 8), np.float32)], DIMENSION, name)
+
+
+def test_options_are_checked_by_name_and_value() -> None:
+    assert parse_options("hnsw", {"ef_search": 9})["m"] == 32
+    for index_type, options, said in [
+        ("hsnw", {}, "unknown index type 'hsnw'; did you mean 'hnsw'?"),
+        ("cube", {}, "unknown index type 'cube'; expected one of: flat, fp16"),
+        ("hnsw", {"ef_serch": 9}, "unknown option 'ef_serch' of index type 'hnsw'; did you mean 'ef_search'?"),
+        ("flat", {"num_probes": 9}, "unknown option 'num_probes' of index type 'flat'"),
+        ("ivf", {"num_probes": -1}, "option 'num_probes' of index type 'ivf': got -1, expected a whole number of at"),
+        ("ivf", {"num_probes": "4"}, "got '4', expected a whole number"),
+        ("pq", {"refine_factor": True}, "got True, expected a whole number of at least 1"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            VectorIndex.build([np.ones((4, 8), np.float32)], 8, index_type, options=options)
+        assert said in str(caught.value)
+
+
+def test_truncated_foreign_and_other_files_are_refused(indexes: dict[str, VectorIndex], tmp_path: Path) -> None:
+    path, shard = saved(indexes["flat"], tmp_path)
+    content = path.read_bytes()
+    with pytest.raises(DataError, match=r"got 3000 vectors of dimension 384, expected 3000 of 385"):
+        VectorIndex.load(path, shard, 385)
+    with pytest.raises(DataError, match=r"expected 2999 of 384"):
+        VectorIndex.load(path, replace(shard, count=2999), DIMENSION)
+    with pytest.raises(ConfigError, match="unknown option 'm' of index type 'flat'"):
+        VectorIndex.load(path, shard, DIMENSION, options={"m": 3})
+    for damage, said in [
+        (content[:-100], r"got \d+ bytes, expected \d+"),
+        (b"x" * len(content), "got fingerprint"),
+    ]:
+        path.write_bytes(damage)
+        with pytest.raises(DataError, match=said):
+            VectorIndex.load(path, shard, DIMENSION)
+    for foreign in (b"not an index at all", content[:5000]):  # with a manifest that fits
+        path.write_bytes(foreign)
+        with pytest.raises(DataError, match="faiss cannot read it") as caught:
+            VectorIndex.load(path, replace(shard, file=FileRecord.of(tmp_path, path.name)), DIMENSION)
+        assert "\n" not in str(caught.value)
+    faiss.write_index(faiss.index_factory(8, "LSH"), str(path))
+    with pytest.raises(DataError, match="faiss index of kind IndexLSH"):
+        VectorIndex.load(path, Shard(0, 0, FileRecord.of(tmp_path, path.name)), 8)
+    path.unlink()
+    with pytest.raises(DataError, match=r"no .*faiss"):
+        VectorIndex.load(path, shard, DIMENSION)
+
+
+def test_flat_and_fp16_move_to_a_device_through_torch(
+    indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path
+) -> None:
+    """``cpu:0`` stands for a GPU that faiss has no say in: the same path but for the device."""
+    for name in ("flat", "fp16", "pq"):
+        (tmp_path / name).mkdir()
+        path, shard = saved(indexes[name], tmp_path / name)
+        moved = VectorIndex.load(path, shard, DIMENSION, device="cpu:0")
+        for before, after in zip(indexes[name].search(hard[1], 5, 1), moved.search(hard[1], 5, 1), strict=True):
+            assert np.allclose(before, after, atol=1e-5)
+        assert moved.is_lossless == (name == "flat")
+        assert np.array_equal(next(iter(moved.blocks(10))), next(iter(indexes[name].blocks(10))))
+
+
+def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats]) -> None:
+    assert {name for name, index in indexes.items() if index.is_lossless} == {"flat", "ivf", "hnsw"}
+    for name in ("flat", "ivf", "hnsw"):
+        assert np.array_equal(np.concatenate(list(indexes[name].blocks(1500))), hard[0])
+
+
+def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
+    """In a process of its own: 30 MB of vectors are searched in each type, and stay in the page cache."""
+    script = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from retrieval.index import VectorIndex
+from retrieval.manifest import FileRecord, Shard
+def private():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+def load(name):
+    index = VectorIndex.load(folder / name, Shard(0, 60_000, FileRecord.of(folder, name)), 128)
+    index.search(np.ones((8, 128), np.float32), 3, 1)
+    return index
+folder = Path(sys.argv[1])
+for name in sys.argv[2:]:
+    load(name)
+for name in sys.argv[2:]:
+    before = private()
+    index = load(name)
+    print(private() - before)
+"""
+    vectors = np.random.default_rng(0).standard_normal((60_000, 128), dtype=np.float32)
+    most_mb = {"flat": 2, "sq8": 2, "pq": 8, "ivf": 4}
+    for name in most_mb:
+        options = {"num_lists": 16} if name == "ivf" else {}
+        VectorIndex.build([vectors], 128, name, count=60_000, options=options).save(tmp_path / name)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), *most_mb],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    taken = dict(zip(most_mb, map(int, ran.stdout.split()), strict=True))
+    assert all(taken[name] <= most for name, most in most_mb.items()), taken
+
+
+def test_byte_codes_keep_a_vector_to_half_a_step() -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((50, 24), dtype=np.float32) * rng.uniform(0, 3, (50, 1)).astype(np.float32)
+    vectors[7] = 0
+    codes = encode_bytes(vectors)
+    assert (codes.dtype, codes.shape) == (np.uint8, (50, 28))
+    steps = np.abs(vectors).max(axis=1, keepdims=True) / 127
+    assert (np.abs(decode_bytes(codes) - vectors) <= steps * 0.5001).all()
+
+
+def test_a_sample_is_drawn_evenly_and_bounded() -> None:
+    blocks = [np.arange(start, start + 50, dtype=np.float32)[:, None] for start in range(0, 1000, 50)]
+    drawn = sample(blocks, 1, 1000, 300)[:, 0]
+    assert len(set(drawn.tolist())) == 300
+    assert (np.diff(drawn) > 0).all()
+    assert 420 < drawn.mean() < 580
+    assert np.array_equal(drawn, sample(blocks, 1, 1000, 300)[:, 0])
+    assert len(sample(blocks, 1, 1000, 5000)) == 1000

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ragr1_actors.types import Task
-from retrieval.build import build_index, evaluate_index
-from retrieval.corpus import read_passages
+from retrieval.build import build_index
+from retrieval.evaluation import evaluate_index
+from retrieval.readers import read_passages
 from retrieval.retriever import LocalRetriever
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared/data"

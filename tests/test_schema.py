@@ -28,7 +28,16 @@ def tasks(draw: st.DrawFn) -> Task:
 def turns(draw: st.DrawFn) -> Turn:
     records = [
         RetrievalRecord(
-            draw(texts), draw(string_tuples), tuple(draw(st.lists(floats, max_size=3))), draw(floats), draw(floats)
+            query=draw(texts),
+            k=draw(st.integers(1, 100)),
+            passage_ids=draw(string_tuples),
+            scores=tuple(draw(st.lists(floats, max_size=3))),
+            titles=draw(string_tuples),
+            texts=draw(string_tuples),
+            latency_s=draw(floats),
+            waited_s=draw(floats),
+            is_cached=draw(st.booleans()),
+            index_version=draw(texts),
         )
         for _ in range(draw(st.integers(0, 2)))
     ]

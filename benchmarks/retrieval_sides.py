@@ -1,0 +1,383 @@
+"""The sides of ``bench retrieval``: loads over the fleet and over the HTTP server, and what is measured of files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+
+from benchmarks import evidence
+from benchmarks.measurement import Sample, quotient
+from ragr1_actors.config import RetrievalSettings
+from retrieval.manifest import Manifest
+
+NUM_CALLERS = 64
+TOP_K = 3
+WARM_S = 2.0
+SERVICE_S = 0.005
+CALLERS_PER_REPLICA = 32
+
+Ask = Callable[[list[str]], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What callers saw."""
+
+    queries_per_s: float
+    p50_s: float
+
+    def __str__(self) -> str:
+        return f"{self.queries_per_s:.1f} queries/s, p50 {self.p50_s * 1e3:.0f} ms"
+
+
+class World:
+    """The indexes, made when they are first asked for."""
+
+    def __init__(self, directory: Path, quick: bool) -> None:
+        self._directory = directory
+        self._num_passages = evidence.NUM_PASSAGES_QUICK if quick else evidence.NUM_PASSAGES
+        self._encoder: Path | None = None
+        self._made: dict[str, Path] = {}
+
+    def index(self, index_type: str) -> Path:
+        """The index directory of a type."""
+        if self._encoder is None:
+            self._encoder = evidence.make_encoder(self._directory)
+        if index_type not in self._made:
+            self._made[index_type] = evidence.make_index(self._directory, self._encoder, index_type, self._num_passages)
+        return self._made[index_type]
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """A local Ray of our own, with more logical CPUs than actors ask for."""
+    import ray
+
+    root = str(Path(__file__).resolve().parent.parent)
+    env = {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=512 * 2**20,
+        runtime_env={"env_vars": env},
+        _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def load(ask: Ask, queries_per_call: int, duration_s: float, seed: int) -> Load:
+    """Let ``NUM_CALLERS`` callers ask one call after another; what ends within the time counts."""
+    known = iter(evidence.queries(200_000, seed))
+    latencies: list[float] = []
+    end = time.perf_counter() + WARM_S + duration_s
+
+    async def caller() -> None:
+        while time.perf_counter() < end:
+            asked = [next(known) for _ in range(queries_per_call)]
+            started = time.perf_counter()
+            await ask(asked)
+            ended = time.perf_counter()
+            if end - duration_s <= ended <= end:
+                latencies.append(ended - started)
+
+    await asyncio.gather(*[caller() for _ in range(NUM_CALLERS)])
+    return Load(len(latencies) * queries_per_call / duration_s, median(latencies))
+
+
+def run_http(index_dir: Path, queries_per_call: int, quick: bool, seed: int) -> Load:
+    """The load over the HTTP server."""
+
+    async def run(url: str) -> Load:
+        import aiohttp
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(queries: list[str]) -> Any:
+                async with session.post(url, json={"queries": queries, "topk": TOP_K, "return_scores": True}) as reply:
+                    found = (await reply.json())["result"]
+                    assert len(found) == len(queries)
+                    return found
+
+            # its latency is seconds: a shorter time would hold too few answers
+            return await load(ask, queries_per_call, 6 if quick else 30, seed)
+
+    with http_server(str(index_dir)) as url:
+        return asyncio.run(run(url))
+
+
+def run_fleet(index_dir: Path, queries_per_call: int, quick: bool, seed: int) -> Load:
+    """The load over a fleet of one retriever and, beside it, one encoder, each with one thread."""
+    settings = RetrievalSettings(
+        num_retrievers=1, num_encoders=1, num_cpus_per_retriever=1, num_cpus_per_encoder=1, cache_size=0, timeout_s=60
+    )
+
+    async def run(retriever: Any) -> Load:
+        return await load(lambda queries: retriever.search(queries, TOP_K), queries_per_call, 3 if quick else 10, seed)
+
+    with fleet(index_dir, settings) as group:
+        return asyncio.run(run(group.retriever()))
+
+
+@contextmanager
+def fleet(index_dir: Path, settings: RetrievalSettings) -> Iterator[Any]:
+    """The product's own fleet."""
+    from retrieval.group import RetrieverGroup
+
+    group = RetrieverGroup.create(index_dir, settings)
+    try:
+        group.wait_until_ready()
+        yield group
+    finally:
+        group.stop()
+
+
+@contextmanager
+def http_server(index_dir: str) -> Iterator[str]:
+    """A server process; yields its address once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.http_server", index_dir, str(port)], env=env)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            assert process.poll() is None and time.monotonic() < end, "the HTTP server did not start"
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/retrieve"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def recall(exact_dir: Path, other_dir: Path, ks: tuple[int, ...]) -> dict[int, float]:
+    """The share of the exact index's best k that the other one finds, over 1,000 queries drawn as the vectors are."""
+    drawn = evidence.vectors(1000, seed=99)
+    texts = [""] * len(drawn)
+    exact, other = (_open(directory).rank(texts, max(ks), drawn).rows for directory in (exact_dir, other_dir))
+    return {
+        k: float(np.mean([len(set(a[:k]) & set(b[:k])) / k for a, b in zip(exact, other, strict=True)])) for k in ks
+    }
+
+
+def vector_bytes(exact_dir: Path, other_dir: Path) -> Sample:
+    """Bytes a vector on disk, against four a dimension."""
+    manifest = Manifest.read(other_dir)
+    return quotient(
+        sum(shard.file.num_bytes for shard in manifest.shards) / manifest.count,
+        4.0 * Manifest.read(exact_dir).dimension,
+    )
+
+
+_READ_ALL = """
+import random, sys
+from pathlib import Path
+from retrieval.corpus import Corpus
+def private():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+before = private()
+corpus = Corpus.open(sys.argv[1])
+rng = random.Random(0)
+for _ in range(2000):
+    corpus.take([rng.randrange(len(corpus)) for _ in range(64)])
+print((private() - before) / len(corpus))
+"""
+
+
+def text_private_bytes(index_dir: Path) -> Sample:
+    """Private bytes a passage of a process that opened the corpus and read 128,000 passages at random."""
+    command = [sys.executable, "-c", _READ_ALL, str(index_dir)]
+    found = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return Sample(found, found, 1.0)
+
+
+async def transport(num_queries: int, quick: bool) -> Sample:
+    """Median time of a batch there and back: an actor and an HTTP server that both find at once."""
+    import aiohttp
+
+    from benchmarks.stubs import start_stubs
+    from retrieval.client import RetrieverClient
+    from retrieval.pooled import PoolSettings
+
+    asked = evidence.queries(num_queries)
+    stubs = start_stubs(1, 0.0)
+    try:
+        client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+        ours = await _median_s(lambda: client.search(asked, TOP_K), quick)
+    finally:
+        stubs.stop()
+    with http_server("stub") as url:
+        async with aiohttp.ClientSession() as session:
+
+            async def ask() -> Any:
+                async with session.post(url, json={"queries": asked, "topk": TOP_K, "return_scores": True}) as reply:
+                    return await reply.json()
+
+            theirs = await _median_s(ask, quick)
+    return quotient(ours, theirs)
+
+
+async def router(quick: bool) -> Sample:
+    """Median latency of one query through the client, against the bare actor call, taken in turns."""
+    import ray
+
+    from benchmarks.stubs import start_stubs
+    from retrieval.client import RetrieverClient
+    from retrieval.pooled import PoolSettings
+    from retrieval.wire import expand, unpack
+
+    stubs = start_stubs(1, 0.0)
+    try:
+        client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+        (handle,) = (ray.get_actor(name) for name in stubs.handles)
+        asked = evidence.queries(1)
+
+        async def bare() -> Any:
+            return unpack(expand(await handle.search_batch.remote(asked, TOP_K)))
+
+        ours, theirs = [], []
+        for _ in range(3 if quick else 10):
+            ours.append(await _median_s(lambda: client.search(asked, TOP_K), quick))
+            theirs.append(await _median_s(bare, quick))
+    finally:
+        stubs.stop()
+    return quotient(median(ours), median(theirs))
+
+
+async def scaling(num_replicas: int, quick: bool) -> Sample:
+    """Queries/s of a few replicas that take ``SERVICE_S`` a query, against as many times one's."""
+    from benchmarks.stubs import start_stubs
+    from retrieval.client import RetrieverClient
+    from retrieval.pooled import PoolSettings
+
+    async def measure(num_actors: int) -> float:
+        stubs = start_stubs(num_actors, SERVICE_S)
+        try:
+            client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+            return await _queries_per_s(client, num_actors * CALLERS_PER_REPLICA, 2 if quick else 6)
+        finally:
+            stubs.stop()
+
+    one = await measure(1)
+    return quotient(await measure(num_replicas), num_replicas * one)
+
+
+async def _queries_per_s(client: Any, num_callers: int, duration_s: float) -> float:
+    known = iter(evidence.queries(50_000, seed=7))
+    done = 0
+    started = time.perf_counter()
+
+    async def caller() -> None:
+        nonlocal done
+        while time.perf_counter() - started < duration_s:
+            await client.search([next(known)], TOP_K)
+            done += 1
+
+    await asyncio.gather(*[caller() for _ in range(num_callers)])
+    return done / (time.perf_counter() - started)
+
+
+async def kill(index_dir: Path, quick: bool) -> tuple[Sample, Sample]:
+    """``kill -9`` one of two replicas under full load; answers are compared with those of before.
+
+    Returns:
+        Wrong or missing answers of all that were asked, and the p99 of the 5 s after the kill against before.
+    """
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=1, cache_size=0, timeout_s=20, max_retries=4)
+    known = evidence.queries(500, seed=5)
+    latencies: list[tuple[float, float]] = []  # end, seconds
+    wrong = asked = 0
+    with fleet(index_dir, settings) as group:
+        client = group.retriever()
+        expected = dict(zip(known, await client.search(known, TOP_K), strict=True))
+        stop = asyncio.Event()
+
+        async def caller(number: int) -> None:
+            nonlocal wrong, asked
+            turn = 0
+            while not stop.is_set():
+                query = known[(number * 31 + turn) % len(known)]
+                started = time.perf_counter()
+                asked += 1
+                found = await client.search([query], TOP_K)
+                wrong += found != [expected[query]]
+                latencies.append((time.perf_counter(), time.perf_counter() - started))
+                turn += 1
+
+        callers = asyncio.gather(*[caller(number) for number in range(NUM_CALLERS)])
+        await asyncio.sleep(3 if quick else 8)
+        pid = int(await group.handles[0].__ray_call__.remote(lambda _: os.getpid()))
+        before = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(5)
+        stop.set()
+        await callers
+    first = [seconds for end, seconds in latencies if end <= before][NUM_CALLERS:]
+    after = [seconds for end, seconds in latencies if end > before]
+    missing = asked - len(latencies)
+    return Sample(float(wrong + missing), float(wrong + missing), float(asked)), quotient(_p99(after), _p99(first))
+
+
+async def second_replica(index_dir: Path) -> Sample:
+    """Seconds from ``scale_to(2)`` until the second replica has answered a search; encoders stand apart."""
+    settings = RetrievalSettings(num_retrievers=1, num_encoders=1, cache_size=0, num_cpus_per_retriever=1)
+    known = iter(evidence.queries(100_000, seed=8))
+    with fleet(index_dir, settings) as group:
+        client = group.retriever()
+        await client.search([next(known)], TOP_K)
+        started = time.perf_counter()
+        group.scale_to(2)
+        searched = asyncio.create_task(_until_searched(group.handles[1]))
+        while not searched.done():
+            await asyncio.gather(*[client.search([next(known)], TOP_K) for _ in range(4)])
+        seconds = time.perf_counter() - started
+    return Sample(seconds, seconds, 1.0)
+
+
+async def _until_searched(handle: Any) -> None:
+    while not (await handle.load.remote())["queries"]:
+        await asyncio.sleep(0.02)
+
+
+async def _median_s(ask: Callable[[], Awaitable[Any]], quick: bool) -> float:
+    found = []
+    for _ in range(20):
+        await ask()
+    for _ in range(30 if quick else 100):
+        started = time.perf_counter()
+        await ask()
+        found.append(time.perf_counter() - started)
+    return median(found)
+
+
+def _p99(seconds: list[float]) -> float:
+    return quantiles(seconds, n=100)[98]
+
+
+def _open(directory: Path) -> Any:
+    from retrieval.dense import DenseRanker
+
+    return DenseRanker(directory, Manifest.read(directory), num_threads=2, load_encoder=False)

@@ -1,0 +1,125 @@
+"""What ``config.py`` refuses beside unknown keys and wrong types: values that YAML knows and a recipe does not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ragr1_actors.errors import ConfigError
+
+if TYPE_CHECKING:  # config imports this module
+    from ragr1_actors.config import RunConfig
+
+MAX_DEPTH = 16
+"""Of lists and mappings in one another: ``engine_options`` may hold some, nothing needs more."""
+_MAX_BITS = 64
+
+
+def read_yaml_file(path: Path, instead: str) -> Any:
+    """Return what a YAML file holds.
+
+    Args:
+        path: of the file.
+        instead: what to do where there is no such file, for the message.
+
+    Raises:
+        ConfigError: it is missing, cannot be read, or is not YAML in UTF-8.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(f"no recipe file {path}; {instead}") from error
+    except OSError as error:
+        raise ConfigError(f"recipe file {_shortened(str(path))} cannot be read: {error.strerror}; {instead}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        ConfigError: it is not YAML; the message begins with ``source``.
+    """
+    try:
+        return yaml.safe_load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}; quote what is text") from error
+
+
+def check_value(name: str, value: Any) -> None:
+    """Refuse what a recipe's key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
+
+    Raises:
+        ConfigError: names the key and what stands there.
+    """
+    level: list[tuple[str, Any]] = [(name, value)]
+    for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack
+        below: dict[int, tuple[str, Any]] = {}  # by identity: YAML's aliases may repeat one list a billion times
+        for where, item in level:
+            _check_kind(where, item)
+            if isinstance(item, dict):
+                below |= {id(child): (f"{where}.{key}", child) for key, child in item.items()}
+            elif isinstance(item, list | tuple):
+                below |= {id(child): (f"{where}[{index}]", child) for index, child in enumerate(item)}
+        if not below:
+            return
+        level = list(below.values())
+    raise ConfigError(f"{name}: nested more than {MAX_DEPTH} levels deep; write it flatter")
+
+
+def _check_kind(where: str, item: Any) -> None:
+    if isinstance(item, dict):
+        for key in item:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where}: got the key {key!r}, expected text; quote it")
+    elif isinstance(item, float | int):
+        _check_number(where, item)
+    elif isinstance(item, str):
+        if any("\ud800" <= char <= "\udfff" or char == "\0" for char in item):
+            raise ConfigError(f"{where}: got {_shortened(repr(item))}, expected text without lone surrogates and NUL")
+    elif item is not None and not isinstance(item, list | tuple):
+        raise ConfigError(
+            f"{where}: got {_shortened(str(item))}, a {type(item).__name__}, expected text, a number, true, false, a "
+            "list or a mapping; quote it if it is text"
+        )
+
+
+def _check_number(where: str, number: float | int) -> None:
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(f"{where}: got {number}, expected a finite number")
+    if isinstance(number, int) and number.bit_length() > _MAX_BITS:
+        raise ConfigError(f"{where}: got a number of {number.bit_length()} bits, expected one of at most {_MAX_BITS}")
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse settings that are each possible, but not together or not for what they mean.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    prompt = config.environment.prompt
+    if "{question}" not in prompt:
+        raise ConfigError(
+            f"environment.prompt: got {_shortened(repr(prompt))}, expected {{question}} in it, where a task's question "
+            "is put; without it the policy would never see what to answer"
+        )
+    policy = config.policy
+    if policy.model == "tiny":
+        head_size, rest = divmod(policy.hidden_size, policy.num_heads)
+        if rest or head_size % 2 or not head_size:
+            possible = max(4, (head_size + 1) // 2 * 2) * policy.num_heads
+            raise ConfigError(
+                f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
+                f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
+            )
+
+
+def _shortened(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,0 +1,87 @@
+"""One evaluation of a policy that a run has trained, in this process and without a learner."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ragr1_actors.algorithm import Algorithm
+from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.errors import DataError, RunDirectoryError
+from ragr1_actors.preflight import check_names
+from ragr1_actors.report import EvalResult
+from ragr1_actors.run_directory import CONFIG_FILE, open_run_directory
+
+
+def evaluate(
+    path: Path, *, tasks: Path | None = None, index: Path | None = None, num_tasks: int | None = None
+) -> EvalResult:
+    """Answer tasks greedily with a checkpoint, as the run that wrote it does at the end of a stage.
+
+    Args:
+        path: a run directory, of which the newest checkpoint is taken, or one of its checkpoints.
+        tasks: a task file; without it, the tasks that the run held out.
+        index: an index directory; without it, the run's own.
+        num_tasks: the first of them; without it, as many as the run takes.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or a file cannot be used.
+    """
+    run_dir, checkpoint = find_checkpoint(path)
+    config = evaluation_config(open_run_directory(run_dir), run_dir, checkpoint, tasks, index, num_tasks)
+    check_names(config)
+    with tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:  # the run is left as it is
+        algorithm = Algorithm(config, Path(scratch), learns=False)
+        try:
+            return algorithm.evaluate()
+        finally:
+            algorithm.stop()
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Return the run directory and the checkpoint that ``path`` names.
+
+    Raises:
+        RunDirectoryError: it is neither a run with a checkpoint nor a checkpoint of a run.
+    """
+    if (path / CONFIG_FILE).is_file():
+        newest = CheckpointStore(path / "checkpoints").latest()
+        if newest is None:
+            raise RunDirectoryError(f"{path} has no checkpoint yet; let the run go on for a while")
+        return path, newest
+    run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10
+    if (path / "policy" / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
+        return run_dir, path
+    raise RunDirectoryError(
+        f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine or "
+        "runs/mine/checkpoints/step_10"
+    )
+
+
+def evaluation_config(
+    config: RunConfig, run_dir: Path, checkpoint: Path, tasks: Path | None, index: Path | None, num_tasks: int | None
+) -> RunConfig:
+    """Return the run's configuration, changed so that it evaluates a checkpoint in one process and writes nothing."""
+    sections = config.model_dump()
+    environment, retrieval, evaluation = sections["environment"], sections["retrieval"], sections["evaluation"]
+    sections["policy"]["model"] = str(checkpoint / "policy")
+    sections["env_runners"]["num_env_runners"] = sections["learners"]["num_learners"] = 0
+    sections["checkpointing"]["keep_trajectories"] = False
+    retrieval["num_retrievers"] = 0
+    if index is not None:
+        retrieval["index"] = str(index)
+    elif not retrieval["index"] and (run_dir / "index").is_dir():
+        retrieval["index"] = str(run_dir / "index")
+    if num_tasks is not None:
+        is_of_one_file = environment["tasks"] != "world" and not environment["eval_tasks"]
+        if num_tasks > evaluation["num_tasks"] and tasks is None and is_of_one_file:
+            raise DataError(
+                f"the run held {evaluation['num_tasks']:,} tasks out, got --num-tasks {num_tasks}: the rest it was "
+                "trained on; ask for fewer, or name a file with --tasks"
+            )
+        evaluation["num_tasks"] = num_tasks
+    if tasks is not None:
+        environment["eval_tasks"] = str(tasks)
+        environment["tasks"] = "world"  # none of it is used; the run's own file may be gone, or be this one
+    return AlgorithmConfig(sections).freeze()

@@ -1,0 +1,162 @@
+"""RetrieverClient: searches a fleet from any process, and finds the replicas that come and go.
+
+::
+
+    query ──► Batcher over encoders ──► vector ┐          (only where encoders are actors of their own)
+                                               ▼
+    query ──► Batcher over replicas ──► shard 0, shard 1 ... ──► merge ──► Hits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from cluster.fleet import find_actors, last_line
+from ragr1_actors.errors import RetrievalError
+from retrieval.base import Hits, Passage
+from retrieval.batching import Batcher, BatcherCounts
+from retrieval.pooled import PooledRetriever, PoolSettings
+from retrieval.wire import expand, merge
+
+REFRESH_S = 2.0
+"""Between two looks at who is in the fleet, while anybody searches."""
+
+Vector = NDArray[np.float32]
+
+
+class RetrieverClient:
+    """The retriever of an env runner: batches, routes, retries, remembers. Pickles as its arguments."""
+
+    def __init__(self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings) -> None:
+        """Search the fleet of that name.
+
+        Names rather than handles: an actor that was given handles cannot be restarted once their owner's node is gone.
+
+        Args:
+            fleet: ``ActorFleet.name`` of the retrievers.
+            num_shards: actors of one replica.
+            encoder_fleet: of the encoders; empty where each retriever encodes.
+            settings: of the pool.
+
+        Raises:
+            RetrievalError: no whole replica is there.
+        """
+        self._arguments = (fleet, num_shards, encoder_fleet, settings)
+        self._fleet, self._num_shards, self._encoder_fleet = fleet, num_shards, encoder_fleet
+        self._encoders: Batcher[Vector] | None = None
+        if encoder_fleet:
+            encoders = {name: _RemoteEncoder(name) for name in find_actors(encoder_fleet)}
+            if not encoders:
+                raise RetrievalError(f"no actor of the fleet {encoder_fleet} runs")
+            self._encoders = Batcher(encoders, timeout_s=settings.timeout_s, max_retries=settings.max_retries)
+        replicas = self._find_replicas(find_actors(fleet), {})
+        if not replicas:
+            raise RetrievalError(f"no whole replica of the fleet {fleet} runs")
+        self._replicas = replicas
+        self._pool = PooledRetriever(replicas, settings)
+        self._next_look = time.monotonic() + REFRESH_S
+        self._looking: asyncio.Task[None] | None = None
+
+    def __reduce__(self) -> tuple[type[RetrieverClient], tuple[Any, ...]]:
+        """Pickle as the arguments of the constructor: what is in flight stays here."""
+        return RetrieverClient, self._arguments
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return up to ``k`` passages for each query, each a ``Hits``: ``[len(queries)][<= k]``.
+
+        Raises:
+            ValueError: ``k`` is less than 1.
+            RetrievalError: every attempt failed; the message has their number and the last cause.
+        """
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + REFRESH_S
+            self._looking = asyncio.create_task(self._look())  # the reference keeps it alive
+        return await self._pool.search(queries, k)
+
+    async def wait_for_room(self) -> None:
+        """Return once the fleet has room for more queries; see ``Batcher.wait_for_room``."""
+        await self._pool.wait_for_room()
+
+    def counts(self) -> BatcherCounts:
+        """Return what was asked of the fleet so far."""
+        return self._pool.counts()
+
+    async def _look(self) -> None:
+        """Take in who joined and who left."""
+        names = await asyncio.to_thread(find_actors, self._fleet)
+        replicas = self._find_replicas(names, self._replicas)
+        if replicas and replicas.keys() != self._replicas.keys():
+            self._replicas = replicas
+            self._pool.batcher.set_replicas(replicas)
+        if self._encoders is not None:
+            found = await asyncio.to_thread(find_actors, self._encoder_fleet)
+            if found and set(found) != self._encoders.replica_names:
+                self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
+
+    def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
+        """Group shard actors ``<member>.<shard>`` by member; a member that is not whole is none."""
+        members: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            members[name.rpartition(".")[0]].append(name)
+        return {
+            member: known.get(member) or _RemoteReplica(shards, self._encoders)
+            for member, shards in members.items()
+            if len(shards) == self._num_shards
+        }
+
+
+class _RemoteEncoder:
+    """``Replica`` over an encoder actor."""
+
+    def __init__(self, name: str) -> None:
+        self._actor = _NamedActor(name)
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[Vector]:
+        return list(await self._actor.call("encode", queries))
+
+    async def ping(self) -> None:
+        await self._actor.call("ping")
+
+
+class _RemoteReplica:
+    """``Replica`` over the shard actors of one copy of the index."""
+
+    def __init__(self, shards: Sequence[str], encoders: Batcher[Vector] | None) -> None:
+        self._shards = [_NamedActor(name) for name in sorted(shards)]
+        self._encoders = encoders
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        vectors = None
+        if self._encoders is not None:
+            vectors = np.stack(await self._encoders.ask(queries, 0))
+        packed = await asyncio.gather(*[shard.call("search_batch", queries, k, vectors) for shard in self._shards])
+        return merge([expand(hits) for hits in packed], k)
+
+    async def ping(self) -> None:
+        await asyncio.gather(*[shard.call("ping") for shard in self._shards])
+
+
+class _NamedActor:
+    """An actor by name; Ray's errors become the one that a batcher knows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._handle: Any = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self._name)
+            return await getattr(self._handle, method).remote(*arguments)
+        except (RayError, ValueError) as error:  # ValueError: no actor of that name any more
+            cause = last_line(error) if isinstance(error, RayError) else str(error)
+            raise RetrievalError(cause) from error

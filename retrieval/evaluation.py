@@ -1,0 +1,181 @@
+"""How well an index directory finds: against supporting facts, against exact search, and how fast."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragr1_actors.errors import DataError
+from ragr1_actors.types import Task
+from retrieval.corpus import Corpus
+from retrieval.index_types import FLAT
+from retrieval.manifest import Manifest
+from retrieval.ranking import Ranking, merge_rankings
+from retrieval.retriever import LocalRetriever
+
+if TYPE_CHECKING:
+    from retrieval.dense import DenseRanker
+
+EXACT_UP_TO = 50_000
+"""Passages that are encoded again for exact search without being asked to."""
+LATENCY_K = 3
+_NOTHING_KNOWN = "no task names its supporting passages; recall cannot be measured without them"
+_BLOCK = 2048
+_MAX_EXACT_QUERIES = 2000
+_MAX_TIMED_QUERIES = 512
+_TIMED_BATCH = 64
+_TIMED_S = 10.0
+"""After this a measurement of speed ends, with however many queries it has."""
+
+
+def evaluate_index(
+    directory: str | Path,
+    tasks: Iterable[Task],
+    ks: Sequence[int] = (2, 3, 5, 10),
+    *,
+    exact: bool | None = False,
+    latency: bool = False,
+    num_threads: int = 0,
+    device: str = "cpu",
+    reranker: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
+
+    The question is the query. Tasks without ``supporting_ids`` count for the other measures only.
+
+    Args:
+        directory: of the index.
+        tasks: questions, and the ids of the passages that answer them.
+        ks: depths of recall.
+        exact: also measure ``exact_recall@k``, the share of the truly nearest k vectors among those found, with
+            ``exact_queries`` and ``exact_vectors``, which says where the true vectors are from: the index, where it
+            keeps them as they were, else the whole corpus encoded again. None does so unless the index is exact
+            anyway, or has more than 50,000 passages to encode.
+        latency: also measure ``latency_p50_ms`` and ``latency_p95_ms`` of single queries, ``queries_per_s`` in batches
+            of 64, encoding included, and say with how many ``threads``.
+        num_threads: of the search; 0 is all of the machine.
+        device: ``cpu`` or ``cuda``.
+        reranker: see ``LocalRetriever``.
+        options: see ``LocalRetriever``.
+
+    Returns:
+        What ``json.dumps`` takes.
+
+    Raises:
+        DataError: no index there, no task, or none with supporting ids and nothing else to measure.
+    """
+    tasks = list(tasks)
+    known = [task for task in tasks if task.supporting_ids]
+    if not tasks or (exact is False and not (known or latency)):
+        raise DataError(_NOTHING_KNOWN)
+    num_threads = num_threads or os.cpu_count() or 1
+    retriever = LocalRetriever(directory, num_threads, device=device, reranker=reranker, options=options)
+    measured: dict[str, Any] = _supporting_recall(retriever, known, ks) if known else {}
+    questions = [task.question for task in tasks]
+    if exact or exact is None:
+        measured |= _exact_recall(Path(directory), questions[:_MAX_EXACT_QUERIES], ks, exact, retriever, num_threads)
+    if latency:
+        measured |= {**_latency(retriever, questions[:_MAX_TIMED_QUERIES]), "threads": num_threads}
+    if not measured:
+        raise DataError(_NOTHING_KNOWN)
+    return measured
+
+
+def _supporting_recall(retriever: LocalRetriever, tasks: list[Task], ks: Sequence[int]) -> dict[str, float]:
+    found = [
+        [passage.id for passage in passages]
+        for start in range(0, len(tasks), _BLOCK)
+        for passages in retriever.search_batch([task.question for task in tasks[start : start + _BLOCK]], max(ks))
+    ]
+    return {
+        f"recall@{k}": float(
+            np.mean(
+                [
+                    len(set(ids[:k]) & set(task.supporting_ids)) / len(set(task.supporting_ids))
+                    for task, ids in zip(tasks, found, strict=True)
+                ]
+            )
+        )
+        for k in ks
+    }
+
+
+def _exact_recall(
+    directory: Path,
+    questions: list[str],
+    ks: Sequence[int],
+    is_asked: bool | None,
+    retriever: LocalRetriever,
+    num_threads: int,
+) -> dict[str, Any]:
+    """Measure the vectors of an index, also of a hybrid one: words have no exact search to be compared with."""
+    ranker = retriever.dense
+    manifest = Manifest.read(directory)
+    if ranker is None or (manifest.vector_type == FLAT and not is_asked):
+        return {}
+    if not ranker.is_lossless and not is_asked and manifest.count > EXACT_UP_TO:
+        return {}
+    vectors = ranker.encode(questions)
+    vectors = vectors[np.any(vectors, axis=1)]
+    if not len(vectors):
+        return {}
+    source = "of the index" if ranker.is_lossless else f"{manifest.count} passages encoded again"
+    blocks = ranker.blocks() if ranker.is_lossless else _encoded(directory, ranker)
+    truth = _search_exactly(blocks, vectors, max(ks), num_threads)
+    found = ranker.rank([""] * len(vectors), max(ks), vectors).rows
+    recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in ks}
+    return {**recalls, "exact_queries": len(vectors), "exact_vectors": source}
+
+
+def _encoded(directory: Path, ranker: DenseRanker) -> Iterator[NDArray[np.float32]]:
+    corpus = Corpus.open(directory)
+    for start in range(0, len(corpus), _BLOCK):
+        yield ranker.encode_passages(corpus.take(range(start, min(start + _BLOCK, len(corpus)))))
+
+
+def _search_exactly(
+    blocks: Iterable[NDArray[np.float32]], queries: NDArray[np.float32], k: int, num_threads: int
+) -> NDArray[np.int64]:
+    """Return the nearest rows, ``[len(queries), min(k, count)]``, holding one block of the vectors at a time."""
+    from retrieval.index import VectorIndex
+
+    start, best = 0, list[Ranking]()
+    for block in blocks:
+        scores, rows = VectorIndex.build([block], block.shape[1], count=len(block)).search(queries, k, num_threads)
+        best = [merge_rankings([*best, Ranking(scores, rows + start)], k)]
+        start += len(block)
+    return best[0].rows
+
+
+def _overlap(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
+    return float(np.mean([np.isin(true, some).mean() for some, true in zip(found, truth, strict=True)]))
+
+
+def _latency(retriever: LocalRetriever, questions: list[str]) -> dict[str, float]:
+    retriever.search_batch(questions[:1], LATENCY_K)  # what is loaded on first use
+    alone = [seconds * 1e3 for seconds, _ in _timed(retriever, questions, 1)]
+    repeated = (questions * (1 + _TIMED_BATCH // len(questions)))[: max(len(questions), _TIMED_BATCH)]
+    batches = list(_timed(retriever, repeated, _TIMED_BATCH))
+    return {
+        "latency_p50_ms": float(np.percentile(alone, 50)),
+        "latency_p95_ms": float(np.percentile(alone, 95)),
+        "queries_per_s": sum(size for _, size in batches) / sum(seconds for seconds, _ in batches),
+    }
+
+
+def _timed(retriever: LocalRetriever, questions: list[str], size: int) -> Iterator[tuple[float, int]]:
+    began = time.perf_counter()
+    for start in range(0, len(questions), size):
+        if start and time.perf_counter() - began > _TIMED_S:
+            return
+        batch = questions[start : start + size]
+        asked = time.perf_counter()
+        retriever.search_batch(batch, LATENCY_K)
+        yield time.perf_counter() - asked, len(batch)

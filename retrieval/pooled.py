@@ -1,0 +1,74 @@
+"""PooledRetriever: the retriever over replicas of any kind. Cache, coalescing, batches, routing and retries, no Ray.
+
+::
+
+    search(queries, k) ──► normalise ──► AnswerCache ──hit──► Hits(is_cached=True)
+                                             │ miss
+                                             └──► Batcher ──► a replica ──► Hits ──► AnswerCache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from retrieval.base import Hits, Passage
+from retrieval.batching import Batcher, BatcherCounts, Replica
+from retrieval.cache import AnswerCache, normalise
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """How a pool treats its replicas; keys of the recipe's ``retrieval`` section."""
+
+    timeout_s: float = 30.0
+    """Of one attempt at one replica, and of the wait for any to come up."""
+    max_retries: int = 2
+    """Attempts after the first one."""
+    cache_size: int = 0
+    """Answers remembered."""
+
+
+class PooledRetriever:
+    """Searches replicas that all hold the same evidence."""
+
+    def __init__(self, replicas: Mapping[str, Replica[Hits]], settings: PoolSettings) -> None:
+        """Search ``replicas``, by name: at least one."""
+        self.batcher: Batcher[Hits] = Batcher(replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries)
+        self._cache = AnswerCache(settings.cache_size)
+        self.num_cached = 0
+        """Queries answered from the cache so far."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return up to ``k`` passages for each query, each a ``Hits`` of its own: ``[len(queries)][<= k]``.
+
+        Raises:
+            ValueError: ``k`` is less than 1.
+            RetrievalError: every attempt failed; the message has their number and the last cause.
+        """
+        if k < 1:
+            raise ValueError(f"got k={k}, expected at least 1")
+        clean = [normalise(query) for query in queries]
+        answers = {query: self._cache.get(query, k) for query in clean}
+        missing = [query for query, cached in answers.items() if cached is None]
+        self.num_cached += len(clean) - sum(answers[query] is None for query in clean)
+        if missing:
+            found = await self.batcher.ask(missing, k)
+            for query, hits in zip(missing, found, strict=True):
+                self._cache.put(query, k, hits)
+            answers |= zip(missing, found, strict=True)
+        # those who ask the same must not share a list
+        return [_copy(answers[query], is_cached=query not in missing) for query in clean]
+
+    async def wait_for_room(self) -> None:
+        """Return once fewer queries wait than the replicas that are up should have before them."""
+        await self.batcher.wait_for_room()
+
+    def counts(self) -> BatcherCounts:
+        """Return what has been asked beyond the cache."""
+        return self.batcher.counts()
+
+
+def _copy(found: Hits | None, *, is_cached: bool) -> Hits:
+    assert found is not None
+    return Hits(found, is_cached=is_cached, index_version=found.index_version)

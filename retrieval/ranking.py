@@ -1,0 +1,104 @@
+"""Rankings: what a ranker found, as arrays of scores and corpus rows, and two ways to make one ranking of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ABSENT = -1
+"""The row in place of a passage where fewer were found than the ranking is deep; its score is ``-inf``."""
+RRF_CONSTANT = 60
+"""Of reciprocal rank fusion, as Cormack et al. (2009) set it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The best rows for each of some queries, best first, equal scores by row."""
+
+    scores: NDArray[np.float32]
+    """``[num_queries, depth]``; ``-inf`` where fewer were found."""
+    rows: NDArray[np.int64]
+    """``[num_queries, depth]``, of the corpus; ``ABSENT`` where fewer were found, always a suffix."""
+
+
+class Ranker(Protocol):
+    """Anything that orders the rows of a corpus for a query: vectors, words, or several of these."""
+
+    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
+        """Return the best ``min(k, count)`` rows of each query.
+
+        Args:
+            queries: any text, also none.
+            k: at least 1.
+            vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere; without them a ranker that
+                needs vectors encodes. A zero vector is a query without one known word: it finds nothing.
+        """
+        ...
+
+
+def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:
+    """Order candidates, best first and equal scores by row, and keep ``k``.
+
+    Args:
+        scores: ``[num_queries, num_candidates]``; that of an absent candidate does not matter.
+        rows: of the same shape, no row twice for a query; ``ABSENT`` may stand anywhere.
+        k: at least 1.
+
+    Returns:
+        A ranking ``min(k, num_candidates)`` deep.
+    """
+    scores = np.where(rows == ABSENT, np.float32(-np.inf), scores)
+    # Absent rows last, even after rows that score -inf themselves; np.lexsort's last key is its first.
+    order = np.lexsort((rows, -scores, rows == ABSENT), axis=-1)[:, :k]
+    return Ranking(np.take_along_axis(scores, order, axis=-1), np.take_along_axis(rows, order, axis=-1))
+
+
+def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
+    """Make one ranking of those of disjoint shards: what one index over all rows would have answered.
+
+    Args:
+        rankings: at least one, of the same queries, scores of one kind, each ``k`` deep or as deep as its shard.
+        k: at least 1.
+
+    Returns:
+        A ranking as deep as ``k`` and the candidates allow.
+    """
+    if len(rankings) == 1:
+        return Ranking(rankings[0].scores[:, :k], rankings[0].rows[:, :k])
+    scores = np.concatenate([ranking.scores for ranking in rankings], axis=1)
+    return best_of(scores, np.concatenate([ranking.rows for ranking in rankings], axis=1), k)
+
+
+def fuse_rankings(rankings: Sequence[Ranking], k: int, constant: int = RRF_CONSTANT) -> Ranking:
+    """Make one ranking of several over the same rows by reciprocal rank fusion, whatever their scores mean.
+
+    A row scores the sum of ``1 / (constant + rank)`` over the rankings that hold it, ranks from 1.
+
+    Args:
+        rankings: at least one, of the same queries. One that found nothing for a query adds nothing to it.
+        k: at least 1.
+        constant: the larger, the less the first ranks stand out.
+
+    Returns:
+        A ranking as deep as ``k`` and the longest union of rows allow.
+    """
+    rows = np.concatenate([ranking.rows for ranking in rankings], axis=1)
+    ranks = np.concatenate([np.arange(1, ranking.rows.shape[1] + 1) for ranking in rankings])
+    order = np.argsort(rows, axis=1, kind="stable")
+    rows = np.take_along_axis(rows, order, axis=1)
+    parts = np.where(rows == ABSENT, 0.0, 1.0 / (constant + ranks[order]))
+    is_first = np.ones(rows.shape, bool)
+    is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    # Sums of runs of equal rows: a row stands in each ranking once, so a run is at most len(rankings) long. Stable
+    # sorting keeps the order of the rankings, hence the order of the additions and the last bit of the sum.
+    totals = parts.copy()
+    for distance in range(1, len(rankings)):
+        same = rows[:, distance:] == rows[:, :-distance]
+        totals[:, :-distance] += np.where(same, parts[:, distance:], 0.0)
+    fused = best_of(totals.astype(np.float32), np.where(is_first, rows, ABSENT), k)
+    depth = int((fused.rows != ABSENT).sum(axis=1).max(initial=0))
+    return Ranking(fused.scores[:, :depth], fused.rows[:, :depth])

@@ -1,0 +1,36 @@
+"""A real HTTP server on loopback that answers what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def stub_server(answer: Answer, port: int = 0) -> AsyncIterator[str]:
+    """Answer every request with ``answer``; yields the URL. Ends at once, whatever is in flight."""
+    app = web.Application(client_max_size=2**26)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def always(body: Any, status: int = 200, **headers: str) -> Answer:
+    """Answer with the same JSON, or text, every time."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if isinstance(body, str):
+            return web.Response(text=body, status=status, headers=headers, content_type="text/html")
+        return web.json_response(body, status=status, headers=headers)
+
+    return answer

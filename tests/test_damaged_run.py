@@ -1,0 +1,169 @@
+"""A run whose files were damaged: one sentence that names the file and says what to do, and doing it helps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_world import make_config, make_files
+from test_ragr1_actors_cli import invoke
+
+from ragr1_actors.asking import NO_EXAMPLE, example_question
+from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.errors import DataError, RunDirectoryError
+from ragr1_actors.metrics import read_metrics
+from ragr1_actors.report import read_report
+from ragr1_actors.run_directory import create_run_directory
+from ragr1_actors.task_sampler import TaskSampler
+from ragr1_actors.training_run import TrainingRun
+from ragr1_actors.types import Task
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three iterations with the checkpoints ``step_2`` and ``step_3``."""
+    files = tmp_path_factory.mktemp("files")
+    config = make_config(make_files(files), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=3)
+    config = config.model_copy(
+        update={
+            "checkpointing": config.checkpointing.model_copy(update={"interval": 1}),
+            "environment": config.environment.model_copy(update={"eval_tasks": ""}),
+        }
+    )
+    create_run_directory(config, files / "run")
+    TrainingRun(config, files / "run", Console(quiet=True)).execute()
+    return files / "run"
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that has not written its report yet."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "report.json").unlink()
+    return tmp_path / "run"
+
+
+def resume(run_dir: Path) -> str:
+    return invoke("train", "recipe", "--run-dir", str(run_dir), "--resume")
+
+
+LINES = [
+    b'{"stage": \n',
+    b"\xff\xfe\x00\n",
+    b"[]\n",
+    b'{"stage": "rl"}\n',
+    b'{"stage": "rl", "iteration": 1, "loss": "low"}\n',
+    b'{"stage": "rl", "iteration": 1, "loss": [1]}\n',
+    b"[" * 100_000 + b"\n",
+    b"1" * 5000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_damaged_line_of_metrics_is_named(run_dir: Path, line: bytes) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(line + path.read_bytes())
+    refused = resume(run_dir)
+    assert refused.startswith(f"error: {path}"), refused
+    assert "delete the" in refused
+    assert "\n" not in refused
+
+
+STATES = [b"", b"\xff\x00", b"{}", b"[1", b"3", b"[" * 100_000, b'{"sft_step": "x"}']
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_a_damaged_state_names_itself_and_the_checkpoint_before(run_dir: Path, state: bytes) -> None:
+    path = run_dir / "checkpoints" / "step_3" / "state.json"
+    path.write_bytes(state)
+    refused = resume(run_dir)
+    assert refused.startswith(f"error: {path}"), refused
+    assert f"delete the folder {path.parent} and --resume goes on from step_2" in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize("key", ["extra", "sampler"])
+def test_a_state_with_something_else_in_it(run_dir: Path, key: str) -> None:
+    path = run_dir / "checkpoints" / "step_3" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: {"wall_s": 1}}))
+    assert f"delete the folder {path.parent} and --resume goes on from step_2" in resume(run_dir)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_damaged_tensors_and_going_on_without_them(run_dir: Path, damage: str) -> None:
+    newest = run_dir / "checkpoints" / "step_3"
+    path = newest / "learner.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:1000])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        shutil.copyfile(newest / "policy" / "model.safetensors", path)  # whole, but no learner's
+    refused = resume(run_dir)
+    assert refused.startswith("error: ")
+    assert f"delete the folder {newest} and --resume goes on from step_2" in refused
+    shutil.rmtree(newest)
+    assert "RL iteration 2" in resume(run_dir)
+    assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == [1, 2, 3]
+    assert read_report(run_dir).tasks.trained == 24
+
+
+def test_without_any_checkpoint_a_run_begins_anew(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints" / "step_2")
+    newest = run_dir / "checkpoints" / "step_3"
+    (newest / "state.json").write_text("")
+    assert f"delete the folder {newest} and --resume begins anew" in resume(run_dir)
+    shutil.rmtree(newest)
+    assert "Held-out tasks" in resume(run_dir)
+    assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == [1, 2, 3]
+
+
+def test_the_evaluation_after_rl_carries_its_iteration(run_dir: Path) -> None:
+    rows = {row["stage"]: row["iteration"] for row in read_metrics(run_dir) if row["stage"].startswith("eval_")}
+    assert rows == {"eval_start": 0, "eval_sft": 0, "eval_rl": 3}
+
+
+@pytest.mark.parametrize("content", [b"", b"ARROW1", b"\xff" * 100, "cut"])
+def test_a_damaged_trajectories_file_is_named_and_hinders_nothing(run_dir: Path, content: bytes | str) -> None:
+    path = sorted((run_dir / "trajectories").glob("iteration_*.arrow"))[-1]
+    path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=path.name):
+        example_question(run_dir)
+    printed = resume(run_dir)
+    assert "Held-out tasks" in printed
+    assert f"{path} is damaged" in printed.replace("\n", "")
+    assert f'"{NO_EXAMPLE}"' in printed
+    assert "lamp" in invoke("ask", str(run_dir), "Where is the lamp ?")
+
+
+REPORTS = [b"", b"\xff\x00", b"[1", b"{}", b"3", b'{"stages": [], "wall_s": 1, "peak_rss_bytes": 1}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=range(len(REPORTS)))
+def test_a_damaged_report_is_written_again(run_dir: Path, report: bytes) -> None:
+    (run_dir / "report.json").write_bytes(report)
+    for flags in ([], ["--json"]):
+        refused = invoke("report", str(run_dir), *flags)
+        assert refused.startswith(f"error: {run_dir / 'report.json'}"), refused
+        assert "delete the file, and --resume writes it again" in refused
+
+
+def test_a_checkpoint_of_other_tasks_is_refused() -> None:
+    sampler = TaskSampler([Task(f"a/{n}", "?", ("!",)) for n in range(4)], seed=0)
+    for _ in range(3):
+        sampler.next()
+    state = sampler.get_state()
+    with pytest.raises(RunDirectoryError, match="put the task file back"):
+        TaskSampler([Task(f"b/{n}", "?", ("!",)) for n in range(4)], seed=0).set_state(state)
+    with pytest.raises(RunDirectoryError, match="at least 3 tasks"):
+        TaskSampler([Task("a/0", "?", ("!",))], seed=0).set_state(state | {"outstanding": []})
+
+
+def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, num_to_keep=3)
+    for step in (2, 9, 10):
+        store.save(step, lambda directory: None)
+    assert store.without(tmp_path / "step_10").endswith("goes on from step_9")

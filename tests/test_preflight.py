@@ -1,0 +1,187 @@
+"""Names in a recipe that are something else than they should be: said before a run directory is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ragr1_actors_cli import invoke
+
+from envs.base import TextEnv
+from envs.search import SearchEnv
+from learners.grpo import GRPOLearner
+from learners.learner import Learner
+from ragr1_actors.config import RETRIEVAL_TYPES, AlgorithmConfig
+from ragr1_actors.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.errors import ConfigError
+from ragr1_actors.plugins import load_object
+from ragr1_actors.preflight import check_names
+from ragr1_actors.types import Task
+
+HERE = __name__
+
+
+def a_function(task: Task) -> float:
+    return 0.0
+
+
+def a_reward(task: Task, answer: str) -> float:
+    return 0.0
+
+
+async def a_slow_reward(task: Task, answer: str) -> float:
+    return 0.0
+
+
+a_number = 3
+
+
+class Half(TextEnv):
+    def parse(self, completion: str) -> Any: ...
+
+
+class OtherConstructor(SearchEnv):
+    def __init__(self) -> None: ...
+
+
+class MyEnv(SearchEnv):
+    pass
+
+
+class HalfLearner(Learner):
+    pass
+
+
+class OtherLearner(GRPOLearner):
+    def __init__(self, config: Any) -> None: ...
+
+
+class MyLearner(GRPOLearner):
+    pass
+
+
+class HalfEngine:
+    async def generate(self) -> None: ...
+
+
+class MyEngine(ScriptedEngine):
+    def __init__(self, policy_dir: str, tokenizer: Any, settings: Any) -> None: ...
+
+
+class OtherEngine(ScriptedEngine):
+    def __init__(self, policy_dir: str) -> None: ...
+
+
+class MyRetriever:
+    async def search(self, queries: list[str], k: int) -> list[Any]: ...
+
+
+def refusal(key: str, value: str) -> str:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError) as caught:
+        check_names(AlgorithmConfig({section: {name: value}}).freeze())
+    message = str(caught.value)
+    assert message.startswith(f"{key}: "), message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("environment.env", "a_function", "is a function, expected a subclass of TextEnv"),
+        ("environment.env", "HalfEngine", "is the class HalfEngine, expected a subclass of TextEnv"),
+        ("environment.env", "a_number", "is a int, expected a subclass of TextEnv"),
+        ("environment.env", "Half", "does not say what it does in reset, step, submit"),
+        ("environment.env", "OtherConstructor", "cannot be called with (settings, context)"),
+        ("environment.reward", "a_number", "is a int, expected a function (task, answer) -> float"),
+        ("environment.reward", "MyEnv", "is the class MyEnv, expected a function"),
+        ("environment.reward", "a_function", "cannot be called with (task, answer)"),
+        ("environment.reward", "a_slow_reward", "leave async out"),
+        ("training.algorithm", "a_function", "is a function, expected a subclass of Learner"),
+        ("training.algorithm", "HalfLearner", "in compute_advantages, compute_loss"),
+        ("training.algorithm", "OtherLearner", "cannot be called with (config, policy_dir, rank, world_size)"),
+        ("env_runners.engine", "a_function", "is a function, expected a class with the methods"),
+        ("env_runners.engine", "HalfEngine", "has no release, update_weights, check, close"),
+        ("env_runners.engine", "OtherEngine", "cannot be called with (policy_dir, tokenizer, settings)"),
+        ("retrieval.type", "a_function", "expected a class with the method async search(queries, k)"),
+        ("retrieval.type", "HalfEngine", "expected a class with the method async search(queries, k)"),
+    ],
+)
+def test_something_of_the_wrong_kind_is_named(key: str, name: str, message: str) -> None:
+    assert message in refusal(key, f"{HERE}:{name}")
+
+
+def test_what_fits_is_taken() -> None:
+    config = (
+        AlgorithmConfig()
+        .environment(env=f"{HERE}:MyEnv", reward=f"{HERE}:a_reward")
+        .training(algorithm=f"{HERE}:MyLearner")
+        .env_runners(engine=f"{HERE}:MyEngine")
+        .retrieval(type=f"{HERE}:MyRetriever")
+        .policy(model="Qwen/Qwen2.5-7B-Instruct")
+    )
+    check_names(config.freeze())
+    for name in RETRIEVAL_TYPES:
+        check_names(AlgorithmConfig().retrieval(type=name).freeze())
+
+
+def test_an_unknown_retrieval_type_lists_the_known() -> None:
+    assert "expected one of flat, fp16, sq8" in refusal("retrieval.type", "flt")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    for key in ("environment.tasks", "environment.eval_tasks"):
+        assert "there is no file nowhere.json, expected world or a task file" in refusal(key, "nowhere.json")
+        assert "there is no file" in refusal(key, str(tmp_path))
+    assert "got nothing" in refusal("environment.tasks", "")
+
+
+def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    assert "is a file, expected tiny, a Hugging Face folder" in refusal("policy.model", str(tmp_path / "model.bin"))
+    assert "holds no config.json" in refusal("policy.model", str(tmp_path))
+    for missing in (str(tmp_path / "none"), "./none", "~/none", "runs/a/policy", ""):
+        assert "there is no folder" in refusal("policy.model", missing)
+
+
+def test_none_of_it_makes_a_run_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for override in (
+        f"environment.env={HERE}:Half",
+        "environment.tasks=nowhere.json",
+        "retrieval.type=flt",
+        f"policy.model={tmp_path}/none",
+        "policy.num_heads=128",
+    ):
+        assert invoke("train", "quickstart", override, "--run-dir", str(run_dir)).startswith("error: ")
+    with pytest.raises(ConfigError, match="flt"):
+        AlgorithmConfig().retrieval(type="flt").build_algo(run_dir)
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def (:", "line 1 is not Python"),
+        ("\nboom()", "line 2: NameError"),
+        ("from json import nothing", "ImportError"),
+        ("import no_such_package_at_all", "needs the package 'no_such_package_at_all'"),
+        ("x = 1", "has no 'MyEnv'"),
+    ],
+    ids=["syntax", "name", "import", "package", "attribute"],
+)
+def test_a_module_that_cannot_be_imported_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str, request: pytest.FixtureRequest
+) -> None:
+    module = f"broken_{request.node.callspec.id}"
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_object(f"{module}:MyEnv", {})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for name in (":MyEnv", "..a:MyEnv", "no_such_module_at_all:MyEnv"):
+        with pytest.raises(ConfigError):
+            load_object(name, {})

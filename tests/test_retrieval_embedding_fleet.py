@@ -1,0 +1,205 @@
+"""Actors that encode a corpus: the same vectors as here, whatever dies, and one clear error where it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from small_world import descendants, wait_for
+
+from ragr1_actors.errors import ConfigError, DataError, FleetError
+from retrieval import embedding_fleet
+from retrieval.base import Passage
+from retrieval.corpus import write_corpus
+from retrieval.embedding_fleet import fill_store
+from retrieval.embeddings import EmbeddingStore, StoreHeader
+from retrieval.encoder import Encoder
+from retrieval.static_encoder import make_static_encoder
+
+NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
+
+
+class World:
+    """A corpus, an encoder made of it, and its vectors."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        passages = [Passage(str(i), f"Person{i}", f"Born in town{i % 97}. " * 9) for i in range(NUM_PASSAGES)]
+        write_corpus(passages, directory)
+        self.encoder_dir = str(make_static_encoder(directory / "encoder", (p.text for p in passages), dimension=16))
+        self.encoder = Encoder.load(self.encoder_dir)
+        self.vectors = self.encoder.encode_passages(passages)
+
+    def store(self, directory: Path, **changes: Any) -> EmbeddingStore:
+        header = StoreHeader("corpus", self.encoder.fingerprint, 16, NUM_PASSAGES, rows_per_shard=ROWS_PER_SHARD)
+        return EmbeddingStore.create(directory, replace(header, **changes))
+
+    def check(self, store: EmbeddingStore) -> None:
+        """Everything is there, and as this process encodes it."""
+        assert store.missing() == []
+        assert {path.name for path in store.directory.iterdir()} == {
+            "store.json", *(f"shard-{number:06d}.npy" for number in range(store.num_shards))
+        }  # fmt: skip
+        assert np.array_equal(vectors_of(store), self.vectors)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("fleet"))
+
+
+def vectors_of(store: EmbeddingStore) -> NDArray[np.float32]:
+    return np.concatenate(list(store.blocks()))
+
+
+def actor_processes() -> list[int]:
+    """Processes of this test's own cluster that encode."""
+    found = []
+    for pid in sorted(descendants(os.getpid())):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if title.startswith(b"ray::EmbeddingActor"):
+            found.append(pid)
+    return found
+
+
+@contextmanager
+def once_a_shard_is_there(store: EmbeddingStore, act: Callable[[], None]) -> Iterator[threading.Thread]:
+    """Call ``act`` from another thread as soon as the first shards are written."""
+
+    def watch() -> None:
+        if wait_for(lambda: len(list(store.directory.glob("*.npy"))) >= 3, 60):
+            act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield thread
+    thread.join()
+
+
+def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path) -> None:
+    store = world.store(tmp_path)
+    fill_store(store, world.directory, world.encoder_dir, progress=False)
+    world.check(store)
+    (tmp_path / "shard-000005.npy").unlink()
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    fill_store(store, world.directory, "not even loaded", encoder=world.encoder, progress=False)
+    world.check(store)
+    assert {path.name for path in tmp_path.iterdir() if path.stat().st_mtime_ns not in kept.values()} == {
+        "shard-000005.npy"
+    }
+    fill_store(store, world.directory, "not even loaded", progress=False)  # nothing is missing
+
+
+def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:
+    store = world.store(tmp_path, encoder_fingerprint="0" * 64)
+    with pytest.raises(DataError, match="but the vectors so far are of 000000000000; its files differ or changed"):
+        fill_store(store, world.directory, world.encoder_dir, progress=False)
+
+
+@pytest.mark.ray
+def test_actors_write_what_this_process_would(
+    ray_local: ModuleType, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = world.store(tmp_path)
+    store.write(2, world.vectors[32:48])
+    before = (tmp_path / "shard-000002.npy").stat().st_mtime_ns
+    fill_store(store, world.directory, world.encoder_dir, 3, num_cpus_per_actor=0.5)
+    world.check(store)
+    assert (tmp_path / "shard-000002.npy").stat().st_mtime_ns == before
+    assert "3000/3000" in capsys.readouterr().out
+    assert wait_for(lambda: not actor_processes(), 20)
+
+
+@pytest.mark.ray
+def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+    store = world.store(tmp_path)
+    killed: list[int] = []
+
+    def kill() -> None:
+        killed.append(actor_processes()[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    with once_a_shard_is_there(store, kill):
+        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
+    assert killed
+    world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
+
+
+@pytest.mark.ray
+def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+    store = world.store(tmp_path)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        once_a_shard_is_there(store, lambda: os.kill(os.getpid(), signal.SIGINT)),
+    ):
+        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
+    assert wait_for(lambda: not actor_processes(), 20)
+    again = EmbeddingStore.create(tmp_path, store.header)
+    assert 0 < len(again.missing()) < again.num_shards
+    fill_store(again, world.directory, world.encoder_dir, encoder=world.encoder, progress=False)
+    world.check(again)
+
+
+@pytest.mark.ray
+def test_what_an_actor_refuses_is_said_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+    other = world.store(tmp_path / "a", encoder_fingerprint="0" * 64)
+    with pytest.raises(DataError, match="but the vectors so far are of 000000000000"):
+        fill_store(other, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, progress=False)
+    store = world.store(tmp_path / "b")
+    with pytest.raises(DataError, match="no encoder folder"):
+        fill_store(store, world.directory, "./nowhere", 1, num_cpus_per_actor=0, progress=False)
+    with pytest.raises(ConfigError, match="unknown dtype 'fp8'"):
+        fill_store(store, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, dtype="fp8", progress=False)
+    assert len(store.missing()) == store.num_shards
+
+
+@pytest.mark.ray
+def test_actors_that_cannot_start_are_not_waited_for(
+    ray_local: ModuleType, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_fleet, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(FleetError, match=r"no actor with num_cpus=0, num_gpus=0\.25 started within 0\.5 s"):
+        fill_store(
+            world.store(tmp_path),
+            world.directory,
+            world.encoder_dir,
+            2,
+            num_cpus_per_actor=0,
+            num_gpus_per_actor=0.25,
+            progress=False,
+        )
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_actors_that_die_again_and_again_end_it(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def kill_all() -> None:
+        while not stop.wait(0.02):
+            for pid in actor_processes():
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_all)
+    thread.start()
+    try:
+        with pytest.raises(FleetError, match="6 actors that encode the corpus died one after the other"):
+            fill_store(
+                world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, progress=False
+            )
+    finally:
+        stop.set()
+        thread.join()

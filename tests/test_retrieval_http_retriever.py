@@ -1,0 +1,299 @@
+"""The client of /retrieve servers: ours and foreign ones, sound, wrong, busy, dead and back again."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from http_stub import always, stub_server
+
+from ragr1_actors.errors import ConfigError, RetrievalError
+from retrieval.base import Hits, Passage
+from retrieval.http_client import MAX_ANSWER_BYTES
+from retrieval.http_retriever import HttpRetriever
+from retrieval.retrieve_protocol import Limits
+from retrieval.server import RetrievalServer
+
+TOKEN = "t0ken+/with=odd"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("STUB_TOKEN", TOKEN)
+    yield
+
+
+class Echo:
+    """Finds passages that say what was asked; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        self.asked.append(queries)
+        return [
+            Hits((Passage(f"{query[:9]}/{n}", 'The "T"', query, 1.0 / (n + 1)) for n in range(k)), index_version="v1")
+            for query in queries
+        ]
+
+
+def http(url: str | list[str], **options: Any) -> HttpRetriever:
+    return HttpRetriever({"url": url, "timeout_s": 5, "max_retries": 1, **options})
+
+
+async def test_what_our_server_knows_comes_back_whole() -> None:
+    echo = Echo()
+    async with RetrievalServer(echo, port=0, token=TOKEN) as server:
+        retriever = pickle.loads(pickle.dumps(http(server.url, token_env="STUB_TOKEN")))
+        found = await retriever.search(["Rīga 🗼", "b"], 2)
+        assert found == await Echo().search(["Rīga 🗼", "b"], 2)
+        assert [(hits.index_version, hits.is_cached) for hits in found] == [("v1", False)] * 2
+        (again,) = await retriever.search([" b\n"], 2)
+        assert (again, again.is_cached) == (found[1], True)
+        assert again is not found[1]
+    assert echo.asked == [["Rīga 🗼", "b"]]
+
+
+async def test_odd_queries_are_asked_without_what_no_server_takes() -> None:
+    echo = Echo()
+    async with RetrievalServer(echo, port=0) as server:
+        odd = ["", " \x00\n", "word " * 10_000, "a\x00b\x1b[31m", "half \ud800 pair", "東京"]
+        found = await http(server.url).search(odd, 1)
+    assert [len(hits) for hits in found] == [0, 0, 1, 1, 1, 1]
+    assert [hits[0].text[:20] for hits in found[2:]] == ["word word word word ", "a b [31m", "half pair", "東京"]
+    assert [len(asked) for asked in echo.asked] == [4]
+
+
+async def test_concurrent_searches_share_requests_and_requests_have_a_size() -> None:
+    echo = Echo()
+    async with RetrievalServer(echo, port=0) as server:
+        retriever = http(server.url, max_queries_per_request=8, max_concurrent_requests=2)
+        found = await asyncio.gather(*[retriever.search([f"q{n % 20}"], 1) for n in range(100)])
+    assert [hits[0][0].text for hits in found] == [f"q{n % 20}" for n in range(100)]
+    assert sorted(query for asked in echo.asked for query in asked) == sorted(f"q{n}" for n in range(20))
+    assert max(len(asked) for asked in echo.asked) == 8
+
+
+CONTENTS = '"Old Town"\nIn Riga.\nIt is old.'
+SHAPES: dict[str, tuple[Any, Passage]] = {
+    "Search-R1": (
+        {"document": {"id": "7", "contents": CONTENTS}, "score": 0.5},
+        Passage("7", "Old Town", "In Riga.\nIt is old.", 0.5),
+    ),
+    "Search-R1 without scores": ({"id": "7", "contents": CONTENTS}, Passage("7", "Old Town", "In Riga.\nIt is old.")),
+    "its search engines": (
+        {"document": {"contents": CONTENTS}},
+        Passage("ff815c935d6f1fe8", "Old Town", "In Riga.\nIt is old."),
+    ),
+    "RAG-R1": ({"document": {"id": 7, "contents": "In Riga."}, "score": 2}, Passage("7", "", "In Riga.", 2.0)),
+    "apart": (
+        {"document": {"id": "7", "title": "T", "text": "x", "contents": "other"}, "score": None},
+        Passage("7", "T", "x"),
+    ),
+    "no title": ({"document": {"id": "7", "text": "x\ud800"}}, Passage("7", "", "x\ufffd")),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_every_server_s_documents_are_read(shape: str) -> None:
+    item, passage = SHAPES[shape]
+    async with stub_server(always({"result": [[item, item, item]]})) as url:  # more than was asked for
+        (found,) = await http(url).search(["a"], 2)
+    assert found == [passage, passage]
+    assert found.index_version == f"{url}/retrieve"
+
+
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "HTML": ("<html>Welcome</html>", "expected JSON, got <html>Welcome"),
+    "nothing": ("", "expected JSON, got nothing"),
+    "a list": ([], "expected {"),
+    "no result": ({"results": []}, "expected {"),
+    "passages of nobody": ({"result": [{"id": "7"}]}, "expected {"),
+    "too few": ({"result": []}, "got 0 lists of passages for 1 queries"),
+    "too many": ({"result": [[], []]}, "got 2 lists of passages for 1 queries"),
+    "text": ({"result": [["a passage"]]}, "got a str for a passage"),
+    "no text": ({"result": [[{"id": "7"}]]}, "neither 'text' nor 'contents'"),
+    "NaN": ({"result": [[{"document": {"text": "x"}, "score": float("nan")}]]}, "no finite number"),
+    "a score of text": ({"result": [[{"document": {"text": "x"}, "score": "high"}]]}, "no finite number"),
+    "a huge score": ({"result": [[{"document": {"text": "x"}, "score": 10**400}]]}, "no finite number"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_answer_is_a_failure_and_not_an_empty_result(name: str) -> None:
+    body, problem = MALFORMED[name]
+    async with stub_server(always(body)) as url:
+        with pytest.raises(RetrievalError, match="after 2 attempts") as caught:
+            await http(url).search(["a"], 1)
+    assert problem in str(caught.value)
+    assert f"{url}/retrieve: " in str(caught.value)
+
+
+async def test_an_answer_without_end_is_cut_off() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with pytest.raises(ConnectionError):
+            while True:
+                await response.write(b" " * 2**20)
+        return response
+
+    async with stub_server(endless) as url:
+        with pytest.raises(RetrievalError, match=f"larger than {MAX_ANSWER_BYTES // 2**20} MiB"):
+            await http(url, max_retries=0).search(["a"], 1)
+
+
+async def test_only_the_query_to_blame_is_refused() -> None:
+    echo = Echo()
+    async with RetrievalServer(echo, port=0, limits=Limits(max_query_chars=20)) as server:
+        retriever = http(server.url)
+        queries = [f"q{n}" for n in range(30)] + ["far too long a query for this server"]
+        found = await asyncio.gather(*[retriever.search([query], 1) for query in queries], return_exceptions=True)
+    assert [hits[0][0].text for hits in found[:-1] if isinstance(hits, list)] == queries[:-1]
+    assert isinstance(found[-1], RetrievalError)
+    assert "answered 422: " in str(found[-1])
+    assert "36 characters, expected at most 20" in str(found[-1])
+
+
+async def test_a_wrong_token_fails_at_once_and_stays_secret() -> None:
+    async def tell(request: web.Request) -> web.StreamResponse:
+        return web.json_response(
+            {"error": f"no good: {request.headers['Authorization']} {request.path_qs}"}, status=403
+        )
+
+    asked = Echo()
+    async with RetrievalServer(asked, port=0, token="another") as server:
+        with pytest.raises(RetrievalError, match=r"answered 401: .*Bearer"):
+            await http(server.url, token_env="STUB_TOKEN").search(["a"], 1)
+    async with stub_server(tell) as url:
+        with pytest.raises(RetrievalError, match=r"answered 403: .*no good: Bearer \*\*\*") as caught:
+            await http(url, token_env="STUB_TOKEN").search(["a"], 1)
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    assert TOKEN.encode() not in pickle.dumps(http(url, token_env="STUB_TOKEN"))
+    async with stub_server(always({}, status=302, Location="http://127.0.0.1:1/")) as url:
+        with pytest.raises(RetrievalError, match="answered 302"):
+            await http(url).search(["a"], 1)
+    assert asked.asked == []
+
+
+async def test_a_busy_server_is_asked_again_and_a_failing_one_too() -> None:
+    statuses = [503, 429, 200, 500, 200, 200]
+    served: list[int] = []
+
+    async def moody(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        served.append(statuses[len(served)])
+        headers = {"Retry-After": "0.01"}
+        result = {"result": [[{"text": query}] for query in body["queries"]]}
+        return web.json_response(result, status=served[-1], headers=headers)
+
+    async with stub_server(moody) as url:
+        retriever = http(url)
+        assert (await retriever.search(["a"], 1))[0][0].text == "a"
+        assert served == statuses[:3]
+        assert retriever.counts().failed_attempts == 0
+        assert (await retriever.search(["b"], 1))[0][0].text == "b"  # 500, a ping, and again
+    assert served == statuses
+    assert retriever.counts().failed_attempts == 1
+
+
+async def test_no_server_and_a_silent_server_are_a_sentence() -> None:
+    async with stub_server(always({})) as url:
+        pass
+    with pytest.raises(RetrievalError, match="Cannot connect to host") as caught:
+        await http(url, timeout_s=0.2).search(["a"], 1)
+    assert "\n" not in str(caught.value)
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async with stub_server(silent) as url:
+        with pytest.raises(RetrievalError, match=r"no answer within 0\.1 s"):
+            await http(url, timeout_s=0.1, max_retries=0).search(["a"], 1)
+
+
+async def test_a_server_that_dies_in_the_middle_of_an_answer_and_comes_back() -> None:
+    died = asyncio.Event()
+
+    async def dies(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"result": [[')
+        assert request.transport is not None
+        request.transport.abort()
+        died.set()
+        return response
+
+    async with stub_server(dies) as url:
+        retriever = http(url)
+        searching = asyncio.create_task(retriever.search(["a"], 1))
+        await died.wait()
+    await asyncio.sleep(0.05)  # nobody listens
+    async with RetrievalServer(Echo(), port=int(url.rpartition(":")[2])):
+        assert (await searching)[0][0].text == "a"
+        assert (await retriever.search(["b"], 1))[0][0].text == "b"
+
+
+async def test_another_server_answers_for_one_that_is_gone() -> None:
+    async with stub_server(always({})) as gone:
+        pass
+    async with RetrievalServer(Echo(), port=0) as server:
+        retriever = http([gone, f"{server.url}/retrieve"])
+        found = await asyncio.gather(*[retriever.search([f"q{n}"], 1) for n in range(20)])
+        assert [hits[0][0].text for hits in found] == [f"q{n}" for n in range(20)]
+        await retriever.wait_for_room()
+
+
+def test_one_retriever_serves_one_loop_after_another_and_leaves_nothing_open() -> None:
+    retriever: list[HttpRetriever] = []
+
+    async def search(query: str) -> str:
+        async with RetrievalServer(Echo(), port=int(port)) as server:
+            if not retriever:
+                retriever.append(http(server.url))
+            return (await retriever[0].search([query], 1))[0][0].text
+
+    port = _free_port()
+    assert [asyncio.run(search(query)) for query in "abc"] == ["a", "b", "c"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "retrieval.options.url .*field required"),
+        ({"url": "http://h", "tokenenv": "X"}, "unknown option 'tokenenv' .*did you mean 'token_env'"),
+        ({"url": "http://h", "max_retries": -1}, "max_retries"),
+        ({"url": "http://h", "timeout_s": "soon"}, "timeout_s"),
+        ({"url": "http://h", "token_env": "NOT_THERE"}, "'NOT_THERE' is not set"),
+        ({"url": []}, "empty list"),
+        ({"url": ""}, "expected an address"),
+        ({"url": "h:8000"}, "expected an address"),
+        ({"url": "ftp://h"}, "expected an address"),
+        ({"url": "http://[::1"}, "expected an address"),
+        ({"url": "http://h:99999"}, "expected an address"),
+        ({"url": "http://user:secret@h"}, "put secrets into the environment"),
+    ],
+)
+def test_options_are_checked_before_anything_is_sent(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        HttpRetriever(options)
+    assert "secret@" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_k_is_checked() -> None:
+    with pytest.raises(ValueError, match="k=0"):
+        await http("http://127.0.0.1:1").search(["a"], 0)

@@ -1,0 +1,52 @@
+"""What travels between actors and clients: packing and unpacking, and the merge of shards."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval.base import Hits, Passage
+from retrieval.wire import merge, pack, unpack
+
+DEPTH = 4
+
+
+def passage(row: int, score: float) -> Passage:
+    return Passage(f"p{row}", f"title {row}", "text " * row, score)
+
+
+def hits(*ranked: tuple[int, float]) -> tuple[Hits, list[int]]:
+    rows = [row for row, _ in ranked]
+    return Hits((passage(*r) for r in ranked), index_version="v1"), rows + [-1] * (DEPTH - len(rows))
+
+
+scores = st.floats(-4, 4, width=32)
+rankings = st.lists(st.tuples(st.integers(0, 30), scores), max_size=DEPTH, unique_by=lambda pair: pair[0])
+
+
+@given(st.lists(rankings, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_what_is_packed_comes_out_again(found: list[list[tuple[int, float]]]) -> None:
+    made = [hits(*ranked) for ranked in found]
+    packed = pack([h for h, _ in made], np.array([rows for _, rows in made], np.int64).reshape(-1, DEPTH), "v1")
+    answers = unpack(pickle.loads(pickle.dumps(packed)))
+    assert answers == [h for h, _ in made]
+    assert all(answer.index_version == "v1" and not answer.is_cached for answer in answers)
+    assert len(packed.passages[0]) == len({row for ranked in found for row, _ in ranked})
+
+
+@given(st.lists(st.tuples(scores, st.booleans()), min_size=1, max_size=12), st.integers(1, DEPTH))
+@settings(max_examples=50, deadline=None)
+def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, bool]], k: int) -> None:
+    def answer(members: list[int]) -> tuple[Hits, list[int]]:
+        return hits(*sorted(((row, rows[row][0]) for row in members), key=lambda r: (-r[1], r[0]))[:DEPTH])
+
+    everything = list(range(len(rows)))
+    left, right = [r for r in everything if rows[r][1]], [r for r in everything if not rows[r][1]]
+    parts = [
+        pack([found], np.array([found_rows], np.int64), "v1") for found, found_rows in (answer(left), answer(right))
+    ]
+    assert merge(parts, k) == [answer(everything)[0][:k]]

@@ -1,0 +1,150 @@
+"""Runs at the edge of what makes sense: one task, groups of one, nothing to learn, an end by SIGTERM."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
+from test_ragr1_actors_cli import invoke
+
+from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.config import RunConfig
+from ragr1_actors.errors import FleetError
+from ragr1_actors.interrupt import InterruptGuard, TerminationError, exit_status
+from ragr1_actors.metrics import read_metrics
+from ragr1_actors.report import RunReport
+from ragr1_actors.run_directory import create_run_directory
+from ragr1_actors.training_run import TrainingRun
+from ragr1_actors.types import Task
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("files"))
+
+
+def changed(config: RunConfig, section: str, **settings: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
+
+
+def execute(config: RunConfig, run_dir: Path) -> tuple[RunReport, str]:
+    printed = io.StringIO()
+    create_run_directory(config, run_dir)
+    report = TrainingRun(config, run_dir, Console(file=printed, width=300)).execute()
+    return report, printed.getvalue()
+
+
+def always_right(task: Task, answer: str) -> float:
+    return 1.0
+
+
+def never_a_number(task: Task, answer: str) -> float:
+    return float("nan")
+
+
+def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
+    config = changed(config, "environment", eval_tasks="", reward=f"{__name__}:never_a_number")
+    with pytest.raises(FleetError, match=r"gave a reward of nan, expected a finite number; mend environment\.reward"):
+        execute(config, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def idle_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, str]:
+    """Every reward is alike, so that GRPO drops all groups of all three iterations."""
+    config = make_config(files, {"num_steps": 0}, num_iterations=3, group_size=2)
+    config = changed(config, "environment", eval_tasks="", reward=f"{__name__}:always_right")
+    run_dir = tmp_path_factory.mktemp("idle") / "run"
+    return run_dir, *execute(config, run_dir)
+
+
+def test_an_iteration_that_learned_nothing_is_told_once(idle_run: tuple[Path, RunReport, str]) -> None:
+    run_dir, _, printed = idle_run
+    assert printed.count("nothing learned") == 1
+    assert "no group with different rewards: nothing learned in iteration 1\n" in printed
+    rows = [row for row in read_metrics(run_dir) if row["stage"] == "rl"]
+    assert [row["learner/num_steps"] for row in rows] == [0.0] * 3
+
+
+def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str], files: Path) -> None:
+    run_dir, report, _ = idle_run
+    before = sorted(run_dir.rglob("*"))
+    expected = report.stages[-1].eval
+    for path in (run_dir, run_dir / "checkpoints" / "step_3"):
+        found = json.loads(invoke("evaluate", str(path), "--json"))
+        assert (found["em"], found["num_tasks"], found["tokens"]) == (expected.em, 1, expected.tokens)
+    printed = invoke("evaluate", str(run_dir), "--tasks", str(files / "tasks.json"), "--num-tasks", "3")
+    assert printed.split()[:1] == ["em"]
+    assert "num_tasks  3" in printed
+    assert sorted(run_dir.rglob("*")) == before
+
+
+def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], tmp_path: Path) -> None:
+    run_dir, *_ = idle_run
+    assert "neither the directory of a run nor a checkpoint" in invoke("evaluate", str(tmp_path))
+    assert "the rest it was trained on" in invoke("evaluate", str(run_dir), "--num-tasks", "9")
+    assert "there is no file" in invoke("evaluate", str(run_dir), "--tasks", str(tmp_path / "none.json"))
+    assert invoke("evaluate", str(run_dir), "--index", str(tmp_path)).startswith("error: ")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_groups_of_one(files: Path, tmp_path: Path, algorithm: str) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=1, group_size=1, algorithm=algorithm)
+    report, printed = execute(changed(config, "environment", eval_tasks=""), tmp_path / "run")
+    assert report.tasks.trained == 8
+    assert "nothing learned" not in printed  # without siblings the reward itself is what is learned from
+
+
+def test_a_task_file_of_one_task(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text('[{"question": "Where is the lamp ?", "answer": "Riga"}]')
+    (tmp_path / "other.json").write_text('[{"question": "Where is the cup ?", "answer": "Lyon"}]')
+    common = make_config(files, {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
+    config = changed(common, "environment", tasks=str(tmp_path / "one.json"), eval_tasks=str(tmp_path / "other.json"))
+    report, _ = execute(config, tmp_path / "run")
+    assert report.tasks.trained == 8  # eight epochs of it
+    assert report.tasks.lost == report.tasks.doubled == 0
+
+
+def test_a_task_file_of_one_task_leaves_none_to_hold_out(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text('[{"question": "Where is the lamp ?", "answer": "Riga"}]')
+    config = changed(make_config(files), "environment", tasks=str(tmp_path / "one.json"), eval_tasks="")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(config.model_dump()))
+    refused = invoke("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"))
+    assert refused.startswith(f"error: {tmp_path / 'one.json'}"), refused
+
+
+def test_which_signal_it_was() -> None:
+    with InterruptGuard() as guard:
+        with pytest.raises(TerminationError) as terminated, guard.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (exit_status(terminated.value), exit_status(interrupted.value)) == (143, 130)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does, with a handler of its own
+        guard.take_over()
+        with pytest.raises(TerminationError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: Path) -> None:
+    recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=1000))
+    run_dir = tmp_path / "run"
+    with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
+        assert wait_for(lambda: len(list((run_dir / "trajectories").glob("iteration_*.arrow"))) >= 2, 240, process)
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143, stderr
+    assert "--resume" in stderr
+    assert "Traceback" not in stderr and "Stack" not in stderr, stderr
+    assert CheckpointStore(run_dir / "checkpoints").latest() is not None
+    assert wait_for(lambda: ended(children), 30)
