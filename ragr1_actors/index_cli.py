@@ -100,19 +100,36 @@ def search(
 
 
 @index_app.command("eval")
-def evaluate(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
+def evaluate(
+    index: IndexArgument,
+    tasks: TasksOption,
+    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compare with exact search, even if that encodes a large corpus again.")
+    ] = False,
+    option: OptionsOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Measure recall at k of the questions' supporting passages, recall against exact search, and latency."""
     from envs.tasks import load_tasks
     from retrieval.evaluation import evaluate_index
 
     loaded = load_tasks(tasks)
-    found = evaluate_index(index, loaded.tasks)
+    found = evaluate_index(
+        index,
+        loaded.tasks,
+        exact=exact or None,
+        latency=True,
+        reranker=reranker,
+        options=parse_options(option),
+    )
     if as_json:
         _print_json(found)
         return
     _console.print(str(loaded.report), soft_wrap=True, highlight=False)
     for name, value in found.items():
-        _console.print(f"{name:>20}  {value:.3f}", highlight=False)
+        shown = f"{value:.3f}" if isinstance(value, float) else value
+        _console.print(f"{name:>20}  {shown}", highlight=False)
 
 
 @index_app.command("audit")

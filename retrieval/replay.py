@@ -40,7 +40,9 @@ class ReplayRetriever:
         self._found: dict[tuple[str, int], Hits] = {}
         for record in _records(directory):
             passages = map(Passage, record.passage_ids, record.titles, record.texts, record.scores)
-            self._found[normalise(record.query), record.k] = Hits(passages, index_version=record.index_version)
+            self._found[normalise(record.query), record.k] = Hits(
+                passages, is_cached=record.is_cached, index_version=record.index_version
+            )
         if not self._found:
             raise DataError(
                 f"no recorded searches in {directory}; give a run made with checkpointing.keep_trajectories, of which "
@@ -65,7 +67,7 @@ class ReplayRetriever:
             raise RetrievalError(
                 f"the recorded run never asked for {k} passages for {query!r}; nothing can be replayed"
             )
-        return Hits(found, is_cached=True, index_version=found.index_version)
+        return Hits(found, is_cached=found.is_cached, index_version=found.index_version)
 
 
 def _records(directory: Path) -> Iterator[RetrievalRecord]:

@@ -88,8 +88,9 @@ class LocalRetriever:
 
     @property
     def version(self) -> str:
-        """Name of the evidence; see ``Manifest.version``."""
-        return self._manifest.version
+        """Name of the evidence: ``Manifest.version``, and behind it the reranker that orders it anew."""
+        reranker = self._others["reranker"]
+        return f"{self._manifest.version}+{Path(reranker).name}" if reranker else self._manifest.version
 
     def info(self) -> dict[str, Any]:
         """Return the manifest, and its ``version``."""

@@ -124,6 +124,22 @@ def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_pat
     assert report["tasks"] == {"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}
 
 
+def test_a_recorded_run_is_replayed_without_a_retriever(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No corpus, index or encoder: the policy's own folder is all that the two runs share beside the records."""
+    monkeypatch.setattr("ragr1_actors.workspace._evidence", lambda environment: mixed)
+    config = make_config(files, SHORT)
+    recorded = run(config, tmp_path / "recorded")
+    options = {"run": str(tmp_path / "recorded")}
+    retrieval = config.retrieval.model_copy(update={"type": "replay", "options": options, "index": ""})
+    policy = config.policy.model_copy(update={"model": str(tmp_path / "recorded" / "policy")})
+    again = run(config.model_copy(update={"retrieval": retrieval, "policy": policy}), tmp_path / "again")
+    assert again == recorded
+    assert sum(row.get("rollout/queries", 0) for row in again) > 0
+    assert not (tmp_path / "again" / "index").exists()
+
+
 INTERRUPTS = {
     "at once in SFT": (LearnerGroup, "update", 12, True),
     "at the end of a step of SFT": (LearnerGroup, "update", 12, False),
