@@ -2,83 +2,91 @@
 
     python -m benchmarks.http_server INDEX_DIR PORT      (an index of the benchmark; "stub" for INDEX_DIR finds at once)
 
-One JSON request a caller; a pool of 40 threads as Starlette gives to plain functions; each request encodes its own
-queries, searches its own index call with faiss's own settings, and copies the documents into dictionaries. Nothing is
+FastAPI, a plain function behind one JSON request a caller, run by Starlette's pool of 40 threads. Each request encodes
+its own queries, searches by an index call of its own with faiss's own settings, and returns dictionaries. Nothing is
 batched across requests, nothing remembered. In its favour: the passages are mapped and not a list of dictionaries, no
-cache is emptied after a request, and connections are kept alive.
+GPU cache is emptied after a request, and a load's connections are kept alive.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
-from aiohttp import web
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
 
-from retrieval.corpus import Corpus
-from retrieval.encoder import Encoder
-from retrieval.manifest import Manifest
+from retrieval.base import Passage
 
-NUM_THREADS = 40
 STUB = "stub"
 
 
+class QueryRequest(BaseModel):
+    """The body of a request."""
+
+    queries: list[str]
+    topk: int = 3
+    return_scores: bool = False
+
+
 class Server:
-    """Answers ``/retrieve``."""
+    """Searches an index directory, a request at a time and thread."""
 
     def __init__(self, index_dir: Path) -> None:
+        import faiss
+
+        from retrieval.corpus import Corpus
+        from retrieval.encoder import Encoder
+        from retrieval.manifest import Manifest
+
         manifest = Manifest.read(index_dir)
         self._encoder = Encoder.load(manifest.encoder)
         self._corpus = Corpus.open(index_dir)
         self._index = faiss.read_index(str(index_dir / manifest.shards[0].file.name))
 
-    def retrieve(self, queries: list[str], k: int) -> list[list[dict[str, Any]]]:
+    def search(self, queries: list[str], k: int) -> list[list[tuple[Passage, float]]]:
         vectors = self._encoder.encode_queries(queries)
         scores, rows = self._index.search(np.ascontiguousarray(vectors), k)
         return [
-            [
-                {"document": {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}, "score": float(score)}
-                for p, score in zip(self._corpus.take(query_rows.tolist()), query_scores, strict=True)
-            ]
-            for query_rows, query_scores in zip(rows, scores, strict=True)
+            list(zip(self._corpus.take(query_rows), query_scores, strict=True))
+            for query_rows, query_scores in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
 
 
 class StubServer:
-    """Finds the same passages for every query, at no cost: what is left is the transport."""
+    """Finds passages for every query at no cost: what is left is the transport."""
 
-    def retrieve(self, queries: list[str], k: int) -> list[list[dict[str, Any]]]:
+    def search(self, queries: list[str], k: int) -> list[list[tuple[Passage, float]]]:
         from benchmarks.stubs import stub_passages
 
-        return [
-            [
-                {"document": {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}, "score": p.score}
-                for p in stub_passages(query, k)
+        return [[(passage, passage.score) for passage in stub_passages(query, k)] for query in queries]
+
+
+def make_app(server: Any) -> FastAPI:
+    """The one route."""
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    def retrieve(request: QueryRequest) -> dict[str, Any]:
+        found = server.search(request.queries, request.topk)
+        return {
+            "result": [
+                [{"document": {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}, "score": score} for p, score in hits]
+                for hits in found
             ]
-            for query in queries
-        ]
+        }
+
+    return app
 
 
 def main() -> None:
     """Serve until killed."""
     index_dir, port = sys.argv[1], int(sys.argv[2])
-    server: Any = StubServer() if index_dir == STUB else Server(Path(index_dir))
-    threads = ThreadPoolExecutor(NUM_THREADS)
-
-    async def handle(request: web.Request) -> web.Response:
-        body = await request.json()
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(threads, server.retrieve, body["queries"], body["topk"])
-        return web.json_response({"result": found})
-
-    app = web.Application(client_max_size=64 * 2**20)
-    app.router.add_post("/retrieve", handle)
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    server = StubServer() if index_dir == STUB else Server(Path(index_dir))
+    uvicorn.run(make_app(server), host="127.0.0.1", port=port, log_level="error", access_log=False)
 
 
 if __name__ == "__main__":

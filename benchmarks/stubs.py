@@ -62,5 +62,5 @@ def start_stubs(num_actors: int, service_s: float) -> Any:
 
     fleet = ActorFleet("retriever", start)
     fleet.scale_to(num_actors)
-    fleet.wait_until_ready(60)
+    fleet.wait_until_ready(300)
     return fleet

@@ -106,9 +106,14 @@ class Encoder:
             with _quiet():
                 model = _load_model(folder, plan, device, weights_dtype)
                 _check_model(model, folder, plan)
+        except DataError:
+            raise
         except _LOAD_ERRORS as error:
-            if isinstance(error, DataError):
-                raise
+            if "trust_remote_code" in str(error):
+                raise DataError(
+                    f"encoder {name!r} needs code of its own repository, which is never run here; give a model of an "
+                    "architecture that transformers knows"
+                ) from error
             raise DataError(
                 f"encoder {name!r} cannot be loaded ({_one_line(error)}); give a sentence-transformers model, or copy "
                 "this one again"
@@ -293,10 +298,13 @@ def _find(name: str) -> Path:
 
 def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> SentenceTransformer:
     # Named always: transformers' own default is what the weights were saved in, be it float16 on a CPU.
-    settings = {"dtype": dtype}
+    settings: dict[str, Any] = {"dtype": dtype}
     if not plan.is_plain:
         return SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
-    transformer = Transformer(str(folder), model_kwargs=settings)
+    no_code = {"trust_remote_code": False}  # where nothing is said, transformers asks on the terminal
+    transformer = Transformer(
+        str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
+    )
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=plan.pooling)
     return SentenceTransformer(modules=[transformer, pooling], device=device)
 

@@ -329,6 +329,14 @@ def test_damaged_folders_are_refused_in_one_sentence(
     assert capfd.readouterr().err == ""  # the libraries' own reports say no more
 
 
+@pytest.mark.parametrize("write", [write_plain, lambda folder, **config: write_modules(folder, "cls", **config)])
+def test_code_of_a_models_repository_is_not_run(tmp_path: Path, write: Callable[..., Path]) -> None:
+    code = {"AutoConfig": "new-impl--configuration.NewConfig", "AutoModel": "new-impl--modeling.NewModel"}
+    folder = write(tmp_path / "gte-base-en-v1.5", model_type="new", auto_map=code)
+    with pytest.raises(DataError, match="needs code of its own repository, which is never run here"):
+        Encoder.load(folder)
+
+
 def test_weights_that_no_pooling_uses_may_be_missing(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
