@@ -1,6 +1,6 @@
 """The other sides: the raw engine over the recorded turns, and a lock-step turn loop of the usual shape.
 
-Both use the ``AsyncLLM`` of our own engine, with the settings that suit them best: nothing is streamed, and the
+Both use our own engine's ``AsyncLLM.generate``, with the settings that suit them best: nothing is streamed, and the
 lock-step loop does not even have the engine decode.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -21,8 +21,11 @@ from ragr1_actors.types import Message
 
 _request_ids = count()
 
+Generate = Callable[[dict[str, list[int]], Any, str], AsyncIterator[Any]]
+"""``AsyncLLM.generate``: of a prompt, vLLM's ``SamplingParams`` and a name."""
 
-async def replay(llm: Any, turns: Sequence[TurnRecord], num_in_flight: int = NUM_IN_FLIGHT) -> SideRun:
+
+async def replay(generate: Generate, turns: Sequence[TurnRecord], num_in_flight: int = NUM_IN_FLIGHT) -> SideRun:
     """Have the engine repeat the turns: recorded prompts, lengths and seeds, a trajectory's turns in order.
 
     With the seeds it samples the very same tokens, so that its prefix cache is worth as much as ours.
@@ -36,7 +39,7 @@ async def replay(llm: Any, turns: Sequence[TurnRecord], num_in_flight: int = NUM
     async def one(trajectory: Sequence[TurnRecord]) -> None:
         async with room:
             for turn in trajectory:
-                _, record = await _complete(llm, turn, _replay_params(turn))
+                _, record = await _complete(generate, turn, _replay_params(turn))
                 done.append(record)
 
     started = time.perf_counter()
@@ -44,8 +47,18 @@ async def replay(llm: Any, turns: Sequence[TurnRecord], num_in_flight: int = NUM
     return SideRun(time.perf_counter() - started, done)
 
 
+def lockstep_params(turn: TurnRecord) -> Any:
+    """What the lock-step loop asks vLLM for: as many tokens as were recorded, and nothing else."""
+    return _params(max_tokens=turn.num_tokens, temperature=1.0, detokenize=False)
+
+
 async def lockstep(
-    llm: Any, tokenizer: PolicyTokenizer, turns: Sequence[TurnRecord], *, batched_search: bool
+    generate: Generate,
+    tokenizer: PolicyTokenizer,
+    turns: Sequence[TurnRecord],
+    *,
+    batched_search: bool,
+    params: Callable[[TurnRecord], Any] = lockstep_params,
 ) -> SideRun:
     """Take the same trajectories turn by turn, as RAG-R1's and Search-R1's ``run_llm_loop`` do.
 
@@ -69,7 +82,7 @@ async def lockstep(
     for turn in range(workload.MAX_TURNS):
         active = [row for row in batch if turn < len(row.plan.turn_tokens)]
         asked_for = [replace(planned[row.name, turn], prompt_ids=row.ids) for row in active]
-        completions = await asyncio.gather(*(_complete(llm, one, _lockstep_params(one)) for one in asked_for))
+        completions = await asyncio.gather(*(_complete(generate, one, params(one)) for one in asked_for))
         done += [record for _, record in completions]
         texts = [tokenizer.decode(token_ids) for token_ids, _ in completions]
         searching = [(row, text) for row, text in zip(active, texts, strict=True) if turn < row.plan.num_searches]
@@ -96,11 +109,11 @@ def _observe(queries: tuple[str, ...], tokenizer: PolicyTokenizer) -> str:
     return format_observation(queries, found, tokenizer.encode, max_tokens_per_query=512, max_tokens=1536)
 
 
-async def _complete(llm: Any, turn: TurnRecord, params: Any) -> tuple[list[int], TurnRecord]:
+async def _complete(generate: Generate, turn: TurnRecord, params: Any) -> tuple[list[int], TurnRecord]:
     """Sample ``turn`` anew; return its tokens and a record of it."""
     started = time.perf_counter()
     prompt = {"prompt_token_ids": turn.prompt_ids}
-    async for output in llm.generate(prompt, params, f"bare-{next(_request_ids)}"):
+    async for output in generate(prompt, params, f"bare-{next(_request_ids)}"):
         last = output
     token_ids = list(last.outputs[0].token_ids)
     return token_ids, replace(turn, num_tokens=len(token_ids), interval=(started, time.perf_counter()))
@@ -116,10 +129,6 @@ def _replay_params(turn: TurnRecord) -> Any:
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
     )
-
-
-def _lockstep_params(turn: TurnRecord) -> Any:
-    return _params(max_tokens=turn.num_tokens, temperature=1.0, detokenize=False)
 
 
 def _params(**settings: Any) -> Any:

@@ -6,6 +6,9 @@ metric               ratio                                                      
 engine_parity        tokens/s of the real loop ÷ the bare engine on the same turns      >= 0.97
 vs_lockstep          wall ÷ lock-step loop, one blocking search a trajectory (RAG-R1)   <= 0.4
 vs_lockstep_batched  wall ÷ lock-step loop, one blocking search a turn (Search-R1)
+vs_lockstep_paced    the same two, on an engine that keeps a GPU's time (``paced.py``)  <= 0.4
+vs_batched_paced
+lockstep_waiting     of that lock-step loop: trajectories' time spent waiting for others
 retrieval_hidden     1 - seconds with searches and nothing to generate ÷ search seconds >= 0.98
 overrun_tokens       tokens behind the stop string ÷ stopped completions                0
 sync_pause           pause of a weight update ÷ warm copy of the same 100 MB            <= 3
@@ -17,7 +20,8 @@ The workload is drawn as ``benchmarks/workload.py`` says. ``sides.NUM_IN_FLIGHT`
 as many run in the engine, which has one core and the loop the other. The prefix cache is emptied before each side and
 has room for all of it. All is taken over whole runs, their ends with ever fewer trajectories included. The sides follow
 each other within a repeat; a first, small one of each does not count. What the machine did meanwhile stands on stderr:
-where the engine's CPU seconds are fewer than the seconds of the run, somebody else had its core.
+where the engine's CPU seconds are fewer than the seconds of the run, somebody else had its core. On the paced engine
+all trajectories run at once, on every side, as they would on a GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +51,9 @@ GOALS: dict[str, Goal | None] = {
     "engine_parity": Goal(0.97, at_least=True),
     "vs_lockstep": Goal(0.4, at_least=False),
     "vs_lockstep_batched": None,
+    "vs_lockstep_paced": Goal(0.4, at_least=False),
+    "vs_batched_paced": None,
+    "lockstep_waiting": None,
     "retrieval_hidden": Goal(0.98, at_least=True),
     "overrun_tokens": Goal(0.0, at_least=False),
     "sync_pause": Goal(3.0, at_least=False),
@@ -57,6 +64,9 @@ UNITS = {
     "engine_parity": "tokens/s",
     "vs_lockstep": "s",
     "vs_lockstep_batched": "s",
+    "vs_lockstep_paced": "s",
+    "vs_batched_paced": "s",
+    "lockstep_waiting": "s waiting, s of all trajectories",
     "retrieval_hidden": "s idle, s searching",
     "overrun_tokens": "tokens, stopped completions",
     "sync_pause": "s",
@@ -66,6 +76,7 @@ UNITS = {
 METRICS = tuple(GOALS)
 _LOOP = {"engine_parity", "vs_lockstep", "vs_lockstep_batched", "retrieval_hidden"}
 _FLEET = {"scaling_runners", "driver_cpu"}
+_PACED = {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
 
 NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 96, 72
 NUM_COMPLETIONS = 64
@@ -95,8 +106,11 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         policy_dir = Path(directory)
         workload.make_policy(policy_dir)
-        if wanted - _FLEET:
-            yield from _measured(_run_engine(policy_dir, wanted, repeats, quick))
+        if wanted - _FLEET - _PACED:
+            yield from _measured(_run_engine(policy_dir, wanted - _FLEET - _PACED, repeats, quick))
+        if wanted & _PACED:
+            num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
+            yield from _measured({k: v for k, v in run_paced(policy_dir, num, repeats).items() if k in wanted})
         if wanted & _FLEET:
             yield from _measured({k: v for k, v in _run_fleet(policy_dir, repeats, quick).items() if k in wanted})
 
@@ -151,7 +165,7 @@ class EngineBench:
         self._policy_dir = policy_dir
         self._wanted = wanted
         self._config = sides.make_config()
-        self.samples: Samples = {metric: [] for metric in METRICS if metric in wanted and metric not in _FLEET}
+        self.samples: Samples = {metric: [] for metric in METRICS if metric in wanted}
 
     async def warm_up(self) -> None:
         """Run every side once, small."""
@@ -163,32 +177,21 @@ class EngineBench:
 
     async def _sides(self, num_trajectories: int, *, keep: bool) -> None:
         names = [f"bench/{index}" for index in range(num_trajectories)]
-        ours = await self._clocked("loop", sides.run_loop(self._config, str(self._policy_dir), self._engine, names))
+        ours = await _clocked(
+            self._llm, "loop", sides.run_loop(self._config, str(self._policy_dir), self._engine, names)
+        )
         found = {"retrieval_hidden": ours.hidden}
         if "engine_parity" in self._wanted:
-            raw = await self._clocked("bare engine", baselines.replay(self._llm, ours.turns))
+            raw = await _clocked(self._llm, "bare engine", baselines.replay(self._llm.generate, ours.turns))
             found["engine_parity"] = quotient(ours.tokens_per_s, raw.tokens_per_s)
         for metric in sorted({"vs_lockstep", "vs_lockstep_batched"} & set(self._wanted)):
             batched = metric == "vs_lockstep_batched"
-            side = baselines.lockstep(self._llm, self._tokenizer, ours.turns, batched_search=batched)
-            theirs = await self._clocked(metric, side)
+            side = baselines.lockstep(self._llm.generate, self._tokenizer, ours.turns, batched_search=batched)
+            theirs = await _clocked(self._llm, metric, side)
             found[metric] = quotient(ours.wall_s, theirs.wall_s)
         if keep:
             for metric in found.keys() & self.samples.keys():
                 self.samples[metric].append(found[metric])
-
-    async def _clocked(self, name: str, side: Coroutine[Any, Any, SideRun]) -> SideRun:
-        """Run one side over an empty prefix cache, and say what it took of the machine."""
-        await self._llm.reset_prefix_cache()
-        before = _cpu_s()
-        found = await side
-        loop_cpu_s, engine_cpu_s = (after - was for after, was in zip(_cpu_s(), before, strict=True))
-        _log(
-            f"{name}: {found.wall_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, "
-            f"searches {found.search_s:.1f} s, "
-            f"CPU {loop_cpu_s:.1f} s here and {engine_cpu_s:.1f} s in the engine"
-        )
-        return found
 
     async def repeat_overrun(self, repeats: int) -> None:
         """Turns that end at stop strings, by a policy that is fond of the tags."""
@@ -206,6 +209,56 @@ class EngineBench:
         weights = read_weights(self._policy_dir)
         found = [await sync_pause(self._engine, weights, 2 + update) for update in range(1 + num_updates)]
         self.samples["sync_pause"] = found[1:]
+
+
+def run_paced(policy_dir: Path, num_trajectories: int, repeats: int) -> Samples:
+    """The loops on a ``PacedEngine``, after a small run of each that does not count."""
+    from benchmarks.paced import PacedEngine
+    from ragr1_actors.tokenizer import PolicyTokenizer
+
+    tokenizer = PolicyTokenizer(policy_dir)
+    samples: Samples = {metric: [] for metric in METRICS if metric in _PACED}
+
+    async def repeat(num: int) -> dict[str, Sample]:
+        engine = PacedEngine(tokenizer)
+        names = [f"bench/{index}" for index in range(num)]
+        ours = await _clocked(
+            engine, "paced loop", sides.run_loop(sides.make_config(num), str(policy_dir), engine, names)
+        )
+        walls = []
+        for batched in (False, True):
+            side = baselines.lockstep(
+                *(engine.generate_bare, tokenizer, ours.turns),
+                batched_search=batched,
+                params=lambda turn: turn.num_tokens,
+            )
+            walls.append(await _clocked(engine, f"paced lock-step, {'batched' if batched else 'RAG-R1'}", side))
+        one_by_one, by_turn = walls
+        return {
+            "vs_lockstep_paced": quotient(ours.wall_s, one_by_one.wall_s),
+            "vs_batched_paced": quotient(ours.wall_s, by_turn.wall_s),
+            "lockstep_waiting": one_by_one.waiting,
+        }
+
+    asyncio.run(repeat(8))
+    for _ in range(repeats):
+        for metric, sample in asyncio.run(repeat(num_trajectories)).items():
+            samples[metric].append(sample)
+    return samples
+
+
+async def _clocked(llm: Any, name: str, side: Coroutine[Any, Any, SideRun]) -> SideRun:
+    """Run one side over an empty prefix cache, and say what it took of the machine."""
+    await llm.reset_prefix_cache()
+    before = _cpu_s()
+    found = await side
+    loop_cpu_s, engine_cpu_s = (after - was for after, was in zip(_cpu_s(), before, strict=True))
+    _log(
+        f"{name}: {found.wall_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, "
+        f"searches {found.search_s:.1f} s, "
+        f"CPU {loop_cpu_s:.1f} s here and {engine_cpu_s:.1f} s in the engine"
+    )
+    return found
 
 
 @contextmanager

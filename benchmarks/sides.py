@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks import workload
 from benchmarks.intervals import Interval, uncovered_s
-from benchmarks.measurement import Sample
+from benchmarks.measurement import Sample, quotient
 from envs.base import Action, Answer, EnvContext, Search
 from envs.search import SearchEnv
 from ragr1_actors.config import AlgorithmConfig, EnvironmentSettings, RunConfig
@@ -65,6 +65,13 @@ class SideRun:
     def search_s(self) -> float:
         """Of all searches, one by one."""
         return sum(end - start for start, end in self.searches)
+
+    @property
+    def waiting(self) -> Sample:
+        """Share of the time of all trajectories, over the whole run, in which none of their own is under way."""
+        total_s = self.wall_s * len({turn.trajectory for turn in self.turns})
+        waiting_s = total_s - self.search_s - sum(end - start for start, end in (t.interval for t in self.turns))
+        return quotient(waiting_s, total_s)
 
     @property
     def hidden(self) -> Sample:
@@ -131,13 +138,13 @@ class PlannedEngine:
         """Leave the engine to whoever made it: the other sides use it too."""
 
 
-def make_config() -> RunConfig:
+def make_config(num_in_flight: int = NUM_IN_FLIGHT) -> RunConfig:
     """The run that is measured."""
     config = AlgorithmConfig().environment(env="benchmarks.sides:PlannedEnv", prompt="{question}", top_k=1)
     config.env_runners(
         engine="vllm",
         engine_options={"max_num_seqs": NUM_SEQUENCES, "distributed_executor_backend": EXECUTOR},
-        max_concurrent_trajectories=NUM_IN_FLIGHT,
+        max_concurrent_trajectories=num_in_flight,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_new_tokens_per_turn=workload.MAX_TURN_TOKENS,
     )

@@ -142,6 +142,13 @@ class DeepSpeedEngine:
                 whole = parameter.detach().clone()
             yield name, whole
 
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what ``full_weights`` yields, in its order; nothing is gathered for it."""
+        return {name: self._full_shape(parameter) for name, parameter in self.module.named_parameters()}
+
+    def _full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes of its own
+        return tuple(parameter.ds_shape if self.zero_stage == 3 else parameter.shape)
+
     @contextmanager
     def _gathered(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
         if self.zero_stage < 3:
@@ -176,9 +183,8 @@ class DeepSpeedEngine:
         if "step" not in state:
             raise DataError("the learner's state has no step count")
         self._ensure_moments()
-        parameter: Any  # ZeRO-3 adds attributes of its own
         for name, parameter in self.module.named_parameters():
-            shape = tuple(parameter.ds_shape if self.zero_stage == 3 else parameter.shape)
+            shape = self._full_shape(parameter)
             for key in ("weight", *MOMENTS):
                 found = state[f"{key}/{name}"].shape if f"{key}/{name}" in state else None
                 if found != shape:

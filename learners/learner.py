@@ -23,7 +23,7 @@ import json
 import math
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,13 +314,30 @@ class Learner(ABC):
         comes as float32, since numpy has no bfloat16.
         """
         weights: State = {}
-        for name, tensor in self.policy.full_weights():
+        for name, tensor in self.stream_weights():
             if self.rank == 0:
-                weights[name.removeprefix("model.")] = tensor.float().cpu().numpy()
-        model: Any = self.policy.module.get_submodule("model")
-        if self.rank == 0 and model.config.tie_word_embeddings:
+                weights[name] = tensor.float().cpu().numpy()
+        if self.rank == 0 and self.is_tied:
             weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         return weights
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's parameters one by one, whole, where they are and as they are, a tied one once.
+
+        All ranks iterate to the end together.
+        """
+        for name, tensor in self.policy.full_weights():
+            yield name.removeprefix("model."), tensor
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what ``stream_weights`` yields, in its order; all are of ``self.dtype``."""
+        return {name.removeprefix("model."): shape for name, shape in self.policy.full_shapes().items()}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether ``lm_head.weight`` is ``model.embed_tokens.weight``."""
+        model: Any = self.policy.module.get_submodule("model")
+        return bool(model.config.tie_word_embeddings)
 
     def get_state(self) -> State:
         """Return all that a resumed run needs beside the folder it was built from; the same on every rank."""
@@ -350,11 +367,10 @@ class Learner(ABC):
         if self.rank == 0:
             directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)
-            tied = self.policy.module.get_submodule("model").config.tie_word_embeddings  # type: ignore[union-attr]
             tensors = {
                 name: torch.from_numpy(weight).to(self.dtype).contiguous()
                 for name, weight in weights.items()
-                if not (tied and name == "lm_head.weight")
+                if not (self.is_tied and name == "lm_head.weight")
             }
             copy_policy_files(self.policy_dir, directory, self.config.policy.dtype)
             save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

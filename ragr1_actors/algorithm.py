@@ -6,7 +6,7 @@ One ``train()``::
          ▲                      ▲    ▲ queries                     │ stale, failed          │
          │                      │    ▼                             │                        │ weights
          └── again ─────────────│──RetrieverGroup ◄────────────────┘                        │
-                                └──────────────── weight_sync.publish(version + 1) ◄────────┘
+                                └──────────────── Transport.publish(version + 1) ◄──────────┘
 
 =================  =============================  ==============================  ================================
 part               consumes                       produces                        waits for
@@ -34,7 +34,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from cluster.weight_sync import publish
+from cluster.weight_sync import make_transport
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
 from ragr1_actors.buffer import GroupBuffer
@@ -84,8 +84,7 @@ class Algorithm:
         self._guard = guard or InterruptGuard()
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
-        self.iteration = 0
-        self.policy_version = 0
+        self.iteration = self.policy_version = 0
         self.workspace: Workspace = prepare(config, run_dir)
         if not self.workspace.eval_tasks:
             raise DataError(
@@ -100,6 +99,7 @@ class Algorithm:
         self._retrievers = RetrieverGroup.create(self.workspace.index_dir, config.retrieval)
         self._learners = LearnerGroup(config)
         self._env_runners = EnvRunnerGroup(config, self.workspace.policy_dir, self._retrievers.retriever())
+        self._transport = make_transport(config, self._learners, self._env_runners)
         # all fleets load at once: only now wait for them
         if learns and self._store.latest() is None:
             self._build_learner("sft" if config.sft.num_steps else config.training.algorithm, self._stage_dir)
@@ -204,6 +204,7 @@ class Algorithm:
                 "loop/policy_lag": float(lag),
                 "loop/stale_groups": float(num_stale),
                 "loop/policy_version": float(self.policy_version),
+                "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 **{f"tasks/{name}": float(count) for name, count in self._sampler.counts().items()},
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
@@ -261,7 +262,7 @@ class Algorithm:
 
     def _publish(self) -> None:
         self.policy_version += 1
-        publish(self._learners, self._env_runners, self.policy_version)
+        self._transport.publish(self.policy_version)
 
     def _write_trajectories(self, name: str, batches: Sequence[Any]) -> None:
         directory = self.run_dir / "trajectories"

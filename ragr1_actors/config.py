@@ -108,6 +108,8 @@ class EnvRunnerSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     max_task_retries: int = Field(3, ge=0)
     """Times a task is issued again after a failure of the machinery."""
+    weight_transport: Literal["auto", "object_store", "broadcast"] = "auto"
+    """How new weights come from the learner: ``cluster/weight_sync.py`` has the table, and what ``auto`` chooses."""
 
 
 RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")

@@ -18,14 +18,15 @@ from typing import Any, Self, TypeVar
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cluster.weight_group import Invitation
 from envs.base import EnvContext, TextEnv
 from envs.registry import ENVS
 from envs.rewards import exact_match, token_f1
 from ragr1_actors.config import RunConfig
-from ragr1_actors.engines.base import Engine, EngineSettings
+from ragr1_actors.engines.base import Engine, EngineSettings, ReceivingEngine
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.errors import EngineDeadError
+from ragr1_actors.errors import ConfigError, EngineDeadError
 from ragr1_actors.plugins import load_object
 from ragr1_actors.rollout import RolloutSettings, run_trajectory
 from ragr1_actors.schema import groups_to_record_batch
@@ -90,7 +91,10 @@ class EnvRunner:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
-        return cls(config, policy_dir, retriever, engine)
+        runner = cls(config, policy_dir, retriever, engine)
+        if config.env_runners.weight_transport == "broadcast":
+            _ = runner.receiving_engine  # now, and not when the first version is published
+        return runner
 
     @classmethod
     def recite(
@@ -135,6 +139,20 @@ class EnvRunner:
         """Swap the policy's weights in; see ``Engine.update_weights``."""
         await self._engine.update_weights(weights, version)
 
+    @property
+    def receiving_engine(self) -> ReceivingEngine:
+        """The engine, as one that takes part in broadcasts.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if not isinstance(self._engine, ReceivingEngine):
+            raise ConfigError(
+                f"got env_runners.weight_transport broadcast, in which the engine {self._config.env_runners.engine} "
+                "cannot take part; set it to object_store"
+            )
+        return self._engine
+
     async def close(self) -> None:
         """Free the engine."""
         await self._engine.close()
@@ -160,6 +178,18 @@ class EnvRunnerActor:
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the policy's weights in."""
         await _or_exit(self._runner.update_weights(weights, version))
+
+    async def num_weight_ranks(self) -> int:
+        """Return how many ranks of a weight group this runner is."""
+        return self._runner.receiving_engine.num_weight_ranks
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Join a group; see ``ReceivingEngine.join_weight_group``."""
+        await _or_exit(self._runner.receiving_engine.join_weight_group(invitation, first_rank))
+
+    async def receive_weights(self, version: int) -> None:
+        """Take part in a broadcast; see ``ReceivingEngine.receive_weights``."""
+        await _or_exit(self._runner.receiving_engine.receive_weights(version))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""

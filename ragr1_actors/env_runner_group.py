@@ -17,14 +17,16 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.weight_sync import Receiver
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
 from ragr1_actors.errors import FleetError, RagR1Error
@@ -64,11 +66,28 @@ class _Runner:
     is_healthy: bool = True
     is_lost: bool = False
     """It does not start any more."""
+    num_deaths: int = 0
     num_in_flight: int = 0
     num_finished: int = 0
     probe: Any = None
     """Reference of the question that is open: a ping of a healthy runner, else the newest weights."""
     probed_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def receiver(self) -> Receiver:
+        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.handle)
+
+
+class _Newest:
+    """The newest policy version. Its weights are fetched when a runner lacks them, and not before."""
+
+    def __init__(self, version: int, fetch: Callable[[], Any]) -> None:
+        self.version = version
+        self._fetch = fetch
+
+    @cached_property
+    def weights(self) -> Any:
+        return self._fetch()
 
 
 @dataclass(slots=True)
@@ -91,7 +110,7 @@ class EnvRunnerGroup:
         self._pending: deque[GroupRequest] = deque()
         self._in_flight: dict[Any, _InFlight] = {}
         self._runners: list[_Runner] = []
-        self._weights: tuple[Any, int] | None = None
+        self._newest: _Newest | None = None
         self._last_loss = "none came back in time"
         self.num_restarts = 0
         self._local: EnvRunner | None = None
@@ -202,21 +221,32 @@ class EnvRunnerGroup:
             for request, group in zip(requests, groups, strict=True)
         ]
 
-    def update_weights(self, weights: Any, version: int) -> None:
-        """Publish a policy version to every runner, and remember it for those that come back later.
+    @property
+    def receivers(self) -> list[Receiver]:
+        """The healthy runners, for a transport that talks to them itself. One that came back is another receiver."""
+        return [runner.receiver for runner in self._runners if runner.is_healthy]
+
+    def expect(self, version: int, fetch: Callable[[], Any]) -> None:
+        """Remember a version that a transport publishes; ``fetch`` gets its weights for runners that come back."""
+        self._newest = _Newest(version, fetch)
+        for runner in self._runners:
+            if not runner.is_healthy:
+                runner.probe = None  # it may be on its way with older weights
+
+    def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
+        """Publish a policy version, and remember it for runners that come back later.
 
         Args:
             weights: ``{name: array}``, or an ``ObjectRef`` of it.
             version: recorded with every token sampled from now on.
+            receivers: names of those that lack it; ``None`` is every runner.
         """
         if self._local is not None:
             self._loop.run_until_complete(self._local.update_weights(weights, version))
             return
-        self._weights = (weights, version)
-        for runner in self._runners:
-            if not runner.is_healthy:
-                runner.probe = None  # it may be on its way with older weights
-        updates = {r.handle.update_weights.remote(weights, version): r for r in self._runners if r.is_healthy}
+        self.expect(version, lambda: weights)
+        lacking = [r for r in self._runners if r.is_healthy and (receivers is None or r.receiver.name in receivers)]
+        updates = {r.handle.update_weights.remote(weights, version): r for r in lacking}
         for update, runner in updates.items():
             try:
                 ray.get(update, timeout=START_TIMEOUT_S)
@@ -270,6 +300,7 @@ class EnvRunnerGroup:
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:
         if runner.is_healthy:
             runner.is_healthy, runner.probe = False, None
+            runner.num_deaths += 1
             self.num_restarts += 1
             logger.warning(
                 "%s died (%s); %d of %d go on", runner.name, _cause(error), self.num_healthy, len(self._runners)
@@ -288,8 +319,9 @@ class EnvRunnerGroup:
             interval = PING_INTERVAL_S if runner.is_healthy else PROBE_INTERVAL_S
             if runner.probe is None and now - runner.probed_at > interval:
                 runner.probed_at = now
-                if self._weights is not None and not runner.is_healthy:
-                    runner.probe = runner.handle.update_weights.remote(*self._weights)
+                if self._newest is not None and not runner.is_healthy:
+                    newest = self._newest
+                    runner.probe = runner.handle.update_weights.remote(newest.weights, newest.version)
                 else:
                     runner.probe = runner.handle.ping.remote()
             if runner.probe is not None:

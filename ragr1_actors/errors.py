@@ -8,6 +8,7 @@
     │   ├── DataError (ValueError)     a task, corpus or index file that cannot be used
     │   └── RunDirectoryError          the run directory holds a run already, or holds none
     ├── RetrievalError             a search failed on every replica
+    ├── TransferError              weights did not get from the learner to an engine
     ├── EngineError                an engine did not start or did not answer
     │   └── EngineDeadError            it will not answer any more
     ├── LearnerError               learning cannot go on
@@ -41,6 +42,10 @@ class RunDirectoryError(UserError):
 
 class RetrievalError(RagR1Error):
     """A search that failed on every replica it was tried on."""
+
+
+class TransferError(RagR1Error):
+    """Weights that did not get through, or only some of them; the engine is to be given all of them anew."""
 
 
 class EngineError(RagR1Error):

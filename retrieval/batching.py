@@ -63,13 +63,33 @@ class _Slots(Generic[A]):
         self.num_queries = 0
 
 
+class _Call(Generic[A]):
+    """One call of ``ask``: its answers so far. One future for all of them, as one a query would cost milliseconds."""
+
+    def __init__(self, num_queries: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._answers: list[A | None] = [None] * num_queries
+        self._num_left = num_queries
+        self.answered: asyncio.Future[list[Any]] = loop.create_future()
+
+    def put(self, index: int, answer: A) -> None:
+        self._answers[index] = answer
+        self._num_left -= 1
+        if not self._num_left and not self.answered.done():
+            self.answered.set_result(self._answers)
+
+    def fail(self, error: RetrievalError) -> None:
+        if not self.answered.done():
+            self.answered.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[A]):
     """One query in the queue and everybody who waits for it."""
 
     query: str
     k: int
-    found: asyncio.Future[A]
+    calls: list[tuple[_Call[A], int]]
+    """Each with the query's place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +136,23 @@ class Batcher(Generic[A]):
         Raises:
             RetrievalError: every attempt at one of them failed; the message has their number and the last cause.
         """
+        if not queries:
+            return []
         self._bind()
-        # one task for all of them, where one for each query would cost more than the rest of the way
-        answers = asyncio.gather(*[self._queue_up(query, k) for query in queries])
-        answers.add_done_callback(_look_at)
-        return await asyncio.shield(answers)
-
-    def _queue_up(self, query: str, k: int) -> asyncio.Future[A]:
-        """Queue a query, unless the same one is in flight."""
-        assert self._loop is not None
-        self._num_queries += 1
-        found = self._asked.get((query, k))
-        if found is None:
-            found = self._asked[query, k] = self._loop.create_future()
-            found.add_done_callback(lambda ended: self._forget((query, k), ended))
-            self._queue.append(_Waiting(query, k, found))
-            if not self._is_dispatching:
-                self._is_dispatching = True
-                self._start(self._dispatch())
-        else:
-            self._num_coalesced += 1
-        return found
+        call: _Call[A] = _Call(len(queries), asyncio.get_running_loop())
+        self._num_queries += len(queries)
+        for index, query in enumerate(queries):
+            waiting = self._asked.get((query, k))
+            if waiting is None:
+                waiting = self._asked[query, k] = _Waiting(query, k, [])
+                self._queue.append(waiting)
+            else:
+                self._num_coalesced += 1
+            waiting.calls.append((call, index))
+        if self._queue and not self._is_dispatching:
+            self._is_dispatching = True
+            self._start(self._dispatch())
+        return await call.answered
 
     async def wait_for_room(self) -> None:
         """Return once fewer than ``ROOM`` queries wait for every replica that is up."""
@@ -173,14 +189,10 @@ class Batcher(Generic[A]):
         self._loop = loop
         self._slots = {name: _Slots(replica, is_up=True) for name, replica in self._replicas.items()}
         self._queue: deque[_Waiting[A]] = deque()
-        self._asked: dict[tuple[str, int], asyncio.Future[A]] = {}
+        self._asked: dict[tuple[str, int], _Waiting[A]] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_dispatching = False
-
-    def _forget(self, asked: tuple[str, int], found: asyncio.Future[A]) -> None:
-        self._asked.pop(asked, None)
-        _look_at(found)
 
     async def _dispatch(self) -> None:
         """Send what waits while anything waits. A task of its own, so that all callers of one loop turn are in."""
@@ -206,18 +218,20 @@ class Batcher(Generic[A]):
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
         """Get one batch answered. ``slots`` is the replica to try first, its slot taken; None where none was up."""
         self._num_batches += 1
+        failure = RetrievalError("the search was abandoned")  # by a bug, or the loop's end: nobody may wait for ever
+        answers: list[A] | None = None
         try:
             answers = await self._try(batch, slots)
         except RetrievalError as error:
-            for waiting in batch:
-                waiting.found.set_exception(RetrievalError(*error.args))
-        else:
-            for waiting, answer in zip(batch, answers, strict=True):
-                waiting.found.set_result(answer)
+            failure = error
         finally:
-            for waiting in batch:  # a bug, or the loop's end: nobody may wait for ever
-                if not waiting.found.done():
-                    waiting.found.set_exception(RetrievalError("the search was abandoned"))
+            for index, waiting in enumerate(batch):
+                self._asked.pop((waiting.query, waiting.k), None)
+                for call, place in waiting.calls:
+                    if answers is None:
+                        call.fail(RetrievalError(*failure.args))
+                    else:
+                        call.put(place, answers[index])
             self._announce()
 
     async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> list[A]:
@@ -313,9 +327,3 @@ class Batcher(Generic[A]):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Retrieve a failure: whoever asked may be cancelled, and asyncio logs exceptions that nobody looked at."""
-    if not ended.cancelled():
-        ended.exception()

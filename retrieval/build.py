@@ -73,7 +73,7 @@ def build_index(
     num_gpus_per_actor: float | None = None,
     restart: bool = False,
 ) -> Path:
-    """Index passages into ``out_dir``, which appears only once it is whole.
+    """Index passages into ``out_dir``, which appears only once it is whole, and return it.
 
     Interrupted and called again with the same passages and arguments, it goes on where it was.
 
@@ -94,9 +94,6 @@ def build_index(
         num_gpus_per_actor: of one of them; by default 1 where the device is a GPU.
         restart: throw away what an earlier build left unfinished.
 
-    Returns:
-        ``out_dir``.
-
     Raises:
         DataError: ``out_dir`` holds something or is being built by another process, an unfinished build of other
             passages or arguments, no passages, an id twice, or an encoder that cannot be loaded.
@@ -108,27 +105,15 @@ def build_index(
     vector_type = {BM25: "", HYBRID: vector_type}.get(index_type, index_type)
     _check_types(index_type, vector_type, num_shards, options or {})
     check_free(out_dir)
-    # A folder is recorded in full: the index may be opened from another working directory.
-    is_folder = encoder not in ("", STATIC) and Path(encoder).is_dir()
-    recorded = str(Path(encoder).resolve()) if is_folder else encoder
-    arguments = BuildArguments(
-        "" if index_type == BM25 else recorded, index_type, vector_type, num_shards, dict(options or {}), seed
-    )
-    if num_gpus_per_actor is None:
-        num_gpus_per_actor = 1.0 if device.startswith("cuda") else 0.0
-    workers = _Workers(num_actors, num_cpus_per_actor, num_gpus_per_actor, device, dtype, progress)
+    recorded = "" if index_type == BM25 else _recorded(encoder)
+    arguments = BuildArguments(recorded, index_type, vector_type, num_shards, dict(options or {}), seed)
+    num_gpus = (1.0 if device.startswith("cuda") else 0.0) if num_gpus_per_actor is None else num_gpus_per_actor
+    workers = _Workers(num_actors, num_cpus_per_actor, num_gpus, device, dtype, progress)
     try:
         with work_directory(out_dir, arguments, restart) as directory:
             _build(passages, directory, arguments, workers)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise DataError(f"{out_dir} was made by somebody else meanwhile; choose another directory") from error
-        cause = error.strerror or str(error)
-        kept = f"; what is done stays in {building_dir(out_dir)}, and the same build goes on with it"
-        raise UserError(
-            f"the index could not be written to {out_dir} ({cause}); free some room or choose another disk"
-            + (kept if has_costly_work(building_dir(out_dir)) else "")
-        ) from error
+        raise _as_user_error(error, out_dir) from error
     return out_dir
 
 
@@ -154,6 +139,25 @@ def _check_types(index_type: str, vector_type: str, num_shards: int, options: Ma
     if num_shards < 1 or (num_shards > 1 and index_type == BM25):
         expected = "1, as it has no vectors" if index_type == BM25 else "at least 1"
         raise ConfigError(f"got {num_shards} shards for an index of type {index_type!r}, expected {expected}")
+
+
+def _recorded(encoder: str) -> str:
+    # A folder is recorded in full: the index may be opened from another working directory.
+    is_folder = encoder not in ("", STATIC) and Path(encoder).is_dir()
+    return str(Path(encoder).resolve()) if is_folder else encoder
+
+
+def _as_user_error(error: OSError, out_dir: Path) -> UserError:
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return DataError(f"{out_dir} was made by somebody else meanwhile; choose another directory")
+    cause = error.strerror or str(error)
+    directory = building_dir(out_dir)
+    kept = (
+        f"; what is done stays in {directory}, and the same build goes on with it" if has_costly_work(directory) else ""
+    )
+    return UserError(
+        f"the index could not be written to {out_dir} ({cause}); free some room or choose another disk{kept}"
+    )
 
 
 def _build(passages: Iterable[Passage], directory: Path, arguments: BuildArguments, workers: _Workers) -> None:
@@ -226,8 +230,6 @@ def _build_shards(
 ) -> None:
     bounds = _bounds(len(corpus), arguments.num_shards)
     missing = [number for number in range(len(bounds)) if not (directory / _shard_name(number)).is_file()]
-    if not missing:
-        return
     header = StoreHeader(
         fingerprint_file(directory / CORPUS_FILE),
         encoder.fingerprint,
@@ -236,6 +238,8 @@ def _build_shards(
         "float16" if arguments.vector_type in _HALF_TYPES else "float32",
     )
     store = EmbeddingStore.create(directory / _STORE_FOLDER, header)
+    if not missing:
+        return
     fill_store(
         store,
         directory,

@@ -354,7 +354,9 @@ def _max_tokens(transformer: Transformer) -> int | None:
 
 
 def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
-    digest = hashlib.sha256(json.dumps([plan.pooling, plan.query_prompt, plan.passage_prompt]).encode())
+    digest = hashlib.sha256(
+        json.dumps([plan.pooling, plan.query_prompt, plan.passage_prompt, plan.ends_texts]).encode()
+    )
     for name in sorted({"", *plan.module_folders}):
         files = sorted(path for path in (folder / name).glob("*") if path.is_file())
         is_old = not any(path.suffix == _WEIGHTS for path in files)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from retrieval.base import Hits, Passage
 
 COMPRESS_FROM_BYTES = 2**16
+_CODEC = pa.Codec("zstd", compression_level=1)
 
 
 class PackedHits(NamedTuple):
@@ -66,20 +67,20 @@ def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_vers
 def compress(packed: PackedHits) -> WireHits:
     """Return a large batch compressed.
 
-    Ray carries up to 100 KB with the answer itself; more goes by way of the object store, which costs longer than LZ4
-    takes over 64 queries' passages.
+    Ray carries up to 100 KB with the answer itself; more goes by way of the object store, which takes longer than
+    compressing 64 queries' passages does.
     """
     data = pickle.dumps(packed, protocol=5)
     if len(data) < COMPRESS_FROM_BYTES:
         return packed
-    return CompressedHits(len(data), pa.compress(data, codec="lz4", asbytes=True))
+    return CompressedHits(len(data), _CODEC.compress(data, asbytes=True))
 
 
 def expand(hits: WireHits) -> PackedHits:
     """Undo ``compress``."""
     if isinstance(hits, PackedHits):
         return hits
-    packed: PackedHits = pickle.loads(pa.decompress(hits.data, hits.num_bytes, codec="lz4", asbytes=True))
+    packed: PackedHits = pickle.loads(_CODEC.decompress(hits.data, hits.num_bytes, asbytes=True))
     return packed
 
 

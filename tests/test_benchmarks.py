@@ -1,6 +1,8 @@
 """The benchmarks' arithmetic, and a small run of what needs no vLLM."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import baselines, fleet, rollout, sides, workload
+from benchmarks import baselines, fleet, paced, rollout, sides, workload
 from benchmarks.intervals import uncovered_s, union
 from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
@@ -77,6 +79,7 @@ def test_a_side_counts_its_tokens_and_what_its_searches_hid() -> None:
     assert run.tokens_per_s == pytest.approx(67 / 5)
     assert run.search_s == 2.5
     assert run.hidden == Sample(1 - 1.0 / 2.5, 1.0, 2.5)
+    assert run.waiting == Sample((10.0 - 2.5 - 7.0) / 10.0, 10.0 - 2.5 - 7.0, 10.0)
 
 
 def test_the_workload_is_the_stated_one_and_the_same_everywhere() -> None:
@@ -140,13 +143,51 @@ async def test_all_sides_take_the_same_turns(
     assert ours.num_tokens == sum(sum(plan.turn_tokens) for plan in plans)
     assert len(ours.searches) == sum(plan.num_searches for plan in plans)
     llm = FakeLLM()
-    bare = await baselines.replay(llm, ours.turns, num_in_flight=2)
+    bare = await baselines.replay(llm.generate, ours.turns, num_in_flight=2)
     assert sorted(map(len, llm.prompts)) == sorted(len(turn.prompt_ids) for turn in ours.turns)
-    one_by_one = await baselines.lockstep(llm, tokenizer, ours.turns, batched_search=False)
-    batched = await baselines.lockstep(llm, tokenizer, ours.turns, batched_search=True)
+    one_by_one = await baselines.lockstep(llm.generate, tokenizer, ours.turns, batched_search=False)
+    batched = await baselines.lockstep(llm.generate, tokenizer, ours.turns, batched_search=True)
     assert bare.num_tokens == one_by_one.num_tokens == batched.num_tokens == ours.num_tokens
     assert len(one_by_one.searches) == len(ours.searches)
     assert len(batched.searches) == max(plan.num_searches for plan in plans)
+
+
+async def test_a_paced_step_takes_its_time_whatever_the_batch(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paced, "STEP_S", 0.01)
+    monkeypatch.setattr(paced, "PREFILL_S", 0.001)
+    engine = paced.PacedEngine(tokenizer)
+    heard: list[str] = []
+
+    async def timed(index: int, length: int, tokens: int) -> float:
+        started = time.perf_counter()
+        told = heard.append if index == 0 else None
+        found = await engine.generate([index] * length, Sampling(tokens), request_id="", on_text=told)
+        assert len(found.token_ids) == tokens
+        return time.perf_counter() - started
+
+    alone = await timed(0, 100, 20)
+    assert alone >= 0.1 + 20 * 0.01  # the prompt, then the steps
+    assert len(heard) == 20 and heard[-1].startswith(heard[3])
+    await engine.reset_prefix_cache()
+    batch = await asyncio.gather(*(timed(1 + index, 1, 20 - index) for index in range(10)))
+    assert all(seconds >= (20 - index) * 0.01 for index, seconds in enumerate(batch))
+    assert max(batch) < 10 * 11 * 0.01, "the steps of one row came after those of another"
+    monkeypatch.setattr(paced, "PREFILL_S", 0.02)
+    await timed(50, 64, 20)
+    assert 0.01 + 6 * 0.02 <= await timed(50, 90, 1) < 90 * 0.02  # 84 of its tokens are cached
+
+
+def test_the_paced_loops_take_the_same_turns(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paced, "STEP_S", 0.0002)
+    monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.002)
+    monkeypatch.setattr(sides, "MAX_CONTEXT_TOKENS", 100_000)
+    sample = {metric: samples[0] for metric, samples in rollout.run_paced(policy_dir, 8, 1).items()}
+    assert set(sample) == {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
+    assert all(len(samples) == 1 for samples in rollout.run_paced(policy_dir, 2, 1).values())
+    assert 0 < sample["lockstep_waiting"].ratio < 1
+    assert sample["vs_lockstep_paced"].ours == sample["vs_batched_paced"].ours > 0
 
 
 def test_tokens_behind_the_stop_string_are_counted(tokenizer: PolicyTokenizer) -> None:

@@ -77,6 +77,8 @@ def run_every_stage(learner: Any, policy_dir: Path, batches: list[list[Trajector
             made.update(batch)
         states[stage] = made.get_state()
         metrics = [made.update(batch) for batch in batches[3:]]
+        streamed = {name: tuple(tensor.shape) for name, tensor in made.stream_weights()}
+        assert list(made.weight_shapes().items()) == list(streamed.items())
         resumed = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
         resumed.build()
         resumed.set_state(states[stage])

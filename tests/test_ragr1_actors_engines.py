@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.sampler import sample, uniform
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.engines.transformers_engine import TransformersEngine, TurnText
+from ragr1_actors.engines.transformers_engine import TransformersEngine
+from ragr1_actors.engines.turn_text import TurnText
 from ragr1_actors.errors import ConfigError, EngineError
 from ragr1_actors.tiny_policy import make_tiny_policy
 from ragr1_actors.tokenizer import PolicyTokenizer

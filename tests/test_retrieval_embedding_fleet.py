@@ -139,6 +139,7 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
     with (
@@ -154,6 +155,7 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_what_an_actor_refuses_is_said_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     other = world.store(tmp_path / "a", encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval.base import Hits, Passage
-from retrieval.wire import merge, pack, unpack
+from retrieval.wire import CompressedHits, PackedHits, compress, expand, merge, pack, unpack
 
 DEPTH = 4
 
@@ -50,3 +50,13 @@ def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, boo
         pack([found], np.array([found_rows], np.int64), "v1") for found, found_rows in (answer(left), answer(right))
     ]
     assert merge(parts, k) == [answer(everything)[0][:k]]
+
+
+def test_only_a_large_batch_is_compressed_and_comes_out_again() -> None:
+    rows = np.arange(300).reshape(100, 3)
+    found = [[Passage(f"p{row}", "title", f"{row} some words " * 40, 0.5) for row in ranked] for ranked in rows]
+    large, small = pack(found, rows, "v1"), pack(found[:2], rows[:2], "v1")
+    packed = compress(large)
+    assert isinstance(packed, CompressedHits) and len(packed.data) < packed.num_bytes / 4
+    assert unpack(expand(pickle.loads(pickle.dumps(packed)))) == unpack(large)
+    assert isinstance(compress(small), PackedHits)

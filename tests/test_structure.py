@@ -85,6 +85,14 @@ def test_import_is_light() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_an_env_runner_starts_without_what_it_never_uses() -> None:
+    """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""
+    heavy = ("sentence_transformers", "faiss", "deepspeed")
+    modules = "ragr1_actors.env_runner, retrieval.group"
+    done = run("-c", f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
 def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield ``(info string, code)`` of every fenced block."""
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
 from ragr1_actors.types import Completion, OnText, Sampling
+
+if TYPE_CHECKING:  # pulls in torch
+    from cluster.weight_group import Invitation
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +73,31 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free the model."""
+        ...
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """What an engine has besides, where ``env_runners.weight_transport`` is to be ``broadcast``."""
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """How many processes of this engine hold weights: each is a rank of the group."""
+        ...
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Join as ``first_rank`` and those behind it, and leave the group before.
+
+        Raises:
+            TransferError: the group did not come about.
+        """
+        ...
+
+    async def receive_weights(self, version: int) -> None:
+        """Take part in one broadcast; otherwise ``Engine.update_weights``.
+
+        Raises:
+            TransferError: not everything arrived. Until ``update_weights`` brings all of it, the engine goes on with
+                the weights it had, or with none where they are being overwritten: its requests wait.
+        """
         ...

@@ -11,7 +11,7 @@ trajectory computes only the tokens that are not cached yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,50 +23,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from cluster.weight_group import NO_GROUP, Invitation, WeightGroup
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.kv_cache import RowCache
 from ragr1_actors.engines.sampler import sample, uniform
-from ragr1_actors.errors import EngineError
+from ragr1_actors.engines.turn_text import TurnText
+from ragr1_actors.errors import EngineError, TransferError
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_POLL_S = 0.001
+"""Between two looks for a bucket of weights."""
 _TAIL_TOKENS = 16
 """Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
-
-
-class TurnText:
-    """The text of a turn's tokens as they come, decoding each a few times at most.
-
-    Tokens are decoded together with those of the last piece of text, since a tokenizer may write a token differently at
-    the beginning of a text. A character of several tokens appears when its last one is there; the text only grows, and
-    is always a beginning of what the whole turn decodes to.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Start a turn. ``decode`` is the tokenizer's."""
-        self.text = ""
-        self._decode = decode
-        self._start = 0  # of the tokens of the last piece
-        self._end = 0  # of the tokens that are in the text
-        self._num_known = 0  # characters of those from start to end
-        self._next_try = 0  # number of tokens worth decoding again
-
-    def grow(self, token_ids: Sequence[int]) -> bool:
-        """Take the turn's tokens so far; return whether the text has grown."""
-        if len(token_ids) < self._next_try:
-            return False
-        recent = self._decode(token_ids[self._start :])
-        if recent.endswith("\ufffd") or len(recent) <= self._num_known:
-            # the beginning of a character, or a special token; where more and more of them come, look more seldom
-            self._next_try = len(token_ids) + 1 + (len(token_ids) - self._end) // 8
-            return False
-        self.text += recent[self._num_known :]
-        self._start, self._end = self._end, len(token_ids)
-        self._num_known = len(self._decode(token_ids[self._start :]))
-        return True
 
 
 @dataclass(slots=True)
@@ -113,6 +85,9 @@ class TransformersEngine:
         self._num_active = 0
         self._waiting: list[_Session] = []
         self._loop_task: asyncio.Task[None] | None = None
+        self._weight_group: WeightGroup | None = None
+        self._is_whole = asyncio.Event()  # not while weights are being overwritten
+        self._is_whole.set()
         self._stop_candidates: dict[tuple[str, ...], frozenset[int]] = {}
 
     async def generate(
@@ -158,18 +133,59 @@ class TransformersEngine:
         missing = {name for name, _ in self._model.named_parameters()} - state.keys()
         if missing:
             raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
+        self._take_over(version)
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """One."""
+        return 1
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Join; generation goes on meanwhile. See ``ReceivingEngine.join_weight_group``."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
+        self._weight_group = await asyncio.to_thread(WeightGroup, invitation, first_rank, self._device)
+
+    async def receive_weights(self, version: int) -> None:
+        """Overwrite the weights in place, bucket by bucket; requests stand still meanwhile.
+
+        They stand still for longer where it fails: half of each policy is none.
+        """
+        if self._weight_group is None:
+            raise TransferError(NO_GROUP)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        self._is_whole.clear()
+        self._weight_group.begin()
+        while not self._weight_group.is_complete:
+            arrived = self._weight_group.take()
+            for name, value in arrived:
+                if name in parameters:
+                    parameters.pop(name).data.copy_(value)
+            if not arrived:
+                await asyncio.sleep(_POLL_S)
+        if parameters:
+            raise TransferError(f"weight update lacks {len(parameters)} parameters, {min(parameters)} among them")
+        self._take_over(version)
+
+    def _take_over(self, version: int) -> None:
+        """Go on with weights that are whole; every trajectory's cache is computed anew."""
         self._version = version
         for session in self._resident:
             session.num_cached = 0
         running = self._resident[: self._num_active]
         self._num_active = 0
         self._waiting.extend(running)
+        self._is_whole.set()
 
     async def check(self) -> None:
         """Nothing here can die but with its process."""
 
     async def close(self) -> None:
         """Stop serving; requests under way end with an ``EngineError``."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
         if self._loop_task is not None:
             self._loop_task.cancel()
         self._fail(EngineError("the engine was closed"))
@@ -178,6 +194,9 @@ class TransformersEngine:
         """Run passes until nothing waits or runs. Coroutines waiting on a result run between two passes."""
         try:
             while self._waiting or self._num_active:
+                if not self._is_whole.is_set():
+                    await self._is_whole.wait()
+                    continue
                 # prefills are worth most in bulk; the active rows need not wait for more than a few
                 if self._waiting and (len(self._waiting) * 4 >= self._num_active or self._is_full()):
                     self._prefill()

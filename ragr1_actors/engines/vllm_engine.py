@@ -9,6 +9,9 @@
 
     write ──► stage (generation goes on) ──► pause ──► take, version ──► resume
 
+    receive_weights, CPU:   stage, bucket by bucket (generation goes on) ──► pause ──► take, version ──► resume
+                     GPU:   pause ──► receive in place, bucket by bucket, version ──► resume
+
 One ``AsyncLLM`` is one engine of one runner; tensor and pipeline parallelism are vLLM's own, several engines are the
 fleet's. A trajectory stays with its engine, so the prefix cache holds its context from one turn to the next.
 """
@@ -19,7 +22,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +44,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from cluster.weight_group import Invitation
 from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.errors import EngineDeadError, EngineError
+from ragr1_actors.errors import EngineDeadError, EngineError, TransferError
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
 
@@ -63,6 +67,9 @@ class VLLMEngine:
         self._num_requests = 0
         self._engine = _start(policy_dir, settings)
         self._first_version = settings.version
+        self._receives_in_place = settings.device != "cpu"
+        """A CPU engine has a twin of the model, which packing asks for; a GPU has no room for one."""
+        self.num_weight_ranks = _num_workers(settings)
         self.last_pause_s = 0.0
         """How long the newest ``update_weights`` kept generation waiting."""
 
@@ -105,23 +112,61 @@ class VLLMEngine:
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in; requests under way stand still meanwhile and go on over a recomputed cache."""
         path = _shared_file()
-        loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(save_file, {n: np.ascontiguousarray(w) for n, w in weights.items()}, path)
             await self._engine.collective_rpc("stage_policy", args=(str(path),))
-            while not all(await self._engine.collective_rpc("stage_some")):
-                pass
-            started = loop.time()
-            # the cache is dropped: what is under way is computed again, by the new weights
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-            await self._engine.collective_rpc("take_policy")
-            await self._engine.update_weight_version(str(version))
-            await self._engine.resume_generation()
-            self.last_pause_s = loop.time() - started
+            await self._stage(poll_s=0.0)
+            await self._swap(self._take, version)
         except VLLMEngineDeadError as error:
             raise EngineDeadError(f"vLLM's processes died before version {version}; its own log says why") from error
         finally:
             path.unlink(missing_ok=True)
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Have every worker join; see ``ReceivingEngine.join_weight_group``. Generation stands still until all have."""
+        try:
+            said = await self._engine.collective_rpc("join_weight_group", args=(invitation.to_json(), first_rank))
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError("vLLM's processes died before they joined; its own log says why") from error
+        _raise_first(said)
+
+    async def receive_weights(self, version: int) -> None:
+        """Take part in one broadcast; see ``ReceivingEngine.receive_weights``."""
+        try:
+            if self._receives_in_place:
+                await self._swap(self._receive, version)
+            else:
+                _raise_first(await self._engine.collective_rpc("stage_broadcast"))
+                await self._stage(poll_s=0.001)
+                await self._swap(self._take, version)
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(f"vLLM's processes died before version {version}; its own log says why") from error
+
+    async def _stage(self, poll_s: float) -> None:
+        """Have the workers stage all that is announced, a little between every two passes."""
+        while True:
+            said = await self._engine.collective_rpc("stage_some")
+            _raise_first([reason for _, reason in said])
+            if all(is_complete for is_complete, _ in said):
+                return
+            await asyncio.sleep(poll_s)
+
+    async def _swap(self, take: Callable[[], Awaitable[None]], version: int) -> None:
+        """Pause, have the weights taken over, resume. Where that fails, generation stays paused."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        # the cache is dropped: what is under way is computed again, by the new weights
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await take()
+        await self._engine.update_weight_version(str(version))
+        await self._engine.resume_generation()
+        self.last_pause_s = loop.time() - started
+
+    async def _take(self) -> None:
+        await self._engine.collective_rpc("take_policy")
+
+    async def _receive(self) -> None:
+        _raise_first(await self._engine.collective_rpc("receive_policy"))
 
     async def check(self) -> None:
         """Ask vLLM whether its processes are there; the first time, have them generate a token too.
@@ -139,6 +184,18 @@ class VLLMEngine:
     async def close(self) -> None:
         """End vLLM's processes."""
         self._engine.shutdown()
+
+
+def _raise_first(reasons: Sequence[str]) -> None:
+    """Raise what the first worker says that has something to say."""
+    for reason in reasons:
+        if reason:
+            raise TransferError(reason)
+
+
+def _num_workers(settings: EngineSettings) -> int:
+    options = settings.options
+    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
 def _start(policy_dir: str | Path, settings: EngineSettings) -> AsyncLLM:

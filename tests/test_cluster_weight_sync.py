@@ -1,0 +1,288 @@
+"""Publishing by broadcast: real runners, a learner in the driver, gloo between them; also when a runner dies of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.weight_sync import BroadcastTransport, ObjectStoreTransport, choose_transport, make_transport
+from learners.learner_group import LearnerGroup
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.errors import ConfigError, FleetError
+from ragr1_actors.task_sampler import Issue
+from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.types import Task
+from retrieval.base import Passage
+
+BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one in several
+
+
+class OnePassage:
+    """A retriever that pickles and always finds the same."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
+
+
+def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> RunConfig:
+    settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 40, **env_runners}
+    settings.setdefault("num_cpus_per_env_runner", 0.5)
+    config = AlgorithmConfig().env_runners(**settings).training(group_size=2, drop_zero_variance=False)
+    config.environment(prompt="{question}", max_turns=3).debugging(num_threads=1)
+    return config.learners(**{"num_learners": 0, "zero_stage": 0, **(learners or {})}).freeze()
+
+
+def request(index: int) -> GroupRequest:
+    task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
+    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, 1.0)
+
+
+def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
+    finished: list[FinishedGroup] = []
+    while fleet.num_unfinished:
+        finished += fleet.collect()
+    return finished
+
+
+def move(learners: LearnerGroup, seed: int) -> None:
+    """Change every weight by much, as a learner would by many updates."""
+
+    def change(learner: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in learner.policy.module.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    learners.foreach_learner(change)
+
+
+def read(runner: EnvRunner) -> tuple[int, dict[str, Any]]:
+    """Of a runner: its version and weights."""
+    engine: Any = runner.receiving_engine
+    return engine._version, {name: value.numpy() for name, value in engine._model.state_dict().items()}
+
+
+class Setup:
+    """A learner in the driver and two runners."""
+
+    def __init__(self, policy_dir: Path) -> None:
+        self.policy_dir = policy_dir
+        self.learners = LearnerGroup(make_config())
+        self.learners.build("grpo", policy_dir)
+        self.fleet = EnvRunnerGroup(make_config(), policy_dir, OnePassage())
+        self.fleet.wait_until_ready()
+
+    def transport(self, timeout_s: float = 60.0) -> BroadcastTransport:
+        return BroadcastTransport(self.learners, self.fleet, "gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+
+    def assert_all_have(self, version: int, learners: LearnerGroup | None = None) -> None:
+        expected = (learners or self.learners).get_weights()
+        found = self.fleet.foreach_env_runner(read)
+        assert len(found) == 2
+        for has, weights in found:
+            assert has == version
+            assert weights.keys() == expected.keys()
+            for name, weight in weights.items():
+                np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+    def wait_until_healed(self) -> None:
+        deadline = time.monotonic() + 120
+        while self.fleet.num_healthy < 2:
+            assert time.monotonic() < deadline, "the runner did not come back"
+            self.fleet._probe()
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def setup(ray_local: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    ray_local.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import the tests
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny_policy(directory, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+    made = Setup(directory)
+    yield made
+    made.fleet.stop()
+    made.learners.stop()
+
+
+@pytest.mark.ray
+def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup: Setup) -> None:
+    setup.wait_until_healed()
+    transport = setup.transport()
+    for version in (101, 102):
+        for index in range(60):
+            setup.fleet.submit(request(index))
+        before = setup.fleet.collect()
+        move(setup.learners, version)
+        transport.publish(version)
+        under_way = drain(setup.fleet)
+        for index in range(12):
+            setup.fleet.submit(request(100 + index))
+        after = drain(setup.fleet)
+        setup.assert_all_have(version)
+        assert {one.summary.oldest_version for one in after} == {version}
+        metrics = setup.learners.update([one.batch for one in after])
+        assert metrics["tokens"] > 100
+        assert metrics["logprob_gap_max"] < 1e-4
+        assert metrics["ratio_outliers"] == 0
+        metrics = setup.learners.update([one.batch for one in under_way])
+        assert len(before) > 0 and metrics["logprob_gap_max"] > 0.1, "nothing was under way with the weights before"
+        assert metrics["logprob_gap_mean_fresh"] < 1e-4
+    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+
+
+@pytest.mark.ray
+def test_a_runner_that_dies_of_a_broadcast_is_gone_round_and_joins_the_next_one(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup.wait_until_healed()
+    transport = setup.transport()
+    transport.publish(1)
+
+    def die_in_the_middle(runner: EnvRunner) -> None:
+        group: Any = runner.receiving_engine
+        group, take = group._weight_group, group._weight_group.take
+
+        def take_some() -> Any:
+            arrived = take()
+            if arrived:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return arrived
+
+        group.take = take_some
+
+    import ray
+
+    ray.get(setup.fleet._runners[0].handle.apply.remote(die_in_the_middle))
+    move(setup.learners, 2)
+    with caplog.at_level(logging.WARNING):
+        seconds = transport.publish(2)
+    assert seconds < 50, "it took a deadline"
+    assert transport.num_fallbacks == 1
+    assert "version 2 goes to" in caplog.text and "through the object store" in caplog.text
+    assert setup.fleet.num_healthy == 1
+    setup.wait_until_healed()  # which brings it the newest weights
+    setup.assert_all_have(2)
+    move(setup.learners, 3)
+    transport.publish(3)
+    setup.assert_all_have(3)
+    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_runner_that_hangs_holds_nobody_up_for_longer_than_the_deadline(setup: Setup) -> None:
+    setup.wait_until_healed()
+    transport = setup.transport(timeout_s=10.0)
+    transport.publish(1)
+    import ray
+
+    pid = ray.get(setup.fleet._runners[1].handle.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    move(setup.learners, 2)
+    assert transport.publish(2) < 60
+    assert (transport.num_fallbacks, setup.fleet.num_healthy) == (1, 1)
+    setup.wait_until_healed()
+    setup.assert_all_have(2)
+    transport.publish(3)
+    setup.assert_all_have(3)
+    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+
+
+@pytest.mark.ray
+def test_a_runner_that_was_restarted_unseen_gets_the_version_all_the_same(setup: Setup) -> None:
+    setup.wait_until_healed()
+    transport = setup.transport()
+    transport.publish(1)
+
+    def forget(runner: EnvRunner) -> None:
+        engine: Any = runner.receiving_engine
+        engine._weight_group.close()
+        engine._weight_group = None
+
+    import ray
+
+    ray.get(setup.fleet._runners[0].handle.apply.remote(forget))
+    move(setup.learners, 2)
+    transport.publish(2)
+    setup.assert_all_have(2)
+    assert transport.num_fallbacks == 1
+    transport.publish(3)
+    setup.assert_all_have(3)
+    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: Setup) -> None:
+    setup.wait_until_healed()
+    config = make_config({"num_learners": 2, "zero_stage": 3, "num_cpus_per_learner": 0.5})
+    learners = LearnerGroup(config)
+    learners.build("grpo", setup.policy_dir)
+    transport = BroadcastTransport(learners, setup.fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    for version in (1, 2):
+        transport.publish(version)
+        setup.assert_all_have(version, learners)
+    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+    learners.stop()
+
+
+@pytest.mark.ray
+def test_an_engine_that_cannot_take_part_is_said_at_the_start(ray_local: ModuleType, tmp_path: Path) -> None:
+    make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
+    config = make_config(num_env_runners=1, engine="benchmarks.fleet:PacedEngine", weight_transport="broadcast")
+    fleet = EnvRunnerGroup(config, tmp_path, OnePassage())
+    with pytest.raises(FleetError, match=r"benchmarks.fleet:PacedEngine cannot take part; set it to object_store"):
+        fleet.wait_until_ready()
+    fleet.stop()
+
+
+def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
+    return AlgorithmConfig({"env_runners": runners, "learners": learners}).freeze()
+
+
+@pytest.mark.parametrize(
+    ("runners", "learners", "expected"),
+    [
+        ({}, {}, "object_store"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "broadcast"),
+        ({"engine": "my:Own", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "object_store"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {}, "object_store"),
+        ({"num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1, "num_learners": 0}, "object_store"),
+        ({"num_env_runners": 0, "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
+        ({"weight_transport": "broadcast"}, {}, "broadcast"),
+        ({"weight_transport": "broadcast"}, {"num_learners": 0}, "broadcast"),
+        (
+            {"weight_transport": "object_store", "engine": "vllm", "num_gpus_per_env_runner": 1},
+            {"num_gpus_per_learner": 1},
+            "object_store",
+        ),
+    ],
+)
+def test_what_has_not_been_run_is_not_chosen_but_for_gpus_on_both_sides(
+    runners: dict[str, Any], learners: dict[str, Any], expected: str
+) -> None:
+    config = config_with(runners, learners)
+    assert choose_transport(config) == expected
+    made: Any = make_transport(config, None, None)  # type: ignore[arg-type]
+    assert isinstance(made, BroadcastTransport if expected == "broadcast" else ObjectStoreTransport)
+    if expected == "broadcast":
+        assert made._backend == ("nccl" if "num_gpus_per_env_runner" in runners else "gloo")
+
+
+def test_a_broadcast_within_the_driver_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_env_runners 0"):
+        choose_transport(config_with({"weight_transport": "broadcast", "num_env_runners": 0}, {}))
