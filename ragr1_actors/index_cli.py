@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,11 +43,13 @@ def build(
     num_shards: Annotated[int, typer.Option("--shards", min=1, help="Files that the vectors are cut into.")] = 1,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda, of the encoder.")] = "cpu",
     num_actors: Annotated[int, typer.Option("--actors", min=0, help="Ray actors that encode; 0: this process.")] = 0,
+    restart: Annotated[bool, typer.Option("--restart", help="Throw an unfinished build away.")] = False,
     option: OptionsOption = None,
 ) -> None:
     """Index a corpus. Interrupted, the same command goes on where it stopped."""
     from cluster.session import Session
     from retrieval.build import build_index, index_info
+    from retrieval.build_directory import building_dir
     from retrieval.readers import read_passages
 
     settings: dict[str, Any] = {
@@ -57,13 +60,15 @@ def build(
         "options": parse_options(option),
         "device": device,
         "num_actors": num_actors,
+        "restart": restart,
     }
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
-    if num_actors:
-        with Session(num_actors, num_actors if device == "cuda" else 0):
+    try:
+        with Session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
             build_index(passages, out, **settings)
-    else:
-        build_index(passages, out, **settings)
+    except KeyboardInterrupt:
+        _console.print(f"interrupted; the same command goes on with {building_dir(out)}", soft_wrap=True)
+        raise typer.Exit(130) from None
     info = index_info(out)
     _console.print(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}", soft_wrap=True)
 

@@ -20,7 +20,8 @@ from small_world import descendants, wait_for
 from ragr1_actors.errors import ConfigError, DataError, FleetError
 from retrieval import embedding_fleet
 from retrieval.base import Passage
-from retrieval.corpus import write_corpus
+from retrieval.build import build_index, index_info
+from retrieval.corpus import Corpus, write_corpus
 from retrieval.embedding_fleet import fill_store
 from retrieval.embeddings import EmbeddingStore, StoreHeader
 from retrieval.encoder import Encoder
@@ -121,6 +122,23 @@ def test_actors_write_what_this_process_would(
     assert (tmp_path / "shard-000002.npy").stat().st_mtime_ns == before
     assert "3000/3000" in capsys.readouterr().out
     assert wait_for(lambda: not actor_processes(), 20)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_index_built_by_actors_is_the_same(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+    passages = list(Corpus.open(world.directory))
+    for encoder in ("static", world.encoder_dir):
+        here = build_index(passages, tmp_path / f"here-{len(encoder)}", encoder=encoder, progress=False)
+        there = build_index(
+            passages,
+            tmp_path / f"there-{len(encoder)}",
+            encoder=encoder,
+            num_actors=2,
+            num_cpus_per_actor=0.5,
+            progress=False,
+        )
+        assert index_info(here) == index_info(there)
 
 
 @pytest.mark.ray
