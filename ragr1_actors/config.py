@@ -108,8 +108,9 @@ class EnvRunnerSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     max_task_retries: int = Field(3, ge=0)
     """Times a task is issued again after a failure of the machinery."""
-    weight_transport: Literal["auto", "object_store", "broadcast"] = "auto"
-    """How new weights come from the learner: ``cluster/weight_sync.py`` has the table, and what ``auto`` chooses."""
+    weight_transport: Literal["auto", "object_store", "broadcast"] = "object_store"
+    """How new weights come from the learner: ``cluster/weight_sync.py`` has the table. ``auto`` broadcasts where both
+    sides have whole GPUs, which has not been run there yet."""
 
 
 RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")

@@ -132,6 +132,8 @@ def evaluate(
         _print_json(found)
         return
     _console.print(str(loaded.report), soft_wrap=True, highlight=False)
+    if not any(task.supporting_ids for task in loaded.tasks):
+        _console.print("recall is not measured: no task names its supporting passages")
     for name, value in found.items():
         shown = f"{value:.3f}" if isinstance(value, float) else value
         _console.print(f"{name:>20}  {shown}", highlight=False)

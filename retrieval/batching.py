@@ -30,6 +30,9 @@ MAX_BATCH = 512
 """Queries in one batch; bounds what one failure delays."""
 MIN_SHARE = 8
 """A queue is split over idle replicas in batches of at least this: smaller ones cost more than they spread."""
+HALVE_FROM = 64
+"""An idle replica's share of this many goes in two batches: callers who all wait for one batch would ask all at once
+again, and leave encoder and index to wait for each other. Smaller batches cost more than that."""
 BATCHES_PER_REPLICA = 2
 """One is answered while the next one travels."""
 ROOM = 2 * MAX_BATCH
@@ -210,6 +213,8 @@ class Batcher(Generic[A]):
         """Take an idle replica's share of the queue, of one ``k``."""
         num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # its own replica is not idle any more
+        if share >= HALVE_FROM:
+            share = -(-share // 2)
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < min(share, MAX_BATCH) and self._queue[0].k == batch[0].k:
             batch.append(self._queue.popleft())

@@ -275,7 +275,8 @@ def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
 def test_what_has_not_been_run_is_not_chosen_but_for_gpus_on_both_sides(
     runners: dict[str, Any], learners: dict[str, Any], expected: str
 ) -> None:
-    config = config_with(runners, learners)
+    assert config_with({}, {}).env_runners.weight_transport == "object_store"
+    config = config_with({"weight_transport": "auto", **runners}, learners)
     assert choose_transport(config) == expected
     made: Any = make_transport(config, None, None)  # type: ignore[arg-type]
     assert isinstance(made, BroadcastTransport if expected == "broadcast" else ObjectStoreTransport)
