@@ -245,7 +245,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     run_dir = tmp_path / "run"
     trajectories = run_dir / "trajectories"
     with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
-        assert wait_for(lambda: len(list(trajectories.glob("*.arrow"))) >= 3, 240, process)
+        assert wait_for(lambda: len(list(trajectories.glob("iteration_*.arrow"))) >= 3, 240, process)
         children = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
         _, stderr = process.communicate(timeout=120)
@@ -269,7 +269,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert [row["iteration"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, num_iterations + 1))
     trained = Counter(
         group.trajectories[0].trajectory_id.removesuffix("/0")  # task, epoch and attempt
-        for path in trajectories.glob("*.arrow")
+        for path in trajectories.glob("iteration_*.arrow")
         for group in read_trajectories(path)
     )
     assert set(trained.values()) == {1}  # no task twice in an epoch
