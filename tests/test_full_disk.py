@@ -126,7 +126,7 @@ def check_whole(run_dir: Path, num_iterations: int) -> None:
     }
     iterations = list(range(1, num_iterations + 1))
     assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == iterations
-    files = sorted((run_dir / "trajectories").glob("*"))
+    files = sorted((run_dir / "trajectories").glob("iteration_*"))
     assert sum(len(read_trajectories(file)) for file in files) == (tasks if files else 0)
     assert curve(run_dir / "tensorboard" / "rl") == iterations
 
