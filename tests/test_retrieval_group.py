@@ -33,7 +33,9 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(ray_local: ModuleType, index_dir: Path) -> Iterator[RetrieverGroup]:
-    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4)
+    settings = RetrievalSettings(
+        num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4, cache_size=0
+    )
     group = RetrieverGroup.create(index_dir, settings, num_threads=1)
     group.wait_until_ready()
     yield group
