@@ -68,12 +68,11 @@ class RetrieverActor:
         self._retriever = _open(settings)
         self._reranks = bool(settings.reranker)
         self._meter = _Meter()
-        queries = ["warm up"]
+        manifest = Manifest.read(settings.index_dir)
         vectors = None
-        if not settings.encodes:
-            vectors = np.zeros((1, Manifest.read(settings.index_dir).dimension), np.float32)
-            vectors[0, 0] = 1.0
-        self._retriever.search_rows(queries, 1, vectors)
+        if manifest.is_dense and not settings.encodes:
+            vectors = np.eye(1, manifest.dimension, dtype=np.float32)
+        self._retriever.search_rows(["warm up"], 1, vectors)
 
     def ping(self) -> None:
         """Answer; that this call runs at all says that the index is loaded and no search hangs."""

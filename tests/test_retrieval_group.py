@@ -235,3 +235,17 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
 def test_what_an_index_cannot_do_is_said_before_any_actor_starts(ray_local: ModuleType, index_dir: Path) -> None:
     with pytest.raises(ConfigError, match="got 4, but the index has 3"):
         RetrieverGroup.create(index_dir, RetrievalSettings(num_shards=4))
+
+
+@pytest.mark.ray
+async def test_a_fleet_over_words_needs_no_encoder(ray_local: ModuleType, tmp_path: Path) -> None:
+    directory = build_index(PASSAGES, tmp_path / "words", index_type="bm25", progress=False)
+    group = RetrieverGroup.create(directory, RetrievalSettings(type="bm25", num_cpus_per_retriever=0.1))
+    try:
+        group.wait_until_ready()
+        found = await group.retriever().search(NAMES[:20], 2)
+        assert found == LocalRetriever(directory).search_batch(NAMES[:20], 2)
+    finally:
+        group.stop()
+    with pytest.raises(ConfigError, match="has no vectors; set it to 0"):
+        RetrieverGroup.create(directory, RetrievalSettings(type="bm25", num_encoders=1))
