@@ -45,5 +45,6 @@ def test_actors_may_share_the_cores_of_a_small_machine() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_gpus_that_are_not_there_are_named() -> None:
     assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)

@@ -144,6 +144,7 @@ def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_runner_that_dies_of_a_broadcast_is_gone_round_and_joins_the_next_one(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +241,7 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_an_engine_that_cannot_take_part_is_said_at_the_start(ray_local: ModuleType, tmp_path: Path) -> None:
     make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
     config = make_config(num_env_runners=1, engine="benchmarks.fleet:PacedEngine", weight_transport="broadcast")

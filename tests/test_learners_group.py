@@ -170,6 +170,7 @@ def test_a_group_outlives_its_stages(two_ranks: LearnerGroup, policy_dir: Path, 
     alone.stop()
 
 
+@pytest.mark.slow
 def test_one_rank_without_trajectories_runs_a_dummy(two_ranks: LearnerGroup, policy_dir: Path) -> None:
     import ray
 

@@ -131,6 +131,7 @@ def test_duplicate_passage_ids_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "index").exists()
 
 
+@pytest.mark.slow
 def test_an_index_of_another_encoder_is_refused(tmp_path: Path, corpus: Path) -> None:
     index = tmp_path / "index"
     invoke("index", "build", "--corpus", str(corpus), "--out", str(index))

@@ -128,6 +128,7 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     assert group.num_restarts == num_restarts + 1
 
 
+@pytest.mark.slow
 def test_a_runner_that_comes_back_has_the_newest_weights(
     ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
 ) -> None:
@@ -156,6 +157,7 @@ def group_policy(group: EnvRunnerGroup) -> str:
     return directory
 
 
+@pytest.mark.slow
 def test_a_runner_that_hangs_is_ended_and_replaced(
     ray_local: ModuleType, group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     fleet.stop()
 
 
+@pytest.mark.slow
 def test_a_runner_that_cannot_start_is_one_sentence(ray_local: ModuleType, tmp_path: Path) -> None:
     fleet = EnvRunnerGroup(make_config(num_env_runners=1), tmp_path, OnePassage())
     with pytest.raises(FleetError, match=r"did not start.*tokenizer"):

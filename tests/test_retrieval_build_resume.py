@@ -234,6 +234,7 @@ def test_a_process_that_is_ended_in_the_middle_is_continued(tmp_path: Path, numb
     assert Manifest.read(tmp_path / "index").count == 40_000
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_same_build_goes_on(tmp_path: Path) -> None:
     """A limit on file sizes fails each writer in turn, as a full disk does: corpus, encoder, vectors, index."""
     process = _run(

@@ -142,6 +142,7 @@ def test_an_index_built_by_actors_is_the_same(ray_local: ModuleType, world: Worl
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
     killed: list[int] = []

@@ -130,6 +130,7 @@ async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index_dir: Path) -> None:
     group = RetrieverGroup.create(
         index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=0.5, max_retries=1)
@@ -145,6 +146,7 @@ async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_replica_that_cannot_open_the_index_is_one_sentence(
     ray_local: ModuleType, index_dir: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
     ray_local: ModuleType, index_dir: Path
 ) -> None:
@@ -193,6 +196,7 @@ async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
     group = RetrieverGroup.create(index_dir, settings, num_threads=1)
