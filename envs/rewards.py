@@ -1,27 +1,15 @@
-"""Rewards: plain functions of a task and an answer, and the answer normalisation they share."""
+"""Rewards: plain functions of a task and an answer."""
 
 from __future__ import annotations
 
-import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ragr1_actors.answers import normalize_answer
 from ragr1_actors.types import Task
 
 RewardFn = Callable[[Task, str], float]
 """``(task, answer) -> reward``. ``answer`` is empty where the policy gave none."""
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-
-
-def normalize_answer(text: str) -> str:
-    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no ASCII punctuation, no articles, single spaces.
-
-    ``normalize_answer("The  U.S.") == "us"``
-    """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, golden_answers: Sequence[str]) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envs.rewards import normalize_answer
+from ragr1_actors.answers import normalize_answer
 from ragr1_actors.errors import DataError
 from ragr1_actors.types import Task
 

@@ -233,7 +233,7 @@ class CheckpointingSettings(Section):
     """Iterations between checkpoints; one is always written at the end."""
     num_to_keep: int = Field(2, ge=1)
     keep_trajectories: bool = True
-    """Write each iteration's trajectories to ``trajectories/*.arrow``."""
+    """Write demonstrations, and each iteration's and evaluation's trajectories, to ``trajectories/*.arrow``."""
 
 
 class DebuggingSettings(Section):

@@ -12,7 +12,7 @@ from envs.tasks import load_tasks, overlap, without_overlap
 from envs.world import World, make_world
 from ragr1_actors.checkpoint import write_folder
 from ragr1_actors.config import EnvironmentSettings, RunConfig
-from ragr1_actors.errors import ConfigError, DataError
+from ragr1_actors.errors import DataError
 from ragr1_actors.types import Task
 from retrieval.base import Passage
 from retrieval.build import build_index
@@ -148,10 +148,6 @@ def _make_policy(config: RunConfig, run_dir: Path, texts: Iterable[str]) -> str:
     from ragr1_actors.tiny_policy import make_tiny_policy  # pulls in torch
 
     directory = run_dir / "policy"
-    if policy.hidden_size % policy.num_heads:
-        raise ConfigError(
-            f"policy.hidden_size: got {policy.hidden_size}, expected a multiple of policy.num_heads={policy.num_heads}"
-        )
 
     def write(writing: Path) -> None:
         make_tiny_policy(

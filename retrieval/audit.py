@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envs.rewards import normalize_answer
+from ragr1_actors.answers import normalize_answer
 from ragr1_actors.types import Task
 from retrieval.base import Passage
 

@@ -42,14 +42,12 @@ class BM25Ranker:
     A word counts once, however often a query repeats it. A query is answered alone: in any batch alike, to the bit.
     """
 
-    def __init__(self, directory: str | Path, manifest: Manifest, *, num_threads: int = 1) -> None:
+    def __init__(self, directory: str | Path, manifest: Manifest) -> None:
         """Open ``directory/bm25``.
 
         Args:
             directory: made by ``build_index``.
             manifest: of the directory.
-            num_threads: taken as every ranker takes it, and of no effect: numpy adds scattered numbers under the
-                interpreter's lock. More replicas use more cores.
 
         Raises:
             DataError: the folder is missing, damaged, or made under other settings or over another corpus.

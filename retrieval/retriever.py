@@ -44,7 +44,8 @@ class LocalRetriever:
 
         Args:
             index_dir: made by ``build_index``.
-            num_threads: of the search. Torch's threads are the host process's own affair.
+            num_threads: of the search among vectors; words are scored by one thread, so there more replicas use more
+                cores. Torch's threads are the host process's own affair.
             device: ``cpu`` or ``cuda``, of encoder, vectors and reranker.
             reranker: a cross-encoder, folder or hub name, that orders anew what was found; empty is none.
             options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``retrieval.index_types``.
@@ -173,7 +174,7 @@ class LocalRetriever:
             return self.dense
         from retrieval.bm25 import BM25Ranker, HybridRanker
 
-        words = BM25Ranker(self._directory, self._manifest, num_threads=self._num_threads)
+        words = BM25Ranker(self._directory, self._manifest)
         if self.dense is None:
             return words
         return HybridRanker([self.dense, words], depth=self._options["fusion_depth"])

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.base import EnvContext, Search, StepResult
-from envs.rewards import exact_match, normalize_answer, token_f1
+from envs.rewards import exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
+from ragr1_actors.answers import normalize_answer
 from ragr1_actors.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.errors import ConfigError, RetrievalError
 from ragr1_actors.types import Task

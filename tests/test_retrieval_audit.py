@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.rewards import normalize_answer
 from envs.tasks import load_tasks
+from ragr1_actors.answers import normalize_answer
 from ragr1_actors.types import Task
 from retrieval.audit import NUM_EXAMPLES, MissingTask, audit_corpus
 from retrieval.base import Passage
