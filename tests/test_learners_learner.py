@@ -183,7 +183,8 @@ def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:
 
 def test_ppo_learns_policy_and_values(build: Build) -> None:
     rng = np.random.default_rng(0)
-    training = {"lr": 1e-3, "vf_lr": 1e-2, "clip_low": 1e3, "clip_high": 1e3, "vf_clip": 10.0}
+    options = {"vf_lr": 1e-2, "vf_clip": 10.0}
+    training = {"lr": 1e-3, "clip_low": 1e3, "clip_high": 1e3, "options": options}
     learner = build(PPOLearner, make_config(training=training))
     good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
     before = logprob(learner, good) - logprob(learner, bad)

@@ -76,7 +76,7 @@ def algorithm(config: RunConfig, run_dir: Path) -> Iterator[Algorithm]:
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
-    with algorithm(make_config(files, algorithm=name, num_iterations=20, vf_lr=3e-3), tmp_path) as trained:
+    with algorithm(make_config(files, algorithm=name, num_iterations=20), tmp_path) as trained:
         losses: list[float] = []
         trained.pretrain(lambda step, metrics: losses.append(metrics["loss"]))
         history = [trained.train() for _ in range(20)]
