@@ -74,7 +74,10 @@ def algorithm(config: RunConfig, run_dir: Path) -> Iterator[Algorithm]:
         built.stop()
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+FAMILY = ("dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dpo", "ipo")
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY)])
 def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     with algorithm(make_config(files, algorithm=name, num_iterations=20), tmp_path) as trained:
         losses: list[float] = []
