@@ -17,6 +17,7 @@ LearnerGroup       references of record batches   weights, metrics              
 publish            weights                        policy version + 1              every runner's swap
 =================  =============================  ==============================  ================================
 
+With dynamic sampling the buffer sets groups aside whose rewards are all alike, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is out at a time: synchronous training is the same path. With a lag of n,
 n more batches are being sampled while the learner works.
 """
@@ -199,7 +200,7 @@ class Algorithm:
             if self.config.checkpointing.keep_trajectories:
                 self._write_trajectories(f"iteration_{self.iteration:05d}", [group.batch for group in batch])
             metrics = {
-                **rollout_metrics(batch),
+                **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
                 **self._retrievers.metrics(),
                 "loop/policy_lag": float(lag),

@@ -45,9 +45,9 @@ class GroupBuffer:
             self._groups.append(group)
 
     def drop_set_aside(self) -> list[FinishedGroup]:
-        """Remove and return the groups that were set aside for the sake of the last batch."""
+        """Remove and return, in the order of their tasks, the groups that were set aside for the last batch."""
         dropped, self._set_aside = self._set_aside, []
-        return dropped
+        return sorted(dropped, key=lambda group: group.request.issue.issue_id)
 
     def drop_stale(self, policy_version: int) -> list[FinishedGroup]:
         """Remove and return the groups that are too far behind ``policy_version``; their tasks are issued again."""

@@ -89,7 +89,7 @@ def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     assert first < 0.7
     assert last > first + 0.2, rewards
     assert history[0]["learner/logprob_gap_max"] < 1e-4  # engine and learner agree on every token at lag 0
-    assert history[-1]["tasks/trained"] == 20 * 8
+    assert history[-1]["tasks/trained"] == 20 * 8 + sum(metrics["loop/set_aside_groups"] for metrics in history)
     assert history[-1]["tasks/lost"] == history[-1]["tasks/doubled"] == 0
 
 
