@@ -17,12 +17,13 @@ import torch
 from learners_common import make_config, make_groups, make_policy
 
 from learners.batching import pack
-from learners.learner import Learner
+from learners.learner import Learner, Schedule
 from learners.learner_group import LearnerGroup
 from learners.models import packed_hidden_states
-from learners.options import PolicyGradientOptions
-from learners.registry import LEARNERS, OPTIONS
-from ragr1_actors.config import AlgorithmConfig, RunConfig
+from learners.options import PolicyGradientOptions, PPOOptions
+from learners.ppo import PPOLearner
+from learners.registry import LEARNERS, OPTIONS, learner_options
+from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
 from ragr1_actors.errors import ConfigError
 from ragr1_actors.plugins import load_object
 from ragr1_actors.preflight import check_names
@@ -245,10 +246,64 @@ def test_a_wrong_option_is_named(algorithm: str, options: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_options_of_every_recipe_are_its_algorithms(name: str) -> None:
+    training = AlgorithmConfig.from_recipe(name).freeze().training
+    assert type(learner_options(training)) is OPTIONS[training.algorithm]
+
+
+SEARCH_R1 = {
+    "lr": 1e-6,
+    "lr_schedule": "constant",
+    "grad_clip": 1.0,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coeff": 0.001,
+    "entropy_coeff": 0.001,
+    "train_batch_size": 512,
+    "num_epochs": 1,
+    "tis_clip": 0.0,
+    "max_policy_lag": 0,
+}
+"""What all four published runs share."""
+CRITIC = {"kl_in": "reward", "kl_estimator": "k1", "gamma": 1.0, "lambda_": 1.0, "vf_lr": 1e-5, "vf_clip": 0.5}
+PUBLISHED: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # group size, minibatch, iterations that shares are of
+    "search_r1_7b": (1, 256, 1005, CRITIC),
+    "search_r1_grpo_7b": (5, 256, 1005, {"kl_in": "loss", "kl_estimator": "k3", "aggregation": "token_mean"}),
+    "ragr1_mq_7b": (1, 128, 500, CRITIC),
+    "ragr1_sq_7b": (1, 128, 500, CRITIC),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name: str) -> None:
+    """Warm-ups were given as shares of the run, 0.285 and 0.015, rounded down to iterations."""
+    group_size, minibatch_size, num_iterations, expected = PUBLISHED[name]
+    config = AlgorithmConfig.from_recipe(name).freeze()
+    training, options = config.training, learner_options(config.training)
+    assert SEARCH_R1.items() <= training.model_dump().items()
+    assert expected.items() <= options.model_dump().items()
+    assert training.group_size == group_size
+    assert training.num_minibatches == 512 * group_size // minibatch_size
+    assert training.warmup_steps == int(0.285 * num_iterations) * training.num_minibatches
+    if isinstance(options, PPOOptions):
+        assert options.vf_warmup_steps == int(0.015 * num_iterations) * training.num_minibatches
+    assert (config.env_runners.temperature, config.env_runners.top_p) == (1.0, 0.95)
+
+
+def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    def schedule(**options: float) -> Schedule:
+        config = make_config(training={"algorithm": "ppo", "lr": 1e-3, "warmup_steps": 4, "options": options})
+        return PPOLearner(config, tmp_path).critic_schedule
+
+    assert [schedule().lr_at(step) for step in (0, 9)] == pytest.approx([1e-2, 1e-2])
+    assert [schedule(vf_lr=2e-3, vf_warmup_steps=2).lr_at(step) for step in (0, 1)] == pytest.approx([1e-3, 2e-3])
+
+
 OWN_LEARNERS = '''
 import torch
 from learners.grpo import GRPOLearner
-from learners.learner import Learner
+from learners.learner import Learner, Schedule
 from learners.meter import TokenLoss
 from learners.options import LearnerOptions
 
