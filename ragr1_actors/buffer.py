@@ -52,9 +52,10 @@ class GroupBuffer:
     def drop_stale(self, policy_version: int) -> list[FinishedGroup]:
         """Remove and return the groups that are too far behind ``policy_version``; their tasks are issued again."""
         oldest = policy_version - self._max_policy_lag
-        stale = [group for group in self._groups if group.summary.oldest_version < oldest]
+        held = [*self._groups, *self._set_aside]
         self._groups = deque(group for group in self._groups if group.summary.oldest_version >= oldest)
-        return stale
+        self._set_aside = [group for group in self._set_aside if group.summary.oldest_version >= oldest]
+        return [group for group in held if group.summary.oldest_version < oldest]
 
     def take(self, count: int) -> list[FinishedGroup]:
         """Remove and return the ``count`` groups that came first, the last of them from what was set aside."""

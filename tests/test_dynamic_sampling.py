@@ -64,6 +64,16 @@ def test_a_batch_depends_on_the_order_of_tasks_alone(are_flat: list[bool], size:
     assert len(set_aside) <= allowed
 
 
+def test_what_is_set_aside_goes_stale_too() -> None:
+    buffer = GroupBuffer(1, 4)
+    for number, is_flat in enumerate((True, False, True)):
+        buffer.add(finished(number, is_flat))
+    assert buffer.drop_stale(1) == []
+    assert ids(buffer.drop_stale(2)) == ["000", "001", "002"]
+    assert len(buffer) == 0
+    assert buffer.drop_set_aside() == []
+
+
 def test_only_dapo_samples_anew_unless_told() -> None:
     def allowed(**training: object) -> int:
         return max_set_aside(AlgorithmConfig().training(train_batch_size=4, **training).freeze())
