@@ -36,6 +36,43 @@ def group_advantages(
     return advantages_N, (~failed_N).to(rewards_N.dtype)
 
 
+def centered_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
+    """Return every trajectory's reward less the mean of its group.
+
+    Liu et al., Understanding R1-Zero-Like Training (arXiv:2503.20783): Dr.GRPO, GRPO without the division by the
+    standard deviation, which favours groups that are nearly solved or nearly lost. A group of one keeps its reward.
+    """
+    advantages_N = rewards_N.clone()
+    for group in group_ids_N.unique():
+        members = group_ids_N == group
+        if members.sum() > 1:
+            advantages_N[members] -= rewards_N[members].mean()
+    return advantages_N
+
+
+def leave_one_out_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
+    """Return every trajectory's reward less the mean of the others of its group.
+
+    Ahmadian et al., Back to Basics (arXiv:2402.14740): RLOO. A group of one keeps its reward.
+    """
+    advantages_N = rewards_N.clone()
+    for group in group_ids_N.unique():
+        members = group_ids_N == group
+        count = members.sum()
+        if count > 1:
+            rewards = rewards_N[members]
+            advantages_N[members] = rewards - (rewards.sum() - rewards) / (count - 1)
+    return advantages_N
+
+
+def overlong_penalty(lengths_N: torch.Tensor, limit: int, share: float) -> torch.Tensor:
+    """Return what overlong trajectories lose: 0 up to ``(1 - share) * limit`` tokens, then linearly 1 at the limit.
+
+    Yu et al., DAPO (arXiv:2503.14476), equation 13, with L_max = ``limit`` and L_cache = ``share * limit``.
+    """
+    return ((lengths_N - (1 - share) * limit) / (share * limit)).clamp(0, 1)
+
+
 def has_variance(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ. A group of one always has a signal: it has no baseline."""
     return len(rewards) == 1 or (len(rewards) > 1 and max(rewards) - min(rewards) > GROUP_EPSILON)

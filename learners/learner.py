@@ -3,16 +3,18 @@
 ::
 
     update(groups)                                   the same groups on every rank
-      │  select          failures out, groups without signal out
-      │  compute_advantages(batch)  ──► columns      one entry a MODEL token, the same on every rank
+      │  select_members  failures out, groups without signal out
+      │  prepare, compute_advantages  ──► columns    one entry a MODEL token, the same on every rank
       │  decouple                                    with training.tis_clip and several steps: score the batch first
       └► for every epoch and minibatch               seeded permutation of trajectories
+           │  step_columns ──► columns               what depends on the minibatch
            │  plan ──► this rank's packed micro-batches
            │  for every micro-batch: policy(row) ──► compute_loss(outputs, columns) ──► backward
            └► step                                   skipped where the gradient is not finite
 
 An algorithm overrides ``compute_advantages`` and ``compute_loss``. Losses are per token: the base takes their mean over
-all the MODEL tokens of the optimizer step, whatever the micro-batches and ranks.
+all the MODEL tokens of the optimizer step, whatever the micro-batches and ranks. Another mean is a column of weights. A
+trajectory is never split over micro-batches, so that a loss may take sums over one.
 
 Notation: M MODEL tokens.
 """
@@ -26,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,12 +36,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from learners.advantages import has_variance
-from learners.batching import FlatTrajectories, MicroBatch, flatten, pack, plan
+from learners.batching import FlatTrajectories, MicroBatch, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
-from learners.losses import clipped_policy_loss, truncated_importance_weights
 from learners.meter import Columns, Meter, TokenLoss
 from learners.models import PolicyModel, TokenOutputs
+from learners.options import LearnerOptions, parse_options
+from learners.train_batch import TrainBatch, select
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
@@ -70,24 +72,11 @@ class Schedule:
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-@dataclass(frozen=True)
-class TrainBatch:
-    """The trajectories that an update learns from, and what is known of their MODEL tokens."""
-
-    trajectories: list[Trajectory]  # [num_trajectories], no failures among them
-    group_ids: list[int]  # [num_trajectories]
-    flat: FlatTrajectories
-    columns: Columns
-    """What ``compute_advantages`` returned, and where an engine sampled the tokens:
-
-    ``old_logprobs``: the engine's; with ``training.tis_clip``, in ``compute_loss``, the learner's before the update.
-    ``engine_logprobs``: the engine's, with ``training.tis_clip`` in ``compute_loss``.
-    ``is_fresh``: whether the newest version in the batch sampled the token, only where there is more than one.
-    """
-
-
 class Learner(ABC):
     """One rank of a learner. All ranks make the same calls with the same arguments."""
+
+    options_class: ClassVar[type[LearnerOptions]] = LearnerOptions
+    """What ``training.options`` may hold."""
 
     def __init__(self, config: RunConfig, policy_dir: Path, rank: int = 0, world_size: int = 1) -> None:
         """Remember what to build: the policy in ``policy_dir``, as rank ``rank`` of ``world_size``."""
@@ -96,11 +85,17 @@ class Learner(ABC):
         self.rank = rank
         self.world_size = world_size
         self.dtype = DTYPES[config.policy.dtype]
+        self.options = self.make_options()
         self.schedule = self.make_schedule()
         self.num_updates = 0
         self._reference: PolicyModel | None = None
 
     # What an algorithm overrides
+
+    def make_options(self) -> LearnerOptions:
+        """Return the options of this algorithm."""
+        training = self.config.training
+        return parse_options(self.options_class, training.options, training.algorithm)
 
     def make_schedule(self) -> Schedule:
         """Return learning rate, epochs and minibatches; by default those of the ``training`` section."""
@@ -121,11 +116,6 @@ class Learner(ABC):
         return self.config.env_runners.temperature
 
     @property
-    def needs_reward_variance(self) -> bool:
-        """Whether groups whose rewards are all alike are left out."""
-        return False
-
-    @property
     def has_engine_logprobs(self) -> bool:
         """Whether an engine sampled the tokens, so that its log-probs can be compared with."""
         return True
@@ -134,34 +124,30 @@ class Learner(ABC):
     def _corrects_sampling(self) -> bool:
         return self.has_engine_logprobs and self.config.training.tis_clip > 0
 
+    def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
+        """Return those of a group's trajectories that carry a gradient; no failures are among ``members``."""
+        return members
+
+    def prepare(self, batch: TrainBatch) -> Columns:
+        """Return columns that ``compute_advantages`` may read, and that neither it nor the minibatch matters to."""
+        return {}
+
     @abstractmethod
     def compute_advantages(self, batch: TrainBatch) -> Columns:
         """Return the columns that ``compute_loss`` needs, each ``[M]`` of the whole batch; the same on every rank."""
 
+    def minibatches(self, batch: TrainBatch, rng: np.random.Generator) -> Iterator[list[int]]:
+        """Yield the trajectories of every optimizer step of one epoch."""
+        order = rng.permutation(len(batch.trajectories))
+        yield from (part.tolist() for part in np.array_split(order, self.schedule.num_minibatches) if len(part))
+
+    def step_columns(self, batch: TrainBatch, indices: list[int]) -> Columns:
+        """Return columns of the optimizer step on the trajectories ``indices``, each ``[M]`` of the whole batch."""
+        return {}
+
     @abstractmethod
     def compute_loss(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
         """Return the loss of every MODEL token of one micro-batch, not averaged."""
-
-    def surrogate(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
-        """Clipped policy loss on the columns ``old_logprobs`` and ``advantages``, less the entropy bonus.
-
-        With the column ``engine_logprobs``, the policy loss is weighted by ``truncated_importance_weights``.
-        """
-        training = self.config.training
-        policy_loss, was_clipped = clipped_policy_loss(
-            outputs.logprobs, columns["old_logprobs"], columns["advantages"], training.clip_low, training.clip_high
-        )
-        metrics = {"clip_fraction": was_clipped}
-        if "engine_logprobs" in columns:
-            weights, was_truncated = truncated_importance_weights(
-                columns["old_logprobs"], columns["engine_logprobs"], training.tis_clip
-            )
-            policy_loss = policy_loss * weights
-            metrics |= {"tis_weight_mean": weights, "tis_truncated": was_truncated}
-        loss = policy_loss
-        if training.entropy_coeff:
-            loss = loss - training.entropy_coeff * outputs.entropy
-        return TokenLoss(loss, metrics | {"policy_loss": policy_loss})
 
     # Building
 
@@ -187,15 +173,14 @@ class Learner(ABC):
         meter = Meter()
         steps_an_update = self.schedule.num_epochs * self.schedule.num_minibatches
         if batch is not None:
+            batch.columns.update(self.prepare(batch))
             batch.columns.update(self.compute_advantages(batch))
             if self._corrects_sampling and steps_an_update > 1:
                 self._decouple(batch, meter)
             rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
             for _ in range(self.schedule.num_epochs):
-                order = rng.permutation(len(batch.trajectories))
-                for part in np.array_split(order, self.schedule.num_minibatches):
-                    if len(part):
-                        self._train_minibatch(batch, part.tolist(), meter)
+                for indices in self.minibatches(batch, rng):
+                    self._train_minibatch(batch, indices, meter)
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
         kept = len(batch.trajectories) if batch is not None else 0
@@ -209,24 +194,7 @@ class Learner(ABC):
 
     def _select(self, groups: Sequence[TrajectoryGroup]) -> TrainBatch | None:
         """Leave out what carries no gradient, before anything is computed."""
-        trajectories: list[Trajectory] = []
-        group_ids: list[int] = []
-        for group_id, group in enumerate(groups):
-            members = [t for t in group.trajectories if not t.stop_reason.is_failure and t.num_model_tokens > 0]
-            if self.needs_reward_variance and not has_variance([member.reward for member in members]):
-                continue
-            trajectories += members
-            group_ids += [group_id] * len(members)
-        if not trajectories:
-            return None
-        flat = flatten(trajectories)
-        columns: Columns = {}
-        if self.has_engine_logprobs:
-            columns["old_logprobs"] = torch.from_numpy(flat.old_logprobs)
-            is_fresh = flat.policy_versions == flat.policy_versions.max()
-            if not is_fresh.all():
-                columns["is_fresh"] = torch.from_numpy(is_fresh)
-        return TrainBatch(trajectories, group_ids, flat, columns)
+        return select(groups, self.select_members, self.has_engine_logprobs)
 
     def _decouple(self, batch: TrainBatch, meter: Meter) -> None:
         """Make the learner's own log-probs the old ones, and keep the engine's for the weights of the correction.
@@ -245,7 +213,7 @@ class Learner(ABC):
         model_lengths = batch.flat.model_lengths
         num_tokens = sum(model_lengths[index] for index in indices)
         meter.add_layout(micro_batches)
-        self.train_step(micro_batches, batch.columns, num_tokens, meter)
+        self.train_step(micro_batches, batch.columns | self.step_columns(batch, indices), num_tokens, meter)
         meter.num_steps += 1
 
     def train_step(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
@@ -282,11 +250,19 @@ class Learner(ABC):
         shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
 
-    def score(self, forward: Callable[[MicroBatch], torch.Tensor], flat: FlatTrajectories) -> torch.Tensor:
-        """Run a model over the whole batch without gradients, shared among ranks; return ``[M]`` on every rank."""
+    def score(
+        self,
+        forward: Callable[[MicroBatch], torch.Tensor],
+        flat: FlatTrajectories,
+        indices: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Run a model over the batch without gradients, shared among ranks; return ``[M]`` on every rank.
+
+        With ``indices``, over these trajectories alone; the tokens of the others have 0.
+        """
         scores = torch.zeros(len(flat.model_positions), device=self.device)
         with torch.no_grad():
-            for micro_batch in self._share(flat, range(len(flat.lengths))):
+            for micro_batch in self._share(flat, range(len(flat.lengths)) if indices is None else indices):
                 values = forward(micro_batch).float()
                 if micro_batch.weight:
                     scores[micro_batch.columns] = values

@@ -8,10 +8,12 @@ from enum import StrEnum
 import numpy as np
 
 from learners.engine import AdamWSettings
-from learners.learner import Learner, Schedule, TrainBatch
+from learners.learner import Learner, Schedule
 from learners.losses import negative_log_likelihood
 from learners.meter import Columns, TokenLoss
 from learners.models import TokenOutputs
+from learners.options import LearnerOptions
+from learners.train_batch import TrainBatch
 from ragr1_actors.types import TokenKind, Trajectory
 
 
@@ -31,6 +33,10 @@ class SFTLearner(Learner):
     def has_engine_logprobs(self) -> bool:
         """Demonstrations have none."""
         return False
+
+    def make_options(self) -> LearnerOptions:
+        """None: those of the recipe are of stage 2."""
+        return LearnerOptions()
 
     def make_schedule(self) -> Schedule:
         """One step an update, with the learning rate of the ``sft`` section."""

@@ -17,6 +17,7 @@ LearnerGroup       references of record batches   weights, metrics              
 publish            weights                        policy version + 1              every runner's swap
 =================  =============================  ==============================  ================================
 
+With dynamic sampling the buffer sets groups aside whose rewards are all alike, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is out at a time: synchronous training is the same path. With a lag of n,
 n more batches are being sampled while the learner works.
 """
@@ -37,7 +38,7 @@ import numpy as np
 from cluster.weight_sync import make_transport
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
-from ragr1_actors.buffer import GroupBuffer
+from ragr1_actors.buffer import GroupBuffer, max_set_aside
 from ragr1_actors.checkpoint import CheckpointStore, read_tensors, write_folder, write_json, write_tensors
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, GroupRequest, GroupSummary
@@ -49,7 +50,7 @@ from ragr1_actors.report import EvalResult
 from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.run_state import STATE_FILE, read_state
 from ragr1_actors.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.summaries import eval_result, rollout_metrics
+from ragr1_actors.summaries import eval_result, rollout_metrics, why_nothing_was_demonstrated
 from ragr1_actors.task_sampler import Issue, TaskSampler
 from ragr1_actors.types import TrajectoryGroup
 from ragr1_actors.workspace import Workspace, demonstrations, prepare
@@ -95,7 +96,7 @@ class Algorithm:
         self._stage_dir = self.workspace.policy_dir
         self._store = CheckpointStore(run_dir / "checkpoints", config.checkpointing.num_to_keep)
         self._sampler = TaskSampler(self.workspace.train_tasks, config.debugging.seed)
-        self._buffer = GroupBuffer(config.training.max_policy_lag)
+        self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config) if learns else 0)
         self._retrievers = RetrieverGroup.create(self.workspace.index_dir, config.retrieval)
         self._learners = LearnerGroup(config)
         self._env_runners = EnvRunnerGroup(config, self.workspace.policy_dir, self._retrievers.retriever())
@@ -125,7 +126,7 @@ class Algorithm:
         groups = self.collect_demonstrations()
         segments = [segment for group in groups for t in group.trajectories for segment in segment_trajectory(t)]
         if not segments:
-            raise FleetError(_why_nothing_was_demonstrated(groups))
+            raise FleetError(why_nothing_was_demonstrated(groups))
         if self.config.checkpointing.keep_trajectories:
             self._write_trajectories("demonstrations", [groups_to_record_batch(groups)])
         self.num_decisions = Counter(segment.category.value for segment in segments)
@@ -190,7 +191,8 @@ class Algorithm:
         with self._guard.held():
             learner_metrics = self._learners.update([group.batch for group in batch])
             learned = time.perf_counter()
-            for group in batch:
+            set_aside = self._buffer.drop_set_aside()
+            for group in batch + set_aside:  # what was set aside is done with as well: it has nothing to teach
                 self._sampler.trained(group.request.issue)
             self.iteration += 1
             self._publish()
@@ -198,11 +200,12 @@ class Algorithm:
             if self.config.checkpointing.keep_trajectories:
                 self._write_trajectories(f"iteration_{self.iteration:05d}", [group.batch for group in batch])
             metrics = {
-                **rollout_metrics(batch),
+                **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
                 **self._retrievers.metrics(),
                 "loop/policy_lag": float(lag),
                 "loop/stale_groups": float(num_stale),
+                "loop/set_aside_groups": float(len(set_aside)),
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 **{f"tasks/{name}": float(count) for name, count in self._sampler.counts().items()},
@@ -383,14 +386,6 @@ class Algorithm:
         self._env_runners.stop()
         self._learners.stop()
         self._retrievers.stop()
-
-
-def _why_nothing_was_demonstrated(groups: list[TrajectoryGroup]) -> str:
-    errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
-    reason = (
-        f"the last one with: {errors[-1]}" if errors else "their prompts fill env_runners.max_context_tokens: raise it"
-    )
-    return f"all {len(groups)} demonstrations failed; {reason}"
 
 
 def _fetch(batch: Any) -> Any:

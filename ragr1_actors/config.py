@@ -15,7 +15,6 @@ An unknown key, a wrong type or a value out of range is a ``ConfigError`` that n
 
 from __future__ import annotations
 
-import difflib
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragr1_actors.config_checks import check_settings, check_value, parse_yaml, read_yaml_file
+from ragr1_actors.config_checks import check_settings, check_value, nearest, parse_yaml, read_yaml_file
 from ragr1_actors.errors import ConfigError
 
 if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
@@ -172,7 +171,8 @@ class TrainingSettings(Section):
     """Stage 2: reinforcement learning. Names are RLlib's where RLlib has one."""
 
     algorithm: str = "grpo"
-    """``grpo``, ``ppo``, or a custom ``my_module:MyLearner``."""
+    """``ppo``, ``grpo``, ``dr_grpo``, ``dapo``, ``rloo``, ``reinforce_pp``, ``gspo``, ``cispo``, ``dpo``, ``ipo``, or a
+    custom ``my_module:MyLearner``."""
     num_iterations: int = Field(100, ge=0)
     train_batch_size: int = Field(512, ge=1)
     """Tasks an iteration."""
@@ -188,21 +188,18 @@ class TrainingSettings(Section):
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.2, ge=0)
+    clip_low: float | None = Field(None, ge=0)
+    """How far the ratio may fall below 1; null is the algorithm's own, 0.2 for most. So ``clip_high``, above 1."""
+    clip_high: float | None = Field(None, ge=0)
     tis_clip: float = Field(0.0, ge=0)
     """Truncated importance sampling: a token's loss is weighted by how much more likely the learner makes it than the
     engine that sampled it did, but by this at most; 2 is usual, 0 is off. An update of several steps takes a forward
     pass more."""
     kl_coeff: float = Field(0.0, ge=0)
-    """Of k3 (GRPO, in the loss) or k1 (PPO, in the reward) against the policy at the start of the stage."""
+    """Of the divergence from the policy at the start of the stage; ``options`` say which estimate of it goes where."""
     entropy_coeff: float = 0.0
-    gamma: float = Field(1.0, ge=0, le=1)
-    lambda_: float = Field(1.0, ge=0, le=1)
-    vf_lr: float = Field(1e-5, gt=0)
-    vf_clip: float = Field(0.5, gt=0)
-    drop_zero_variance: bool = True
-    """Leave groups out whose rewards are all alike: they carry no gradient under GRPO."""
+    options: dict[str, Any] = {}
+    """Of the algorithm, by its own names: for ``ppo`` ``{vf_clip: 0.5}``; ``learners/options.py`` has them all."""
 
 
 class LearnerSettings(Section):
@@ -283,7 +280,7 @@ class AlgorithmConfig:
         elif name_or_path in recipe_names():
             sections = parse_yaml(_recipe_text(name_or_path), name_or_path)
         else:
-            raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{_nearest(name_or_path, recipe_names())}")
+            raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, recipe_names())}")
         sections = {} if sections is None else sections
         if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
             raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
@@ -302,13 +299,13 @@ class AlgorithmConfig:
     def _update(self, section: str, settings: dict[str, Any]) -> Self:
         known = RunConfig.model_fields
         if section not in known:
-            raise ConfigError(f"unknown section {section!r}{_nearest(str(section), list(known))}")
+            raise ConfigError(f"unknown section {section!r}{nearest(str(section), list(known))}")
         section_class = known[section].annotation
         assert section_class is not None
         keys = list(section_class.model_fields)
         for key, value in settings.items():
             if key not in keys:
-                raise ConfigError(f"unknown key {section}.{key}{_nearest(str(key), keys)}")
+                raise ConfigError(f"unknown key {section}.{key}{nearest(str(key), keys)}")
             check_value(f"{section}.{key}", value)
         self._sections[section] = self._sections.get(section, {}) | settings
         return self
@@ -386,8 +383,3 @@ def recipe_descriptions() -> dict[str, str]:
 
 def _recipe_text(name: str) -> str:
     return resources.files("ragr1_actors.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,12 @@ def check_settings(config: RunConfig) -> None:
                 f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
                 f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
             )
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The end of a message on an unknown name: the nearest there is, or all of them."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
 
 
 def _shortened(text: str, length: int = 80) -> str:

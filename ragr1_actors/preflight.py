@@ -10,8 +10,8 @@ from typing import Any
 from envs.base import TextEnv
 from envs.registry import ENVS
 from envs.rewards import REWARDS
-from learners.registry import LEARNERS
-from ragr1_actors.config import RETRIEVAL_TYPES, RunConfig
+from learners.registry import LEARNERS, learner_options
+from ragr1_actors.config import RETRIEVAL_TYPES, RunConfig, TrainingSettings
 from ragr1_actors.engines.base import Engine
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.errors import ConfigError
@@ -29,7 +29,7 @@ def check_names(config: RunConfig) -> None:
     check_environment(config.environment.env)
     _check_reward(config.environment.reward)
     _check_engine(config.env_runners.engine)
-    _check_learner(config.training.algorithm)
+    _check_learner(config.training)
     _check_retrieval_type(config.retrieval.type)
     _check_policy(config.policy.model)
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
@@ -75,13 +75,14 @@ def _check_engine(name: str) -> None:
     _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
 
 
-def _check_learner(name: str) -> None:
-    if name in LEARNERS:
-        return
-    learner = _load("training.algorithm", name, LEARNERS)
-    from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it
+def _check_learner(training: TrainingSettings) -> None:
+    key, name = "training.algorithm", training.algorithm
+    if name not in LEARNERS:
+        learner = _load(key, name, LEARNERS)
+        from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it
 
-    _check_class("training.algorithm", name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
+        _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
+    learner_options(training)
 
 
 def _check_retrieval_type(name: str) -> None:

@@ -40,7 +40,7 @@ class OnePassage:
 def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> RunConfig:
     settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 40, **env_runners}
     settings.setdefault("num_cpus_per_env_runner", 0.5)
-    config = AlgorithmConfig().env_runners(**settings).training(group_size=2, drop_zero_variance=False)
+    config = AlgorithmConfig().env_runners(**settings).training(group_size=2, options={"drop_zero_variance": False})
     config.environment(prompt="{question}", max_turns=3).debugging(num_threads=1)
     return config.learners(**{"num_learners": 0, "zero_stage": 0, **(learners or {})}).freeze()
 

@@ -328,7 +328,7 @@ def test_the_proximal_policy_stays_over_epochs(build: Build) -> None:
 
 
 def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
-    training = {"kl_coeff": 0.1, "vf_lr": 1e-3}
+    training = {"kl_coeff": 0.1, "options": {"vf_lr": 1e-3}}
     off, on = (build(PPOLearner, config_for(clip, **training)) for clip in (0.0, 2.0))
     groups = with_gap(off, make_groups(0), noise(0.5))
     plain, corrected = off.update(groups), on.update(groups)

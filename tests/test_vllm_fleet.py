@@ -111,7 +111,7 @@ def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_pat
         .env_runners(num_env_runners=0, engine="vllm", max_context_tokens=300, max_new_tokens_per_turn=24)
         .env_runners(max_concurrent_trajectories=16)
         .retrieval(index=str(tmp_path / "index"), num_retrievers=0)
-        .training(num_iterations=2, train_batch_size=4, group_size=4, lr=0.01, drop_zero_variance=False)
+        .training(num_iterations=2, train_batch_size=4, group_size=4, lr=0.01, options={"drop_zero_variance": False})
         .learners(num_learners=0, zero_stage=0)
         .evaluation(num_tasks=4)
         .freeze()

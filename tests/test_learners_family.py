@@ -1,0 +1,365 @@
+"""What holds for every registered algorithm: one mask, one mean, and no word about packing, order or ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import learners_common
+import numpy as np
+import pytest
+import torch
+from learners_common import make_config, make_groups, make_policy
+
+from learners.batching import pack
+from learners.learner import Learner, Schedule
+from learners.learner_group import LearnerGroup
+from learners.models import packed_hidden_states
+from learners.options import PolicyGradientOptions, PPOOptions
+from learners.ppo import PPOLearner
+from learners.registry import LEARNERS, OPTIONS, learner_options
+from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
+from ragr1_actors.errors import ConfigError
+from ragr1_actors.plugins import load_object
+from ragr1_actors.preflight import check_names
+from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.types import TokenKind, TrajectoryGroup
+
+Build = Callable[..., Learner]
+
+
+def config_for(name: str, **learners: object) -> RunConfig:
+    """Everything on that an algorithm has, and a second epoch, which is off-policy."""
+    training: dict[str, Any] = {"algorithm": name, "lr": 1e-3, "num_epochs": 2, "clip_low": 2.0, "clip_high": 2.0}
+    if issubclass(OPTIONS[name], PolicyGradientOptions):
+        training |= {"kl_coeff": 0.1, "entropy_coeff": 0.01, "options": {"llds_coeff": 0.1}}
+    return make_config(training=training, learners=learners)
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Build learners in this process on one tiny policy, and close them afterwards."""
+    policy_dir = make_policy(tmp_path / "policy")
+    made: list[Learner] = []
+
+    def build(name: str, config: RunConfig | None = None) -> Learner:
+        made.append(load_object(name, LEARNERS)(config or config_for(name), policy_dir))
+        made[-1].build()
+        return made[-1]
+
+    yield build
+    for learner in made:
+        learner.close()
+
+
+def unequal_groups(seed: int) -> list[TrajectoryGroup]:
+    """Groups with two right trajectories, one or three, so that no two baselines are alike."""
+    groups = []
+    for number, group in enumerate(make_groups(seed)):
+        members = (replace(t, reward=float(index < 1 + number % 3)) for index, t in enumerate(group.trajectories))
+        groups.append(TrajectoryGroup(group.task, tuple(members)))
+    return groups
+
+
+def assert_same_update(one: dict[str, float], other: dict[str, float]) -> None:
+    ignored = {"computed_tokens", "padding_waste", "attention_padding"}  # these are about packing
+    assert one.keys() == other.keys()
+    for name in one.keys() - ignored:
+        assert math.isfinite(one[name]), name
+        assert other[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5), name
+
+
+def assert_same_weights(one: Learner, other: Learner) -> None:
+    theirs = other.get_weights()
+    for name, weight in one.get_weights().items():
+        np.testing.assert_allclose(weight, theirs[name], atol=1e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_no_gradient_reaches_what_predicts_other_kinds(build: Build, name: str) -> None:
+    learner = build(name)
+    batch = learner._select(unequal_groups(0))
+    assert batch is not None
+    batch.columns.update(learner.prepare(batch))
+    batch.columns.update(learner.compute_advantages(batch))
+    indices = list(range(len(batch.trajectories)))
+    micro_batch = pack(batch.flat, indices)
+    seen: list[torch.Tensor] = []
+    hook = learner.policy.module.model.get_output_embeddings().register_forward_pre_hook(  # type: ignore[union-attr]
+        lambda _, inputs: seen.append(inputs[0])
+    )
+    model = learner.policy.module.get_submodule("model")
+    hidden = packed_hidden_states(model.get_decoder(), micro_batch)  # type: ignore[operator]
+    outputs = learner.policy(micro_batch)
+    hook.remove()
+    predicting = torch.zeros(micro_batch.num_tokens, dtype=torch.bool)
+    predicting[micro_batch.predict_positions] = True
+    kinds = np.concatenate([trajectory.kinds for trajectory in batch.trajectories])
+    np.testing.assert_array_equal(np.flatnonzero(predicting.numpy()) + 1, np.flatnonzero(kinds == TokenKind.MODEL))
+    torch.testing.assert_close(seen[0], hidden[predicting])  # the head sees these hidden states and no others
+    leaf = hidden.detach().requires_grad_()
+    scored = learner.policy.module._score(leaf[micro_batch.predict_positions], micro_batch.target_ids)  # type: ignore[operator]
+    columns = batch.columns | learner.step_columns(batch, indices)
+    chosen = {key: column[micro_batch.columns] for key, column in columns.items()}
+    learner.compute_loss(scored, chosen).loss.sum().backward()
+    assert leaf.grad is not None
+    assert not leaf.grad[~predicting].any(), "exactly zero"
+    assert leaf.grad[predicting].abs().sum(-1).gt(0).any()
+    assert torch.allclose(scored.logprobs, outputs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_micro_batch_size_and_order_change_nothing(build: Build, name: str) -> None:
+    whole, cut = build(name), build(name, config_for(name, micro_batch_tokens=40))
+    for seed in range(2):
+        groups = unequal_groups(seed)
+        shuffled = [TrajectoryGroup(group.task, group.trajectories[::-1]) for group in groups[::-1]]
+        assert_same_update(whole.update(groups), cut.update(shuffled))
+    assert_same_weights(whole, cut)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_stands_beside_other_kinds_changes_nothing(build: Build, name: str) -> None:
+    """Log-probs and versions of tokens that the policy did not sample: a broken number there is not even read."""
+    clean, dirty = build(name), build(name)
+    groups = unequal_groups(0)
+    first = clean.update(groups)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        is_other = trajectory.kinds != TokenKind.MODEL
+        trajectory.logprobs[is_other] = np.nan
+        trajectory.policy_versions[is_other] = 99
+    assert dirty.update(groups) == first
+    theirs = dirty.get_weights()
+    assert all(np.array_equal(weight, theirs[key]) for key, weight in clean.get_weights().items())
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory_mean", "constant"])
+def test_a_mean_of_another_kind_is_that_of_each_minibatch(build: Build, aggregation: str) -> None:
+    """The weights of a step add up to what the formula says, whichever trajectories the step has."""
+    training = {"num_minibatches": 3, "options": {"aggregation": aggregation, "max_model_tokens": 20}}
+    learner = build("grpo", make_config(training=training))
+    batch = learner._select(unequal_groups(1))
+    assert batch is not None
+    parts = list(learner.minibatches(batch, np.random.default_rng(0)))
+    assert len(parts) == 3
+    assert sorted(index for part in parts for index in part) == list(range(len(batch.trajectories)))
+    starts = batch.flat.model_offsets
+    for part in parts:
+        weights = learner.step_columns(batch, part)["weights"]
+        num_tokens = sum(batch.flat.model_lengths[index] for index in part)
+        for index in part:
+            length = batch.flat.model_lengths[index]
+            share = 1 / len(part) / (length if aggregation == "trajectory_mean" else 20)
+            own = weights[starts[index] : starts[index + 1]] / num_tokens
+            np.testing.assert_allclose(own, share, rtol=1e-5)
+
+
+def test_minibatches_of_pairs_keep_them_together(build: Build) -> None:
+    learner = build("dpo", make_config(training={"num_minibatches": 3, "algorithm": "dpo"}))
+    batch = learner._select(unequal_groups(0))
+    assert batch is not None
+    for right, wrong in zip(batch.trajectories[0::2], batch.trajectories[1::2], strict=True):
+        assert (right.reward, wrong.reward) == (1.0, 0.0)
+        assert right.task == wrong.task
+    for part in learner.minibatches(batch, np.random.default_rng(0)):
+        assert part[0::2] == [index - 1 for index in part[1::2]]
+    metrics = learner.update(unequal_groups(0))
+    assert metrics["num_steps"] == 3
+    assert metrics["trajectories_left_out"] == 16 - len(batch.trajectories) > 0
+
+
+def test_preferences_are_learned(build: Build) -> None:
+    for name in ("dpo", "ipo"):
+        learner = build(name, make_config(training={"algorithm": name, "lr": 3e-3}))
+        metrics = [learner.update(unequal_groups(0)) for _ in range(6)]
+        assert metrics[0]["margin"] == pytest.approx(0, abs=1e-4)  # policy and reference are one
+        assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]
+        assert metrics[-1]["pair_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_two_ranks_are_one(ray_local: ModuleType, tmp_path: Path) -> None:
+    for module in (sys.modules[__name__], learners_common):  # the actors cannot import the tests
+        ray_local.cloudpickle.register_pickle_by_value(module)
+    policy_dir = make_policy(tmp_path / "policy")
+    config = config_for("grpo", micro_batch_tokens=64)
+    ranks = LearnerGroup(config.model_copy(update={"learners": config.learners.model_copy(update={"num_learners": 2})}))
+
+    def update(learner: Any, name: str) -> tuple[list[dict[str, float]], Any]:
+        made = load_object(name, LEARNERS)(
+            config_for(name, micro_batch_tokens=64), policy_dir, learner.rank, learner.world_size
+        )
+        made.build()
+        metrics = [made.update(unequal_groups(seed)) for seed in range(2)]
+        weights = made.get_weights()
+        made.close()
+        return metrics, weights
+
+    ranks.build("sft", policy_dir)
+    alone = LearnerGroup(config)
+    alone.build("sft", policy_dir)
+    try:
+        for name in LEARNERS:
+            metrics, weights = ranks.foreach_learner(lambda learner, name=name: update(learner, name))[0]
+            expected, theirs = alone.foreach_learner(lambda learner, name=name: update(learner, name))[0]
+            for ours, other in zip(metrics, expected, strict=True):
+                assert_same_update(other, ours)
+            for key, weight in weights.items():
+                np.testing.assert_allclose(weight, theirs[key], atol=1e-4, rtol=0, err_msg=f"{name}: {key}")
+    finally:
+        ranks.stop()
+        alone.stop()
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_options_are_those_of_the_learner(name: str) -> None:
+    assert OPTIONS.keys() == LEARNERS.keys()
+    assert load_object(name, LEARNERS).options_class is OPTIONS[name]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("ppo", {"vf_clp": 1}, "unknown option 'vf_clp' of training.algorithm=ppo; did you mean 'vf_clip'?"),
+        ("grpo", {"vf_clip": 1}, "unknown option 'vf_clip' of training.algorithm=grpo"),
+        ("sft", {"beta": 1}, "it has no options: leave training.options empty"),
+        ("dapo", {"overlong_share": 1.5}, "training.options.overlong_share: got 1.5; input should be less than 1"),
+        ("grpo", {"kl_estimator": "k4"}, "training.options.kl_estimator: got 'k4'; input should be 'k1', 'k2' or 'k3'"),
+        ("grpo", {"dual_clip": 0.5}, "training.options.dual_clip: got 0.5; value error, expected more than 1"),
+        ("cispo", {"dual_clip": 3}, "training.options.dual_clip: got 3"),
+        ("ipo", {"beta": "x"}, "training.options.beta: got 'x'; input should be a valid number"),
+    ],
+)
+def test_a_wrong_option_is_named(algorithm: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_names(AlgorithmConfig().training(algorithm=algorithm, options=options).freeze())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_options_of_every_recipe_are_its_algorithms(name: str) -> None:
+    training = AlgorithmConfig.from_recipe(name).freeze().training
+    assert type(learner_options(training)) is OPTIONS[training.algorithm]
+
+
+SEARCH_R1 = {
+    "lr": 1e-6,
+    "lr_schedule": "constant",
+    "grad_clip": 1.0,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coeff": 0.001,
+    "entropy_coeff": 0.001,
+    "train_batch_size": 512,
+    "num_epochs": 1,
+    "tis_clip": 0.0,
+    "max_policy_lag": 0,
+}
+"""What all four published runs share."""
+CRITIC = {"kl_in": "reward", "kl_estimator": "k1", "gamma": 1.0, "lambda_": 1.0, "vf_lr": 1e-5, "vf_clip": 0.5}
+PUBLISHED: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # group size, minibatch, iterations that shares are of
+    "search_r1_7b": (1, 256, 1005, CRITIC),
+    "search_r1_grpo_7b": (5, 256, 1005, {"kl_in": "loss", "kl_estimator": "k3", "aggregation": "token_mean"}),
+    "ragr1_mq_7b": (1, 128, 500, CRITIC),
+    "ragr1_sq_7b": (1, 128, 500, CRITIC),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name: str) -> None:
+    """Warm-ups were given as shares of the run, 0.285 and 0.015, rounded down to iterations."""
+    group_size, minibatch_size, num_iterations, expected = PUBLISHED[name]
+    config = AlgorithmConfig.from_recipe(name).freeze()
+    training, options = config.training, learner_options(config.training)
+    assert SEARCH_R1.items() <= training.model_dump().items()
+    assert expected.items() <= options.model_dump().items()
+    assert training.group_size == group_size
+    assert training.num_minibatches == 512 * group_size // minibatch_size
+    assert training.warmup_steps == int(0.285 * num_iterations) * training.num_minibatches
+    if isinstance(options, PPOOptions):
+        assert options.vf_warmup_steps == int(0.015 * num_iterations) * training.num_minibatches
+    assert (config.env_runners.temperature, config.env_runners.top_p) == (1.0, 0.95)
+
+
+def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    def schedule(**options: float) -> Schedule:
+        config = make_config(training={"algorithm": "ppo", "lr": 1e-3, "warmup_steps": 4, "options": options})
+        return PPOLearner(config, tmp_path).critic_schedule
+
+    assert [schedule().lr_at(step) for step in (0, 9)] == pytest.approx([1e-2, 1e-2])
+    assert [schedule(vf_lr=2e-3, vf_warmup_steps=2).lr_at(step) for step in (0, 1)] == pytest.approx([1e-3, 2e-3])
+
+
+OWN_LEARNERS = '''
+import torch
+from learners.grpo import GRPOLearner
+from learners.learner import Learner, Schedule
+from learners.meter import TokenLoss
+from learners.options import LearnerOptions
+
+
+class Signs(GRPOLearner):
+    """Own advantages; the loss, and everything that the options may add to it, is GRPO's."""
+
+    def compute_advantages(self, batch):
+        signs = torch.tensor([1.0 if t.reward > 0.5 else -1.0 for t in batch.trajectories])
+        return {"advantages": signs.repeat_interleave(torch.tensor(batch.flat.model_lengths))}
+
+
+class Margins(LearnerOptions):
+    margin: float = 1.0
+
+
+class Hinge(Learner):
+    """Own advantages, own loss and an option of its own."""
+
+    options_class = Margins
+
+    def compute_advantages(self, batch):
+        rewards = torch.tensor([t.reward for t in batch.trajectories])
+        return {"rewards": rewards.repeat_interleave(torch.tensor(batch.flat.model_lengths))}
+
+    def compute_loss(self, outputs, columns):
+        wanted = columns["rewards"] * 2 - 1
+        loss = torch.relu(self.options.margin - wanted * (outputs.logprobs + 3))
+        return TokenLoss(loss, {"hinge": loss})
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "metric"),
+    [("Signs", {"llds_coeff": 0.1}, "llds"), ("Signs", {}, "clip_fraction"), ("Hinge", {"margin": 2.0}, "hinge")],
+)
+def test_a_learner_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], metric: str
+) -> None:
+    (tmp_path / "own_learners.py").write_text(OWN_LEARNERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_learners", raising=False)
+    training = {"algorithm": f"own_learners:{name}", "options": options, "lr": 3e-3, "num_epochs": 2}
+    config = make_config(training=training)
+    check_names(config)
+    group = LearnerGroup(config)
+    group.build(config.training.algorithm, make_policy(tmp_path / "policy"))
+    batches = [groups_to_record_batch(unequal_groups(0))]
+    before = group.get_weights()
+    metrics = [group.update(batches) for _ in range(6)]
+    assert metrics[0]["num_steps"] == 2
+    assert all(math.isfinite(m[metric]) and m["grad_norm"] > 0 for m in metrics)
+    assert any(not np.array_equal(weight, before[key]) for key, weight in group.get_weights().items())
+    if name == "Hinge":
+        assert metrics[-1]["hinge"] < metrics[0]["hinge"]
+    group.stop()
+    with pytest.raises(ConfigError, match=r"unknown option 'nothing' of training\.algorithm=own_learners:"):
+        check_names(make_config(training={**training, "options": {"nothing": 1}}))
