@@ -19,9 +19,7 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +30,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
 from learners.advantages import has_variance
 from learners.batching import FlatTrajectories, MicroBatch, flatten, pack, plan
@@ -40,12 +37,12 @@ from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distribu
 from learners.losses import clipped_policy_loss, truncated_importance_weights
 from learners.meter import Columns, Meter, TokenLoss
 from learners.models import PolicyModel, TokenOutputs
+from learners.policy_folder import PolicyCopy
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -361,19 +358,21 @@ class Learner(ABC):
             prefix = f"{name}/"
             engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
+    def take_policy(self) -> PolicyCopy:
+        """Copy the policy into rank 0's memory, to be written while learning goes on. All ranks call together."""
+        weights = self.get_weights()
+        tensors = {
+            name: torch.from_numpy(weight).to(self.dtype).contiguous()
+            for name, weight in weights.items()
+            if not (self.is_tied and name == "lm_head.weight")
+        }
+        return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors)
+
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder, tokenizer included. All ranks call; rank 0 writes."""
-        weights = self.get_weights()
+        copy = self.take_policy()
         if self.rank == 0:
-            directory = Path(directory)
-            directory.mkdir(parents=True, exist_ok=True)
-            tensors = {
-                name: torch.from_numpy(weight).to(self.dtype).contiguous()
-                for name, weight in weights.items()
-                if not (self.is_tied and name == "lm_head.weight")
-            }
-            copy_policy_files(self.policy_dir, directory, self.config.policy.dtype)
-            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+            copy.write(Path(directory))
 
     def close(self) -> None:
         """Let go of the engines."""
@@ -388,13 +387,3 @@ def _poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
     """
     factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
     return loss + factor * logprobs_M.sum()
-
-
-def copy_policy_files(source: Path, target: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer of a Hugging Face folder, but not its weights."""
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.resolve().parent != target.resolve():
-            shutil.copyfile(file, target / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = dtype  # transformers loads in this dtype unless told otherwise
-    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -21,6 +21,7 @@ from ragr1_actors.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import MetricsLogger
 from ragr1_actors.report import (
+    EvalResult,
     PeakMemory,
     RunReport,
     StageName,
@@ -31,6 +32,9 @@ from ragr1_actors.report import (
 )
 from ragr1_actors.run_state import read_standing
 from retrieval.registry import needs_index
+
+SFT_CHECKPOINT_STEPS = 100
+"""Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
 
 
 class TrainingRun:
@@ -129,9 +133,13 @@ class TrainingRun:
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
         self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
 
-    def _save(self, algorithm: Algorithm) -> Path:
+    def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
         extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
-        return algorithm.save(extra)
+        algorithm.save(extra, score=score, wait=wait)
+
+    def _score(self, result: EvalResult) -> float | None:
+        metric = self._config.checkpointing.best_metric
+        return float(asdict(result)[metric]) if metric else None
 
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
@@ -157,18 +165,20 @@ class TrainingRun:
                 def on_step(step: int, metrics: dict[str, float]) -> None:
                     logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
                     report(step, f"loss {metrics['loss']:.3f}")
+                    if step % SFT_CHECKPOINT_STEPS == 0 and step < config.sft.num_steps:
+                        self._save(algorithm, wait=False)
 
                 algorithm.pretrain(on_step)
             decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
             if decisions:  # a run resumed behind stage 1 demonstrates nothing
                 self._console.print(f"decisions demonstrated: {decisions}")
-            self._evaluate(algorithm, logger, "sft", started)
-            self._save(algorithm)
+            score = self._evaluate(algorithm, logger, "sft", started)
+            self._save(algorithm, score, wait=False)
         started = time.monotonic()
         if algorithm.iteration < config.training.num_iterations:
             self._reinforce(algorithm, logger)
-        self._evaluate(algorithm, logger, "rl", started)
-        self._save(algorithm)
+        score = self._evaluate(algorithm, logger, "rl", started)
+        self._save(algorithm, score)
 
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
@@ -190,24 +200,30 @@ class TrainingRun:
                 metrics = algorithm.train(on_iteration)
                 iteration = algorithm.iteration
                 is_last = iteration == config.training.num_iterations
+                score = None
                 if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
                     result = algorithm.evaluate(f"iteration_{iteration:05d}")
                     logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
+                    score = self._score(result)
                 # what only skipped steps have led to is no state to go on from: the checkpoint of before is kept
                 is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
-                if iteration % config.checkpointing.interval == 0 and not is_last and not is_stuck:
-                    self._save(algorithm)
+                is_due = iteration % config.checkpointing.interval == 0
+                is_best = score is not None and algorithm.is_best(score)
+                if (is_due or is_best) and not is_last and not is_stuck:
+                    self._save(algorithm, score, wait=False)
 
     def _has_stage(self, name: StageName) -> bool:
         return any(stage.stage == name for stage in self._stages)
 
-    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> None:
+    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> float | None:
+        """Evaluate at the end of a stage, once, and return the score; None where that was before a resume."""
         if self._has_stage(name):
-            return
+            return None
         with self._console.status("evaluating"):
             result = algorithm.evaluate(name)
         logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
         self._stages.append(StageReport(name, result, time.monotonic() - started))
+        return self._score(result)
 
     @contextmanager
     def _progress(self, title: str, total: int, done: int) -> Iterator[Any]:
