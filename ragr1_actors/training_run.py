@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
-from cluster.session import Session
 from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore, is_no_room
 from ragr1_actors.config import RunConfig
@@ -31,7 +30,7 @@ from ragr1_actors.report import (
     write_report,
 )
 from ragr1_actors.run_state import read_standing
-from retrieval.registry import needs_index
+from ragr1_actors.sessions import session_for
 
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
@@ -67,7 +66,7 @@ class TrainingRun:
             ) from error
 
     def _execute(self) -> RunReport:
-        with PeakMemory() as memory, InterruptGuard() as guard, self._session(), self._logger() as logger:
+        with PeakMemory() as memory, InterruptGuard() as guard, session_for(self._config), self._logger() as logger:
             guard.take_over()  # Ray answers SIGTERM in its own way from its start on
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm(self._config, self._run_dir, guard)
@@ -93,25 +92,6 @@ class TrainingRun:
         except KeyboardInterrupt:
             self._save(algorithm)
             raise
-
-    def _session(self) -> AbstractContextManager[object]:
-        runners, retrieval, learners = self._config.env_runners, self._config.retrieval, self._config.learners
-        num_index_actors = retrieval.num_retrievers * retrieval.num_shards if needs_index(retrieval.type) else 0
-        num_encoders = retrieval.num_encoders if num_index_actors else 0
-        num_cpus = (
-            runners.num_env_runners * runners.num_cpus_per_env_runner
-            + num_index_actors * retrieval.num_cpus_per_retriever
-            + num_encoders * retrieval.num_cpus_per_encoder
-            + learners.num_learners * learners.num_cpus_per_learner
-        )
-        num_gpus = (
-            runners.num_env_runners * runners.num_gpus_per_env_runner
-            + num_index_actors * retrieval.num_gpus_per_retriever
-            + num_encoders * retrieval.num_gpus_per_encoder
-            + learners.num_learners * learners.num_gpus_per_learner
-        )
-        num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
-        return Session(num_cpus, num_gpus) if num_actors else nullcontext()
 
     @contextmanager
     def _logger(self) -> Iterator[MetricsLogger]:
