@@ -1,8 +1,8 @@
 """``ragr1 select``: the tasks that a policy can learn from, chosen by how often it answers them.
 
 After RAG-R1 (arXiv:2507.02962), which chose the data of its second stage so: the questions that the model got wrong
-once were sampled up to ten times more, at temperature 1.2 and with up to ten searches; kept were those with at least one
-right answer, and a random quarter of the questions that it had got right. Its model was Qwen2.5-72B-Instruct.
+once were sampled up to ten times more, at temperature 1.2 and with up to ten searches; kept were those with a right
+answer among these, and a random quarter of the questions that it had got right. Its model was Qwen2.5-72B-Instruct.
 
 Deviation: whether a question is hard is decided by its pass rate over all samples, not by one attempt, which is a coin
 toss for a question that is answered half of the time.
@@ -48,7 +48,7 @@ class SelectionSettings:
 
 @dataclass(frozen=True)
 class SelectionCounts:
-    """What became of the tasks of a file; each is in one of ``never``, ``hard``, ``easy``, ``always`` and ``failed``."""
+    """What became of the tasks of a file; each is in one of never, hard, easy, always and failed."""
 
     tasks: int
     never: int

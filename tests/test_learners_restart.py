@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,14 +15,15 @@ import learners_common
 import numpy as np
 import pytest
 from learners_common import make_config, make_groups, make_policy
+from transformers import AutoModelForCausalLM
 
+from learners import learner_group
 from learners.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
-from ragr1_actors.checkpoint import LEARNER_FILE, read_tensors
+from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, read_tensors
 from ragr1_actors.errors import FleetError, LearnerError
 from ragr1_actors.schema import groups_to_record_batch
 
-pytestmark = pytest.mark.ray
 NUM_UPDATES = 5
 FAILS_AT = 3
 """The update in which ranks fail, counted from 0: after the first of its two optimizer steps."""
@@ -73,7 +74,7 @@ def policy_dir(tmp_path: Path) -> Path:
     return make_policy(tmp_path / "policy")
 
 
-def make_group(ray: ModuleType, num_learners: int = 2, **learners: Any) -> LearnerGroup:
+def make_group(num_learners: int, **learners: Any) -> LearnerGroup:
     settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
     config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
     return LearnerGroup(config)
@@ -83,38 +84,114 @@ def update(group: LearnerGroup, number: int) -> dict[str, float]:
     return group.update([groups_to_record_batch(make_groups(number))])
 
 
+State = dict[str, np.ndarray]
+
+
 @pytest.fixture(scope="module")
-def expected(
-    ray_with_tests: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[str, np.ndarray], dict[str, float]]]:
-    """State and last metrics of two ranks that nothing happened to."""
-    group = make_group(ray_with_tests)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str, float]]:
+    """State and last metrics of one rank that nothing happened to, in this process."""
+    group = make_group(0)
     group.build(f"{__name__}:FailingLearner", make_policy(tmp_path_factory.mktemp("whole") / "policy"))
     metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
-    yield group.get_state(), metrics
+    state = group.get_state()
     group.stop()
+    return state, metrics
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_same(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
+@pytest.mark.ray
 def test_a_rank_killed_in_an_update_changes_nothing(
     ray_with_tests: ModuleType,
     policy_dir: Path,
-    expected: tuple[dict[str, np.ndarray], dict[str, float]],
+    expected: tuple[State, dict[str, float]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    group = make_group(ray_with_tests)
+    group = make_group(1)
     group.build(f"{__name__}:FailingLearner", policy_dir)
-    (policy_dir / "fail_1").write_text("killed")
+    (policy_dir / "fail_0").write_text("killed")
     with caplog.at_level(logging.WARNING):
         metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
     assert_same(group.get_state(), expected[0])
     assert metrics == expected[1]
     assert group.num_restarts == 1
+    assert "learner rank 0 of 1 died" in caplog.text
     assert "starts anew, 1 of at most 2 times: 3 updates are repeated, and update" in caplog.text
-    assert not (policy_dir / "fail_1").exists()
+    assert not (policy_dir / "fail_0").exists()
     group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
+    ray_with_tests: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_group(2)
+    whole.build(f"{__name__}:FailingLearner", policy_dir)
+    states = []
+    for number in range(NUM_UPDATES):
+        update(whole, number)
+        states.append(whole.get_state())
+    whole.stop()
+
+    group = make_group(2, max_restarts=3)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    for number in range(FAILS_AT):
+        update(group, number)
+    writing, final = tmp_path / "writing", tmp_path / "final"
+    group.begin_save(writing)
+    (policy_dir / "fail_1").write_text("killed cuda_error")
+    for number in range(FAILS_AT, NUM_UPDATES):
+        update(group, number)
+    assert group.num_restarts == 2
+    assert "learner rank" in caplog.text and "CUDA error" in caplog.text
+    group.finish_save()
+    writing.rename(final)
+    group.saved(writing, final)
+    assert_same(read_tensors(final / LEARNER_FILE), states[FAILS_AT - 1])
+    model = AutoModelForCausalLM.from_pretrained(final / POLICY_FOLDER)
+    np.testing.assert_array_equal(
+        model.model.norm.weight.detach().numpy(), states[FAILS_AT - 1]["policy/weight/model.model.norm.weight"]
+    )
+
+    caplog.clear()
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
+    assert_same(group.get_state(), states[-1])  # from the file
+    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and get_state" in caplog.text
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
+    with pytest.raises(FleetError, match=r"learner rank . of 2 .*; go on from the last checkpoint with --resume"):
+        group.get_weights()
+    assert group.is_stopped
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "error"), [("learner_error", LearnerError), ("mistake", FleetError)])
+def test_what_another_start_would_not_mend_ends_the_group(
+    ray_with_tests: ModuleType, policy_dir: Path, how: str, error: type[Exception]
+) -> None:
+    group = make_group(1)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    (policy_dir / "fail_0").write_text(how)
+    with pytest.raises(error, match=r"learning cannot go on|a mistake in a custom learner"):
+        for number in range(NUM_UPDATES):
+            update(group, number)
+    assert (group.num_restarts, group.is_stopped) == (0, True)
+
+
+def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(learner_group, "MAX_HELD_CALLS", 3)
+    history = learner_group._History("grpo", Path("policy"))
+    for number in range(3):
+        history.add("update", number)
+    assert history.is_whole
+    history.add("begin_save", Path("writing"))
+    assert not history.is_whole and "3 updates since the last checkpoint" in caplog.text
+    history.add("update", 3)
+    history.is_saved(Path("writing"), Path("final"))
+    assert history.is_whole
+    assert (history.state, history.calls) == (Path("final") / LEARNER_FILE, [("update", 3)])
