@@ -119,8 +119,8 @@ class LearnerGroup:
         self._actors = [
             actor_class.remote(self.config, rank, settings.num_learners) for rank in range(settings.num_learners)
         ]
-        address, port = self._wait([self._actors[0].address.remote()])[0]
-        self._call_once("join", address, port)
+        host, port = self._call_once("prepare")[0]
+        self._call_once("join", host, port)
 
     @property
     def num_learners(self) -> int:

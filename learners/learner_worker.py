@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,31 +31,41 @@ class LearnerWorker:
         self._rank = rank
         self._world_size = world_size
         self._learner: Learner | None = None
+        self._store: Any = None
         self._writer = ThreadPoolExecutor(1, "save checkpoint")
         self._writing: Future[None] | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Return this node's address and a free port: where the ranks meet."""
+    def prepare(self) -> tuple[str, int]:
+        """Import torch, and on rank 0 of several open the store where the ranks meet; return its host and port.
+
+        The store listens from here on: a port that was only looked up would be somebody else's by the time that torch
+        is imported everywhere. Torch reads the number of threads once.
+        """
+        threads = self._config.debugging.num_threads or max(1, int(self._config.learners.num_cpus_per_learner))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         import ray
+        import torch
+        from torch._C._distributed_c10d import TCPStore
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+        torch.set_num_threads(threads)
+        if self._rank or self._world_size == 1:  # one rank alone meets nobody
+            return "", 0
+        host: str = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
-    def join(self, address: str, port: int) -> None:
-        """Prepare this process to be a rank. DeepSpeed and torch read the environment, and threads, once."""
+    def join(self, host: str, port: int) -> None:
+        """Say where this rank's place is: torch and DeepSpeed read it from the environment."""
         os.environ |= {
             "RANK": str(self._rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_RANK": "0",  # an actor sees only the GPU it was given
-            "MASTER_ADDR": address,
+            "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
+            # rank 0 connects to the store like all others, as it does to that of torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        threads = self._config.debugging.num_threads or max(1, int(self._config.learners.num_cpus_per_learner))
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        import torch
-
-        torch.set_num_threads(threads)
 
     def build(self, learner_name: str, policy_dir: Path) -> None:
         """Make the learner of a stage, in place of the one before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_world
 from learners_common import make_config, make_groups, make_policy
+from rich.console import Console
+from test_ragr1_actors_cli import invoke
 
 from learners import learner_worker
 from learners.learner_group import LearnerGroup
-from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, read_tensors, write_tensors
+from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, read_json, read_tensors, write_tensors
 from ragr1_actors.errors import UserError
+from ragr1_actors.metrics import read_metrics
+from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.saving import CheckpointSaver
 from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.training_run import TrainingRun
 
 
 @pytest.fixture
@@ -106,3 +113,31 @@ def test_what_could_not_be_written_is_raised_when_somebody_looks(
     saver.begin(3, {}, None)
     saver.finish()
     assert store.steps() == [1, 3]
+
+
+def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])  # evaluated on what is trained
+    config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT, num_iterations=4, lr=3e-2)
+    config = config.model_copy(
+        update={
+            "evaluation": config.evaluation.model_copy(update={"interval": 1}),
+            "checkpointing": config.checkpointing.model_copy(
+                update={"interval": 100, "num_to_keep": 1, "best_metric": "f1"}
+            ),
+        }
+    )
+    run_dir = tmp_path / "run"
+    create_run_directory(config, run_dir)
+    TrainingRun(config, run_dir, Console(quiet=True)).execute()
+    scores = {
+        (row["iteration"] if row["stage"] != "eval_sft" else 0): row["eval/f1"]
+        for row in read_metrics(run_dir)
+        if "eval/f1" in row and row["stage"] != "eval_start"
+    }
+    found = run_dir / "checkpoints"
+    best = (found / "best").readlink().name
+    assert scores[int(best.removeprefix("step_"))] == max(scores.values())
+    assert {path.name for path in found.iterdir()} == {"best", best, "step_4"}
+    assert read_json(found / "best" / "score.json") == {"metric": "f1", "value": max(scores.values())}
+    assert json.loads(invoke("evaluate", str(found / "best"), "--json"))["f1"] == max(scores.values())
+    assert "Where is the lamp ?" in invoke("ask", str(found / "best"), "Where is the lamp ?")
