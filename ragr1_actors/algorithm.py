@@ -18,8 +18,8 @@ publish            weights                        policy version + 1            
 =================  =============================  ==============================  ================================
 
 With ``max_policy_lag = 0`` exactly one batch is out at a time: synchronous training is the same path. With a lag of n,
-n more batches are being sampled while the learner works. A checkpoint is begun between two iterations, and written while
-the next ones go on (``saving.py``).
+n more batches are being sampled while the learner works. A checkpoint is begun between two iterations, and written
+while the next ones go on (``saving.py``).
 """
 
 from __future__ import annotations
