@@ -13,7 +13,7 @@ broadcast      learner rank 0 ──► every engine worker, in   learners and e
 
 A broadcast, where the driver only gives the word::
 
-    runners are the same as last time? ──no──► all join a new group: rank 0 the learner, then the workers of each runner
+    all are the same as last time? ──no──► all join a new group: rank 0 the learner, then the workers of each runner
        │ yes
        ▼
     receive_weights of every runner; send of every learner rank (which gather together; rank 0 sends)
@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+NEW_SENDER = "the learner started anew meanwhile, and is in no weight group yet"
 RECEIVING_ENGINES = ("transformers", "vllm")
 """The project's own that take part in broadcasts."""
 
@@ -68,6 +69,9 @@ class SendingLearner(Protocol):
 
 class WeightSource(Protocol):
     """What publishes, a ``LearnerGroup``."""
+
+    num_restarts: int
+    """Times its processes were started anew, with which every group of theirs is gone."""
 
     def weights_ref(self) -> Any:
         """A reference to ``{name: array}``, or the dictionary itself."""
@@ -208,18 +212,22 @@ class BroadcastTransport:
         names = [receiver.name for receiver in receivers]
         if not receivers:
             return {}
-        if names != self._members:
+        if [*names, self._sender_name] != self._members:
             reason = self._form_group(receivers)
             if reason:
                 self._dissolve_group()
                 return dict.fromkeys(names, reason)
-            self._members = names
+            self._members = [*names, self._sender_name]
         calls = {receiver.handle.receive_weights.remote(version): receiver for receiver in receivers}
         reason = self._source.foreach_learner(_send)[0]
         missed = self._wait(calls)
         if missed or reason:
             self._dissolve_group()
         return {name: reason or why for name, why in missed.items()}
+
+    @property
+    def _sender_name(self) -> str:
+        return f"learners, life {1 + self._source.num_restarts}"
 
     def _form_group(self, receivers: list[Receiver]) -> str:
         """Have the learner and every worker join a new group; return what went wrong."""
@@ -319,7 +327,8 @@ def _join(learner: SendingLearner) -> str:
         return ""
     from cluster.weight_group import WeightGroup
 
-    assert _sender.invitation is not None, "_join() before _listen()"
+    if _sender.invitation is None:
+        return NEW_SENDER
     try:
         _sender.group = WeightGroup(_sender.invitation, 0, learner.device, _sender.store)
     except TransferError as error:
@@ -333,7 +342,10 @@ def _send(learner: SendingLearner) -> str:
         for _ in learner.stream_weights():
             pass
         return ""
-    assert _sender.group is not None, "_send() before _join()"
+    if _sender.group is None:
+        for _ in learner.stream_weights():  # the other ranks gather
+            pass
+        return NEW_SENDER
     try:
         _sender.group.send(learner.stream_weights())
     except TransferError as error:

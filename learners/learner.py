@@ -21,9 +21,7 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,20 +32,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
 from learners.batching import FlatTrajectories, MicroBatch, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
 from learners.meter import Columns, Meter, TokenLoss
 from learners.models import PolicyModel, TokenOutputs
 from learners.options import LearnerOptions, parse_options
+from learners.policy_folder import PolicyCopy
 from learners.train_batch import TrainBatch, select
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -337,19 +334,21 @@ class Learner(ABC):
             prefix = f"{name}/"
             engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
+    def take_policy(self) -> PolicyCopy:
+        """Copy the policy into rank 0's memory, to be written while learning goes on. All ranks call together."""
+        weights = self.get_weights()
+        tensors = {
+            name: torch.from_numpy(weight).to(self.dtype).contiguous()
+            for name, weight in weights.items()
+            if not (self.is_tied and name == "lm_head.weight")
+        }
+        return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors)
+
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder, tokenizer included. All ranks call; rank 0 writes."""
-        weights = self.get_weights()
+        copy = self.take_policy()
         if self.rank == 0:
-            directory = Path(directory)
-            directory.mkdir(parents=True, exist_ok=True)
-            tensors = {
-                name: torch.from_numpy(weight).to(self.dtype).contiguous()
-                for name, weight in weights.items()
-                if not (self.is_tied and name == "lm_head.weight")
-            }
-            copy_policy_files(self.policy_dir, directory, self.config.policy.dtype)
-            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+            copy.write(Path(directory))
 
     def close(self) -> None:
         """Let go of the engines."""
@@ -364,13 +363,3 @@ def _poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
     """
     factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
     return loss + factor * logprobs_M.sum()
-
-
-def copy_policy_files(source: Path, target: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer of a Hugging Face folder, but not its weights."""
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.resolve().parent != target.resolve():
-            shutil.copyfile(file, target / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = dtype  # transformers loads in this dtype unless told otherwise
-    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

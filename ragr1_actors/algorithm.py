@@ -19,13 +19,13 @@ publish            weights                        policy version + 1            
 
 With dynamic sampling the buffer sets groups aside whose rewards are all alike, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is out at a time: synchronous training is the same path. With a lag of n,
-n more batches are being sampled while the learner works.
+n more batches are being sampled while the learner works. A checkpoint is begun between two iterations, and written
+while the next ones go on (``saving.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections import Counter
@@ -39,24 +39,25 @@ from cluster.weight_sync import make_transport
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
 from ragr1_actors.buffer import GroupBuffer, max_set_aside
-from ragr1_actors.checkpoint import CheckpointStore, read_tensors, write_folder, write_json, write_tensors
+from ragr1_actors.checkpoint import CheckpointStore, write_folder
 from ragr1_actors.config import RunConfig
-from ragr1_actors.env_runner import EnvRunner, GroupRequest, GroupSummary
+from ragr1_actors.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.errors import DataError, FleetError
+from ragr1_actors.held_out import OnGroup, sample_tasks
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.preflight import check_names
 from ragr1_actors.report import EvalResult
 from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.run_state import STATE_FILE, read_state
-from ragr1_actors.schema import groups_to_record_batch, write_trajectories
+from ragr1_actors.run_state import read_state
+from ragr1_actors.saving import CheckpointSaver
+from ragr1_actors.schema import groups_to_record_batch
 from ragr1_actors.summaries import eval_result, rollout_metrics, why_nothing_was_demonstrated
 from ragr1_actors.task_sampler import Issue, TaskSampler
-from ragr1_actors.types import TrajectoryGroup
+from ragr1_actors.trajectory_files import keep_trajectories
+from ragr1_actors.types import Task, TrajectoryGroup
 from ragr1_actors.workspace import Workspace, demonstrations, prepare
 from retrieval.group import RetrieverGroup
-
-logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, dict[str, float]], None]
 """Called with the number of steps done and the newest metrics."""
@@ -94,11 +95,13 @@ class Algorithm:
             )
         self._learner_name = ""
         self._stage_dir = self.workspace.policy_dir
-        self._store = CheckpointStore(run_dir / "checkpoints", config.checkpointing.num_to_keep)
+        checkpointing = config.checkpointing
+        self._store = CheckpointStore(run_dir / "checkpoints", checkpointing.num_to_keep, checkpointing.best_metric)
         self._sampler = TaskSampler(self.workspace.train_tasks, config.debugging.seed)
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config) if learns else 0)
         self._retrievers = RetrieverGroup.create(self.workspace.index_dir, config.retrieval)
         self._learners = LearnerGroup(config)
+        self._saver = CheckpointSaver(self._store, self._learners)
         self._env_runners = EnvRunnerGroup(config, self.workspace.policy_dir, self._retrievers.retriever())
         self._transport = make_transport(config, self._learners, self._env_runners)
         # all fleets load at once: only now wait for them
@@ -128,7 +131,7 @@ class Algorithm:
         if not segments:
             raise FleetError(why_nothing_was_demonstrated(groups))
         if self.config.checkpointing.keep_trajectories:
-            self._write_trajectories("demonstrations", [groups_to_record_batch(groups)])
+            keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(groups)])
         self.num_decisions = Counter(segment.category.value for segment in segments)
         self._build_learner("sft", self.workspace.policy_dir)
         for step, batch in enumerate(self._demonstration_batches(groups)):
@@ -181,6 +184,7 @@ class Algorithm:
         """
         started = time.perf_counter()
         training = self.config.training
+        self._saver.look()
         self._build_learner(training.algorithm, self._stage_dir)
         batch, num_stale = self._next_batch()
         sampled = time.perf_counter()
@@ -198,7 +202,7 @@ class Algorithm:
             self._publish()
             published = time.perf_counter()
             if self.config.checkpointing.keep_trajectories:
-                self._write_trajectories(f"iteration_{self.iteration:05d}", [group.batch for group in batch])
+                keep_trajectories(self.run_dir, f"iteration_{self.iteration:05d}", [group.batch for group in batch])
             metrics = {
                 **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
@@ -208,6 +212,7 @@ class Algorithm:
                 "loop/set_aside_groups": float(len(set_aside)),
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
+                "loop/learner_restarts": float(self._learners.num_restarts),
                 **{f"tasks/{name}": float(count) for name, count in self._sampler.counts().items()},
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
@@ -260,23 +265,13 @@ class Algorithm:
 
     def _build_learner(self, name: str, policy_dir: str) -> None:
         if self._learner_name != name:
+            self._saver.finish()
             self._learners.build(name, policy_dir)
             self._learner_name = name
 
     def _publish(self) -> None:
         self.policy_version += 1
         self._transport.publish(self.policy_version)
-
-    def _write_trajectories(self, name: str, batches: Sequence[Any]) -> None:
-        directory = self.run_dir / "trajectories"
-        directory.mkdir(exist_ok=True)
-        final = directory / f"{name}.arrow"
-        writing = final.with_suffix(".writing")
-        try:
-            write_trajectories(writing, [_fetch(batch) for batch in batches])
-            writing.rename(final)
-        finally:
-            writing.unlink(missing_ok=True)  # half a file, of a disk that is full
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -291,51 +286,31 @@ class Algorithm:
         Raises:
             FleetError: no task came to its end.
         """
-        left = list(self.workspace.eval_tasks)
-        num_attempts = 1 + self.config.env_runners.max_task_retries
-        answered: list[GroupSummary] = []
-        errors: list[str] = []
-        batches: list[Any] = []
-        for attempt in range(num_attempts):
-            groups = self._sample([GroupRequest(Issue(task.task_id, task, 0, attempt), 1, 0.0) for task in left])
-            failed = [group for group in groups if group.summary.num_failed]
-            batches += [group.batch for group in groups]
-            answered += [group.summary for group in groups if not group.summary.num_failed]
-            errors += [error for group in failed for error in group.summary.errors]
-            left = [group.request.issue.task for group in failed]
-            if not left:
-                break
-        if left:
-            message = f"{len(left)} of {len(self.workspace.eval_tasks)} evaluation tasks failed {num_attempts} times"
-            message += f"; the last one with: {errors[-1]}"
-            if not answered:
-                raise FleetError(message)
-            logger.warning("%s", message)
+        groups: list[FinishedGroup] = []
+        num_failed = self.sample(self.workspace.eval_tasks, 1, 0.0, groups.append)
         if name and self.config.checkpointing.keep_trajectories:
-            self._write_trajectories(f"eval_{name}", batches)
-        return eval_result(answered, len(left))
+            keep_trajectories(self.run_dir, f"eval_{name}", [group.batch for group in groups])
+        return eval_result([group.summary for group in groups if not group.summary.num_failed], num_failed)
 
-    def _sample(self, requests: list[GroupRequest]) -> list[FinishedGroup]:
-        """Sample some groups of their own, beside those of stage 2, which are put aside as they come."""
-        for request in requests:
-            self._env_runners.submit(request)
-        wanted = {request.issue.issue_id for request in requests}
-        finished: list[FinishedGroup] = []
-        while len(finished) < len(wanted):
-            for group in self._env_runners.collect():
-                if group.request.issue.issue_id in wanted:
-                    finished.append(group)
-                else:
-                    self._sort(group)
-        return finished
+    def sample(self, tasks: Sequence[Task], num_trajectories: int, temperature: float, on_group: OnGroup) -> int:
+        """Sample a group for each of some tasks beside those of stage 2; see ``held_out.sample_tasks``."""
+        return sample_tasks(
+            self._env_runners, self.config, tasks, num_trajectories, temperature, on_group, aside=self._sort
+        )
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def save(self, extra: dict[str, Any] | None = None) -> Path:
+    def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> Path:
         """Write the checkpoint ``step_<iteration>``: the policy as a Hugging Face folder, and what ``restore`` needs.
 
         Args:
             extra: JSON of the caller's own, given back by ``restore``.
+            score: of ``checkpointing.best_metric``, where this policy was evaluated.
+            wait: False returns once the state is copied; it is written while training goes on. What goes wrong then
+                is raised by the next ``train``, ``save`` or ``stop``.
+
+        Raises:
+            UserError: there is no room on disk, or the folder cannot be written.
         """
         state = {
             "sft_step": self.sft_step,
@@ -345,14 +320,15 @@ class Algorithm:
             "sampler": self._sampler.get_state(),
             "extra": extra or {},
         }
-
-        def write(directory: Path) -> None:
-            self._learners.save_policy(directory / "policy")
-            write_tensors(directory / "learner.safetensors", self._learners.get_state())
-            write_json(directory / STATE_FILE, state)
-
         with self._guard.held():
-            return self._store.save(self.iteration, write)
+            self._saver.begin(self.iteration, state, score)
+            if wait:
+                self._saver.finish()
+        return self.run_dir / "checkpoints" / f"step_{self.iteration}"
+
+    def is_best(self, score: float) -> bool:
+        """Whether ``checkpointing.best_metric`` was never as high; False where there is none."""
+        return self._store.is_best(score)
 
     def restore(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint of the run directory; return its ``extra``, or None where there is none.
@@ -372,7 +348,7 @@ class Algorithm:
         learner = "sft" if in_sft else self.config.training.algorithm
         self._build_learner(learner, self._stage_dir)
         if state.learner == learner:  # else it was saved between the stages: the folder is all there is to it
-            self._learners.set_state(read_tensors(directory / "learner.safetensors"))
+            self._saver.restore(directory)
         self.policy_version = state.policy_version - 1
         self._publish()
         return state.extra
@@ -382,14 +358,15 @@ class Algorithm:
         return self._sampler.counts()
 
     def stop(self) -> None:
-        """End all fleets."""
-        self._env_runners.stop()
-        self._learners.stop()
-        self._retrievers.stop()
+        """End all fleets, once a checkpoint that is being written is whole.
 
-
-def _fetch(batch: Any) -> Any:
-    """A record batch is itself in the driver, and a reference where actors sample."""
-    import ray
-
-    return ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch
+        Raises:
+            UserError: it could not be written; the fleets are gone nonetheless.
+        """
+        try:
+            if not self._learners.is_stopped:
+                self._saver.finish()
+        finally:
+            self._env_runners.stop()
+            self._learners.stop()
+            self._retrievers.stop()

@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 from rich.text import Text
 
-from ragr1_actors.checkpoint import CheckpointStore
+from ragr1_actors.checkpoint import POLICY_FOLDER
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.errors import DataError, RunDirectoryError
-from ragr1_actors.run_directory import open_run_directory
+from ragr1_actors.errors import DataError
+from ragr1_actors.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.schema import read_trajectories
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.types import Task, Trajectory
@@ -22,17 +22,14 @@ from retrieval.registry import needs_index
 NO_EXAMPLE = "YOUR QUESTION"
 
 
-def ask(run_dir: Path, question: str) -> Trajectory:
-    """Answer ``question`` greedily with the newest checkpoint of a run, in this process.
+def ask(path: Path, question: str) -> Trajectory:
+    """Answer ``question`` greedily, in this process, with the newest checkpoint of a run or with the one named.
 
     Raises:
         RunDirectoryError: there is no run, or it has no checkpoint yet.
     """
-    config = open_run_directory(run_dir)
-    checkpoint = CheckpointStore(run_dir / "checkpoints").latest()
-    if checkpoint is None:
-        raise RunDirectoryError(f"{run_dir} has no checkpoint yet; let the run go on for a while")
-    return asyncio.run(_ask(config, run_dir, checkpoint / "policy", question))
+    run_dir, checkpoint = find_checkpoint(path)
+    return asyncio.run(_ask(open_run_directory(run_dir), run_dir, checkpoint / POLICY_FOLDER, question))
 
 
 async def _ask(config: RunConfig, run_dir: Path, policy_dir: Path, question: str) -> Trajectory:

@@ -5,6 +5,7 @@
     checkpoints/
       step_10/            whole: it got its name by one rename, after everything in it was on disk
       step_20/
+      best -> step_10     where a best one is kept: a link, so that best/policy is a folder like any other
       .writing_step_30/   being written, or left by a crash; never read, removed before the next is written
 
 Nothing is pickled: a checkpoint that somebody else made cannot run code when it is loaded.
@@ -14,17 +15,21 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ragr1_actors.errors import DataError, UserError
 
@@ -32,47 +37,133 @@ _STEP = re.compile(r"step_(\d+)")
 _WRITING = ".writing_"
 _REPLACED = ".replaced_"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+"""Of safetensors, in numpy's words; bfloat16 is not one of numpy's."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
 
 
-class CheckpointStore:
-    """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them."""
+POLICY_FOLDER = "policy"
+"""In a checkpoint: a Hugging Face folder."""
+LEARNER_FILE = "learner.safetensors"
+SCORE_FILE = "score.json"
+"""What the policy scored on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
+BEST = "best"
 
-    def __init__(self, directory: Path, num_to_keep: int = 2) -> None:
-        """Keep checkpoints in ``directory``, which is made when the first is saved."""
+logger = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them and the best one."""
+
+    def __init__(self, directory: Path, num_to_keep: int = 2, best_metric: str = "") -> None:
+        """Keep checkpoints in ``directory``, which is made when the first is saved.
+
+        Args:
+            directory: ``runs/mine/checkpoints``
+            num_to_keep: of the newest.
+            best_metric: what scores are of; the checkpoint with the highest is kept too. Empty keeps none for that.
+        """
         if num_to_keep < 1:
             raise ValueError(f"got num_to_keep={num_to_keep}, expected at least 1")
         self._directory = directory
         self._num_to_keep = num_to_keep
+        self._best_metric = best_metric
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Have ``write`` fill a folder, and give it its name ``step_<step>`` once all of it is on disk.
+    def save(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
+        """``begin`` and ``commit`` in one."""
+        self.begin(step, write, score)
+        return self.commit(step)
 
-        A checkpoint of that step that exists already is replaced. Older ones beyond ``num_to_keep`` are removed, and so
-        are newer ones: they belong to a life of the run that this one has not come to.
+    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
+        """Make the folder that is to become ``step_<step>`` and have ``write`` fill it; return it.
+
+        What more belongs into it may be written until ``commit``, one checkpoint at a time.
+
+        Args:
+            step: a checkpoint of that step that exists already is replaced by ``commit``.
+            write: writes into the folder it is given.
+            score: of ``best_metric``; None where this policy was not evaluated, or was when the step was saved before.
 
         Raises:
             UserError: there is no room on disk, or the folder cannot be written. Earlier checkpoints stay as they are,
                 also where ``write`` raises.
         """
-        final = self._directory / f"step_{step}"
-        writing = self._directory / f"{_WRITING}{final.name}"
-        try:
+        writing = self._writing(step)
+        with self._cleaned_up():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._clean()
             writing.mkdir()
+            before = self._directory / f"step_{step}" / SCORE_FILE
+            if score is not None and self._best_metric:
+                write_json(writing / SCORE_FILE, {"metric": self._best_metric, "value": score})
+            elif before.is_file():
+                shutil.copyfile(before, writing / SCORE_FILE)
             write(writing)
-            _sync_tree(writing)
+        return writing
+
+    def commit(self, step: int, finish: Callable[[], None] = lambda: None) -> Path:
+        """Give what ``begin`` made its name ``step_<step>`` once ``finish`` has returned and all of it is on disk.
+
+        Older ones beyond ``num_to_keep`` are removed but for the best, and so are newer ones: they belong to a life of
+        the run that this one has not come to.
+
+        Raises:
+            UserError: as of ``begin``.
+        """
+        final, writing = self._directory / f"step_{step}", self._writing(step)
+        with self._cleaned_up():
+            finish()
+            sync_tree(writing)
             if final.exists():  # a folder with content cannot be renamed over
                 final.rename(self._directory / f"{_REPLACED}{final.name}")
             writing.rename(final)
             _sync(self._directory)
             self._prune(step)
+        self._clean()
+        return final
+
+    def _writing(self, step: int) -> Path:
+        return self._directory / f"{_WRITING}step_{step}"
+
+    @contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Where the block raises, leave nothing half written, also on Ctrl-C."""
+        is_whole = False
+        try:
+            yield
+            is_whole = True
         except (OSError, SafetensorError) as error:
             raise _as_user_error(error, self._directory) from error
-        finally:  # also where write raised, and on Ctrl-C
-            self._clean()
-        return final
+        finally:
+            if not is_whole:
+                self._clean()
+
+    def best(self) -> Path | None:
+        """Return the whole checkpoint with the highest score, of equal ones the newest; None where none has any."""
+        best = self._best()
+        return best[1] if best else None
+
+    def is_best(self, score: float) -> bool:
+        """Whether a checkpoint with this score would be the best; never where none is kept for that."""
+        best = self._best()
+        return bool(self._best_metric) and (best is None or score > best[0])
+
+    def _best(self) -> tuple[float, Path] | None:
+        scores = [
+            (score, path) for _, path in sorted(self._whole().items()) if (score := self._score(path)) is not None
+        ]
+        return max(reversed(scores), key=lambda scored: scored[0], default=None)
+
+    def _score(self, checkpoint: Path) -> float | None:
+        path = checkpoint / SCORE_FILE
+        if not self._best_metric or not path.is_file():
+            return None
+        try:
+            found = TypeAdapter(_Score).validate_python(read_json(path))
+        except (DataError, ValidationError):  # no reason to end a run
+            logger.warning("%s is damaged: %s does not count as the best checkpoint", path, checkpoint.name)
+            return None
+        return found.value if found.metric == self._best_metric else None
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint, or None where there is none. Changes nothing on disk."""
@@ -101,16 +192,31 @@ class CheckpointStore:
         return whole
 
     def _prune(self, saved: int) -> None:
-        not_newer = [step for step in self.steps() if step <= saved]
-        for step, path in self._whole().items():
-            if step not in not_newer[-self._num_to_keep :]:
+        whole = self._whole()
+        not_newer = [step for step in sorted(whole) if step <= saved]
+        for step in set(whole) - set(not_newer):
+            whole[step].rename(self._directory / f"{_WRITING}removed_{whole[step].name}")
+        best = self.best()
+        self._link(best)
+        for step in not_newer[: -self._num_to_keep]:
+            if whole[step] != best:
                 # Renamed first: a removal that is cut short must not leave half a checkpoint with a whole one's name.
-                path.rename(self._directory / f"{_WRITING}removed_{path.name}")
+                whole[step].rename(self._directory / f"{_WRITING}removed_{whole[step].name}")
+
+    def _link(self, best: Path | None) -> None:
+        link, writing = self._directory / BEST, self._directory / f"{_WRITING}{BEST}"
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or link.readlink() != Path(best.name):
+            writing.symlink_to(best.name)
+            writing.rename(link)
 
     def _clean(self) -> None:
         if not self._directory.is_dir():
             return
         for leftover in self._directory.glob(f"{_WRITING}*"):
+            if leftover.is_symlink():
+                leftover.unlink()
             shutil.rmtree(leftover, ignore_errors=True)
         for replaced in self._directory.glob(f"{_REPLACED}*"):
             final = self._directory / replaced.name.removeprefix(_REPLACED)
@@ -118,6 +224,12 @@ class CheckpointStore:
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.rename(final)
+
+
+@dataclass(frozen=True)
+class _Score:
+    metric: str
+    value: float
 
 
 def _step(path: Path) -> int:
@@ -131,7 +243,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     try:
         writing.mkdir(parents=True)
         write(writing)
-        _sync_tree(writing)
+        sync_tree(writing)
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
     finally:
@@ -157,15 +269,30 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Read what ``write_tensors`` wrote.
+    """Read what ``write_tensors`` wrote: read-only views of the file, of which nothing is loaded before it is used.
+
+    The processes of a node that read one file share its pages.
 
     Raises:
         DataError: the file is missing or is not a whole safetensors file.
     """
     try:
-        return load_file(path)
+        with safe_open(path, framework="np"):  # checks the header against the size
+            pass
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        data = np.memmap(path, np.uint8, "r", offset=0)[8 + header_bytes :]
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, spec in header.items():
+        if spec["dtype"] not in _DTYPES:
+            raise DataError(f"{path} cannot be read: {name} is of {spec['dtype']}, expected {', '.join(_DTYPES)}")
+        start, end = spec["data_offsets"]
+        tensors[name] = np.asarray(data[start:end]).view(_DTYPES[spec["dtype"]]).reshape(spec["shape"])
+    return tensors
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -202,7 +329,8 @@ def _errno(error: OSError | SafetensorError) -> int:
     return int(match[1]) if match else errno.EIO
 
 
-def _sync_tree(directory: Path) -> None:
+def sync_tree(directory: Path) -> None:
+    """Wait until a folder and all that is in it is on disk."""
     for entry in sorted(directory.rglob("*")):
         _sync(entry)
     _sync(directory)

@@ -107,7 +107,7 @@ def claims(
 
 @app.command()
 def ask(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
     question: Annotated[str, typer.Argument(help="What to ask.")],
     as_json: JsonOption = False,
 ) -> None:

@@ -213,6 +213,8 @@ class LearnerSettings(Section):
     micro_batch_tokens: int = Field(16384, ge=32)
     """Token budget of one forward and backward pass."""
     gradient_checkpointing: bool = False
+    max_restarts: int = Field(2, ge=0)
+    """Times in a run that the group is started anew after a rank failed, without losing a batch; 0 ends the run."""
 
 
 class EvaluationSettings(Section):
@@ -229,6 +231,8 @@ class CheckpointingSettings(Section):
     interval: int = Field(10, ge=1)
     """Iterations between checkpoints; one is always written at the end."""
     num_to_keep: int = Field(2, ge=1)
+    best_metric: Literal["", "em", "f1"] = ""
+    """The checkpoint with the highest one on the held-out tasks is kept too, as ``checkpoints/best``; empty: none."""
     keep_trajectories: bool = True
     """Write demonstrations, and each iteration's and evaluation's trajectories, to ``trajectories/*.arrow``."""
 

@@ -242,7 +242,8 @@ class EnvRunnerGroup:
             receivers: names of those that lack it; ``None`` is every runner.
         """
         if self._local is not None:
-            self._loop.run_until_complete(self._local.update_weights(weights, version))
+            found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
+            self._loop.run_until_complete(self._local.update_weights(found, version))
             return
         self.expect(version, lambda: weights)
         lacking = [r for r in self._runners if r.is_healthy and (receivers is None or r.receiver.name in receivers)]

@@ -6,12 +6,11 @@ import tempfile
 from pathlib import Path
 
 from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.checkpoint import CheckpointStore
 from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.errors import DataError, RunDirectoryError
+from ragr1_actors.errors import DataError
 from ragr1_actors.preflight import check_names
 from ragr1_actors.report import EvalResult
-from ragr1_actors.run_directory import CONFIG_FILE, open_run_directory
+from ragr1_actors.run_directory import find_checkpoint, open_run_directory
 
 
 def evaluate(
@@ -20,7 +19,8 @@ def evaluate(
     """Answer tasks greedily with a checkpoint, as the run that wrote it does at the end of a stage.
 
     Args:
-        path: a run directory, of which the newest checkpoint is taken, or one of its checkpoints.
+        path: a run directory, of which the newest checkpoint is taken, or one of its checkpoints, such as
+            ``runs/mine/checkpoints/best``.
         tasks: a task file; without it, the tasks that the run held out.
         index: an index directory; without it, the run's own.
         num_tasks: the first of them; without it, as many as the run takes.
@@ -37,26 +37,6 @@ def evaluate(
             return algorithm.evaluate()
         finally:
             algorithm.stop()
-
-
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return the run directory and the checkpoint that ``path`` names.
-
-    Raises:
-        RunDirectoryError: it is neither a run with a checkpoint nor a checkpoint of a run.
-    """
-    if (path / CONFIG_FILE).is_file():
-        newest = CheckpointStore(path / "checkpoints").latest()
-        if newest is None:
-            raise RunDirectoryError(f"{path} has no checkpoint yet; let the run go on for a while")
-        return path, newest
-    run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10
-    if (path / "policy" / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
-        return run_dir, path
-    raise RunDirectoryError(
-        f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine or "
-        "runs/mine/checkpoints/step_10"
-    )
 
 
 def evaluation_config(

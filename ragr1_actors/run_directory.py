@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from ragr1_actors.checkpoint import POLICY_FOLDER, CheckpointStore
 from ragr1_actors.config import AlgorithmConfig, RunConfig
 from ragr1_actors.errors import RunDirectoryError
 
@@ -57,6 +58,26 @@ def open_run_directory(run_dir: Path) -> RunConfig:
     if not _is_complete(sections):  # a key that is missing would silently become its default
         raise RunDirectoryError(f"{path} has not just the sections and keys that this version writes; {_START_ANEW}")
     return AlgorithmConfig(sections).freeze()
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Return the run directory and the checkpoint that ``path`` names.
+
+    Raises:
+        RunDirectoryError: it is neither a run with a checkpoint nor a checkpoint of a run.
+    """
+    if (path / CONFIG_FILE).is_file():
+        newest = CheckpointStore(path / "checkpoints").latest()
+        if newest is None:
+            raise RunDirectoryError(f"{path} has no checkpoint yet; let the run go on for a while")
+        return path, newest
+    run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10, or best
+    if (path / POLICY_FOLDER / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
+        return run_dir, path
+    raise RunDirectoryError(
+        f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine or "
+        "runs/mine/checkpoints/best"
+    )
 
 
 def _shortened(path: Path) -> str:

@@ -46,7 +46,7 @@ def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def why_nothing_was_demonstrated(groups: list[TrajectoryGroup]) -> str:
-    """One sentence on demonstrations of which none came to its end."""
+    """Say why no demonstration can be learned from."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
     reason = (
         f"the last one with: {errors[-1]}" if errors else "their prompts fill env_runners.max_context_tokens: raise it"

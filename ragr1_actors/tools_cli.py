@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ragr1_actors.config import AlgorithmConfig
@@ -24,6 +25,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object,
 def register(app: typer.Typer) -> None:
     """Add the commands to ``ragr1``."""
     app.command()(evaluate)
+    app.command()(select)
     app.command("check-env")(check_env)
     app.command()(doctor)
 
@@ -45,6 +47,49 @@ def evaluate(
     for name, value in result.items():
         shown = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
         _console.print(f"{name:>18}  {shown}", highlight=False)
+
+
+def select(
+    source: Annotated[str, typer.Argument(help="A recipe, whose policy.model samples; or a run or checkpoint.")],
+    tasks: Annotated[Path, typer.Option("--tasks", help="The task file to choose from.")],
+    out: Annotated[Path, typer.Option("--out", help="The task file to write, JSONL.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    index: Annotated[Path | None, typer.Option("--index", help="An index directory; default the recipe's.")] = None,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Trajectories a task.")] = 10,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of sampling; 0 is greedy.")] = 1.2,
+    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Searches and the answer.")] = 11,
+    max_pass_rate: Annotated[
+        float,
+        typer.Option("--max-pass-rate", min=0.0, max=1.0, help="Up to this share of right answers a task is hard."),
+    ] = 0.5,
+    easy_share: Annotated[
+        float, typer.Option("--easy-share", min=0.0, max=1.0, help="Of the tasks above it that is kept.")
+    ] = 0.25,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL data."""
+    from ragr1_actors.selecting import SelectionSettings  # torch and Ray take seconds
+    from ragr1_actors.selecting import select as select_tasks
+
+    settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
+    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("sampling", total=None)
+        counts = select_tasks(
+            source,
+            tasks,
+            out,
+            settings,
+            overrides=overrides or [],
+            index=index,
+            on_task=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(counts)) + "\n")
+        return
+    for name, value in asdict(counts).items():
+        _console.print(f"{name:>18}  {value:,}", highlight=False)
+    _console.print(f"{out} holds the {counts.kept:,} tasks that are kept", soft_wrap=True, highlight=False)
 
 
 def check_env(

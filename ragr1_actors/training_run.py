@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
-from cluster.session import Session
 from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore, is_no_room
 from ragr1_actors.config import RunConfig
@@ -21,6 +20,7 @@ from ragr1_actors.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.interrupt import InterruptGuard
 from ragr1_actors.metrics import MetricsLogger
 from ragr1_actors.report import (
+    EvalResult,
     PeakMemory,
     RunReport,
     StageName,
@@ -30,7 +30,10 @@ from ragr1_actors.report import (
     write_report,
 )
 from ragr1_actors.run_state import read_standing
-from retrieval.registry import needs_index
+from ragr1_actors.sessions import session_for
+
+SFT_CHECKPOINT_STEPS = 100
+"""Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
 
 
 class TrainingRun:
@@ -63,7 +66,7 @@ class TrainingRun:
             ) from error
 
     def _execute(self) -> RunReport:
-        with PeakMemory() as memory, InterruptGuard() as guard, self._session(), self._logger() as logger:
+        with PeakMemory() as memory, InterruptGuard() as guard, session_for(self._config), self._logger() as logger:
             guard.take_over()  # Ray answers SIGTERM in its own way from its start on
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm(self._config, self._run_dir, guard)
@@ -90,25 +93,6 @@ class TrainingRun:
             self._save(algorithm)
             raise
 
-    def _session(self) -> AbstractContextManager[object]:
-        runners, retrieval, learners = self._config.env_runners, self._config.retrieval, self._config.learners
-        num_index_actors = retrieval.num_retrievers * retrieval.num_shards if needs_index(retrieval.type) else 0
-        num_encoders = retrieval.num_encoders if num_index_actors else 0
-        num_cpus = (
-            runners.num_env_runners * runners.num_cpus_per_env_runner
-            + num_index_actors * retrieval.num_cpus_per_retriever
-            + num_encoders * retrieval.num_cpus_per_encoder
-            + learners.num_learners * learners.num_cpus_per_learner
-        )
-        num_gpus = (
-            runners.num_env_runners * runners.num_gpus_per_env_runner
-            + num_index_actors * retrieval.num_gpus_per_retriever
-            + num_encoders * retrieval.num_gpus_per_encoder
-            + learners.num_learners * learners.num_gpus_per_learner
-        )
-        num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
-        return Session(num_cpus, num_gpus) if num_actors else nullcontext()
-
     @contextmanager
     def _logger(self) -> Iterator[MetricsLogger]:
         logger = MetricsLogger(self._run_dir)
@@ -129,9 +113,13 @@ class TrainingRun:
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
         self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
 
-    def _save(self, algorithm: Algorithm) -> Path:
+    def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
         extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
-        return algorithm.save(extra)
+        algorithm.save(extra, score=score, wait=wait)
+
+    def _score(self, result: EvalResult) -> float | None:
+        metric = self._config.checkpointing.best_metric
+        return float(asdict(result)[metric]) if metric else None
 
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
@@ -157,18 +145,20 @@ class TrainingRun:
                 def on_step(step: int, metrics: dict[str, float]) -> None:
                     logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
                     report(step, f"loss {metrics['loss']:.3f}")
+                    if step % SFT_CHECKPOINT_STEPS == 0 and step < config.sft.num_steps:
+                        self._save(algorithm, wait=False)
 
                 algorithm.pretrain(on_step)
             decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
             if decisions:  # a run resumed behind stage 1 demonstrates nothing
                 self._console.print(f"decisions demonstrated: {decisions}")
-            self._evaluate(algorithm, logger, "sft", started)
-            self._save(algorithm)
+            score = self._evaluate(algorithm, logger, "sft", started)
+            self._save(algorithm, score, wait=False)
         started = time.monotonic()
         if algorithm.iteration < config.training.num_iterations:
             self._reinforce(algorithm, logger)
-        self._evaluate(algorithm, logger, "rl", started)
-        self._save(algorithm)
+        score = self._evaluate(algorithm, logger, "rl", started)
+        self._save(algorithm, score)
 
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
@@ -190,24 +180,30 @@ class TrainingRun:
                 metrics = algorithm.train(on_iteration)
                 iteration = algorithm.iteration
                 is_last = iteration == config.training.num_iterations
+                score = None
                 if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
                     result = algorithm.evaluate(f"iteration_{iteration:05d}")
                     logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
+                    score = self._score(result)
                 # what only skipped steps have led to is no state to go on from: the checkpoint of before is kept
                 is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
-                if iteration % config.checkpointing.interval == 0 and not is_last and not is_stuck:
-                    self._save(algorithm)
+                is_due = iteration % config.checkpointing.interval == 0
+                is_best = score is not None and algorithm.is_best(score)
+                if (is_due or is_best) and not is_last and not is_stuck:
+                    self._save(algorithm, score, wait=False)
 
     def _has_stage(self, name: StageName) -> bool:
         return any(stage.stage == name for stage in self._stages)
 
-    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> None:
+    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> float | None:
+        """Evaluate at the end of a stage, once, and return the score; None where that was before a resume."""
         if self._has_stage(name):
-            return
+            return None
         with self._console.status("evaluating"):
             result = algorithm.evaluate(name)
         logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
         self._stages.append(StageReport(name, result, time.monotonic() - started))
+        return self._score(result)
 
     @contextmanager
     def _progress(self, title: str, total: int, done: int) -> Iterator[Any]:

@@ -51,6 +51,52 @@ def test_keeps_the_newest(store: CheckpointStore, tmp_path: Path) -> None:
     check(store.latest(), 10)
 
 
+def test_the_best_is_kept_whatever_its_age(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=1, best_metric="em")
+    link = tmp_path / "run" / "checkpoints" / "best"
+    assert store.best() is None and store.is_best(0.0)
+    for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7)):
+        store.save(step, writer(step), score)
+    assert names(tmp_path) == ["best", "step_2", "step_4"]
+    check(store.latest(), 4)
+    check(link, 2)
+    assert (store.is_best(0.9), store.is_best(0.91)) == (False, True)
+    store.save(5, writer(5), 0.9)  # of equal ones the newest
+    store.save(5, writer(50))  # again, and not evaluated again
+    assert names(tmp_path) == ["best", "step_5"]
+    check(link, 50)
+    store.save(6, writer(6), 0.1)
+    check(link, 50)
+    check(CheckpointStore(tmp_path / "run" / "checkpoints", best_metric="f1").latest(), 6)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints", best_metric="f1").best() is None  # nothing scored by it
+    store.save(1, writer(10))  # resumed from before all of them
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_damaged_score_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=1, best_metric="em")
+    (store.save(1, writer(1), 0.9) / "score.json").write_text('{"value": 1}')
+    check(store.save(2, writer(2), 0.1), 2)
+    check(store.best(), 2)
+    assert "score.json is damaged: step_1 does not count" in caplog.text
+
+
+def test_what_is_begun_counts_once_it_is_committed(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(1, writer(1))
+    writing = store.begin(2, lambda directory: None)
+    check(store.latest(), 1)
+    check(store.commit(2, lambda: writer(2)(writing)), 2)
+    store.begin(3, writer(3))
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="no room to write a checkpoint"):
+        store.commit(3, fail)
+    assert names(tmp_path) == ["step_1", "step_2"]
+    check(store.latest(), 2)
+
+
 def test_a_replaced_step_and_an_earlier_life(store: CheckpointStore, tmp_path: Path) -> None:
     for step in (1, 2):
         store.save(step, writer(step))
@@ -77,18 +123,23 @@ def test_a_failing_write_leaves_the_previous(store: CheckpointStore, tmp_path: P
     check(store.latest(), 1)
 
 
-def test_a_killed_process_leaves_the_previous(store: CheckpointStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["save(2, die)", "begin(2, write), store.commit(2, lambda: die(Path()))"])
+def test_a_killed_process_leaves_the_previous(store: CheckpointStore, tmp_path: Path, call: str) -> None:
     store.save(1, writer(1))
     script = f"""
 import os, signal
 from pathlib import Path
 from ragr1_actors.checkpoint import CheckpointStore, write_json
 
-def die(directory):  # without any clean-up, as by the out-of-memory killer
+def write(directory):
     write_json(directory / "state.json", {{"value": 2}})
+
+def die(directory):  # without any clean-up, as by the out-of-memory killer
+    write(directory) if directory.name else None
     os.kill(os.getpid(), signal.SIGKILL)
 
-CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r})).save(2, die)
+store = CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r}))
+store.{call}
 """
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert child.returncode == -signal.SIGKILL

@@ -237,6 +237,16 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
         transport.publish(version)
         setup.assert_all_have(version, learners)
     assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+
+    os.kill(learners.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
+    transport.publish(3)  # the rank is found dead in the middle of it
+    setup.assert_all_have(3, learners)
+    assert (learners.num_restarts, transport.num_groups, transport.num_fallbacks) == (1, 1, 1)
+    os.kill(learners.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
+    learners.get_weights()  # and here before it
+    transport.publish(4)
+    setup.assert_all_have(4, learners)
+    assert (learners.num_restarts, transport.num_groups, transport.num_fallbacks) == (2, 2, 1)
     learners.stop()
 
 

@@ -110,6 +110,51 @@ def test_two_ranks_equal_plain_torch_at_every_zero_stage(two_ranks: LearnerGroup
             np.testing.assert_array_equal(value, rank_1[stage][3][name])
 
 
+def run_on(
+    learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]], states: dict[int, Any]
+) -> dict[int, tuple[Any, Any, Any]]:
+    """On a rank, at every ZeRO stage that shares something out: (state taken over, after one update, after two)."""
+    from learners.grpo import GRPOLearner
+
+    results = {}
+    for stage in (1, 2, 3):
+        config = make_config(learners={"zero_stage": stage, "micro_batch_tokens": 64}, training={"lr": 1e-3})
+        made = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
+        made.build()
+        if stage in states:
+            made.set_state(states[stage])
+        found = [made.get_state()]
+        for batch in batches:
+            made.update(batch)
+            found.append(made.get_state())
+        results[stage] = (found[0], found[1], found[2])
+        made.close()
+    return results
+
+
+def test_a_state_goes_on_on_more_ranks_and_on_fewer(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    batches = [make_groups(seed, num_groups=3, group_size=3) for seed in range(3)]
+    alone = LearnerGroup(make_config())
+    for group in (alone, two_ranks):
+        group.build("sft", policy_dir)
+    one, two = (
+        group.foreach_learner(lambda learner: run_on(learner, policy_dir, batches[:2], {}))[0]
+        for group in (alone, two_ranks)
+    )
+    for group, theirs in ((two_ranks, one), (alone, two)):
+        taken = {stage: state for stage, (_, state, _) in theirs.items()}
+        continued = group.foreach_learner(lambda learner, t=taken: run_on(learner, policy_dir, batches[1:], t))[0]
+        for stage, (start, after, _) in continued.items():
+            for name, value in start.items():
+                np.testing.assert_array_equal(value, taken[stage][name], err_msg=f"stage {stage}: {name}")
+            moved = 0.0
+            for name, value in after.items():
+                np.testing.assert_allclose(value, theirs[stage][2][name], atol=1e-5, rtol=0, err_msg=f"{stage}: {name}")
+                moved = max(moved, float(np.abs(value - taken[stage][name]).max()))
+            assert moved > 1e-4  # the update was one
+    alone.stop()
+
+
 def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) -> list[dict[str, float]]:
     """On a rank: what an update reports of engine and learner, without the correction and with it."""
     from learners.ppo import PPOLearner

@@ -93,6 +93,56 @@ def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+PICKLES_BETWEEN_ACTORS = {"retrieval/wire.py"}
+"""What actors of one job send each other; no file is read with it."""
+
+
+def unsafe_loads(source: str) -> list[str]:
+    """Name what of a module's loading may run code that stands in a file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [name for name in names if name.partition(".")[0] in UNPICKLERS]
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called == "torch.load" and keywords.get("weights_only") != "True":
+            found.append("torch.load without weights_only=True")
+        if called in ("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load"):
+            found.append(called)
+        for keyword in ("allow_pickle", "trust_remote_code"):
+            if keywords.get(keyword, "False") != "False":
+                found.append(f"{called}({keyword}={keywords[keyword]})")
+    return found
+
+
+def test_nothing_is_unpickled_from_a_file() -> None:
+    """``numpy.load`` refuses pickles unless it is told otherwise, and so do transformers and sentence-transformers."""
+    shipped = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
+    found = {str(path.relative_to(ROOT)): unsafe_loads(path.read_text()) for path in shipped}
+    assert {name for name, loads in found.items() if loads} == PICKLES_BETWEEN_ACTORS, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "yaml.load(text, yaml.Loader)",
+        "np.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=trusted)",
+    ],
+)
+def test_what_would_run_code_of_a_file_is_found(line: str) -> None:
+    assert unsafe_loads(line)
+    assert not unsafe_loads("np.load(path, mmap_mode='r')\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)")
+
+
 def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield ``(info string, code)`` of every fenced block."""
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

@@ -1,0 +1,154 @@
+"""One rank of the learner group. Importing this module imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from numpy.typing import NDArray
+
+from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, read_tensors, sync_tree, write_tensors
+from ragr1_actors.config import RunConfig
+from ragr1_actors.schema import groups_from_record_batch
+
+if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
+    from learners.learner import Learner
+    from learners.policy_folder import PolicyCopy
+
+T = TypeVar("T")
+Arrays = dict[str, NDArray[Any]]
+
+
+class LearnerWorker:
+    """One rank: what a Ray actor of the group is made of, and what the driver holds where there are no actors."""
+
+    def __init__(self, config: RunConfig, rank: int = 0, world_size: int = 1) -> None:
+        """Remember the place in the group; nothing heavy is imported yet."""
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._learner: Learner | None = None
+        self._store: Any = None
+        self._writer = ThreadPoolExecutor(1, "save checkpoint")
+        self._writing: Future[None] | None = None
+
+    def prepare(self) -> tuple[str, int]:
+        """Import torch, and on rank 0 of several open the store where the ranks meet; return its host and port.
+
+        The store listens from here on: a port that was only looked up would be somebody else's by the time that torch
+        is imported everywhere. Torch reads the number of threads once.
+        """
+        threads = self._config.debugging.num_threads or max(1, int(self._config.learners.num_cpus_per_learner))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import ray
+        import torch
+        from torch._C._distributed_c10d import TCPStore
+
+        torch.set_num_threads(threads)
+        if self._rank or self._world_size == 1:  # one rank alone meets nobody
+            return "", 0
+        host: str = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Say where this rank's place is: torch and DeepSpeed read it from the environment."""
+        os.environ |= {
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_RANK": "0",  # an actor sees only the GPU it was given
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            # rank 0 connects to the store like all others, as it does to that of torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+    def build(self, learner_name: str, policy_dir: Path) -> None:
+        """Make the learner of a stage, in place of the one before."""
+        from learners.registry import LEARNERS
+        from ragr1_actors.plugins import load_object
+
+        self.close()
+        learner_class = load_object(learner_name, LEARNERS)
+        self._learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
+        self._learner.build()
+
+    def close(self) -> None:
+        """Let go of the learner of this stage; what is being written of it is a copy, and goes on."""
+        if self._learner is not None:
+            self._learner.close()
+            self._learner = None
+
+    @property
+    def learner(self) -> Learner:
+        """The learner of this stage."""
+        if self._learner is None:
+            raise RuntimeError("call build() before anything else of a learner group")
+        return self._learner
+
+    def update(self, batches: Sequence[Any]) -> dict[str, float]:
+        """Decode record batches, or references to them, and learn from all their groups."""
+        import ray
+
+        found = [ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
+        return self.learner.update([group for batch in found for group in groups_from_record_batch(batch)])
+
+    def apply(self, function: Callable[[Learner], T]) -> T:
+        """Call a function with the learner."""
+        return function(self.learner)
+
+    def get_weights(self) -> Arrays:
+        """Return the policy's weights on rank 0."""
+        return self.learner.get_weights()
+
+    def weights_apart(self) -> tuple[None, Arrays]:
+        """Return the weights as the second of two results, so that the caller can wait for the first alone."""
+        return None, self.learner.get_weights()
+
+    def get_state(self) -> Arrays:
+        """Return the learner's state on rank 0; the other ranks help to gather it."""
+        state = self.learner.get_state()
+        return state if self._rank == 0 else {}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from a state."""
+        self.learner.set_state(state)
+
+    def load_state(self, path: Path) -> None:
+        """Continue from a state on disk; the ranks of a node share the pages that it is read from."""
+        self.learner.set_state(read_tensors(path))
+
+    def save_policy(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face folder, from rank 0."""
+        self.learner.save_policy(directory)
+
+    def begin_save(self, directory: Path) -> None:
+        """Copy policy and state, and have a thread of rank 0 write them into ``directory``."""
+        policy, state = self.learner.take_policy(), self.learner.get_state()
+        if self._rank == 0:
+            self._writing = self._writer.submit(_write_learner, directory, policy, state)
+
+    def is_saved(self) -> bool:
+        """Whether the thread is done, well or not."""
+        return self._writing is None or self._writing.done()
+
+    def finish_save(self) -> None:
+        """Wait for the thread.
+
+        Raises:
+            OSError: it could not write; so does ``SafetensorError``.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
+def _write_learner(directory: Path, policy: PolicyCopy, state: Arrays) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    policy.write(directory / POLICY_FOLDER)
+    write_tensors(directory / LEARNER_FILE, state)
+    sync_tree(directory)  # here as well, since only the node that wrote can flush to a shared file system

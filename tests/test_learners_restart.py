@@ -1,0 +1,198 @@
+"""A rank that is killed or fails: the group starts anew and ends, to the bit, where it would have been."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import learners_common
+import numpy as np
+import pytest
+from learners_common import make_config, make_groups, make_policy
+from transformers import AutoModelForCausalLM
+
+from learners import learner_group
+from learners.grpo import GRPOLearner
+from learners.learner_group import LearnerGroup
+from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, read_tensors
+from ragr1_actors.errors import FleetError, LearnerError
+from ragr1_actors.schema import groups_to_record_batch
+
+NUM_UPDATES = 5
+FAILS_AT = 3
+"""The update in which ranks fail, counted from 0: after the first of its two optimizer steps."""
+Failure = Callable[[], None]
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cuda_error() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def learner_error() -> None:
+    raise LearnerError("learning cannot go on")
+
+
+def mistake() -> None:
+    raise TypeError("a mistake in a custom learner")
+
+
+FAILURES: dict[str, Failure] = {f.__name__: f for f in (killed, cuda_error, learner_error, mistake)}
+
+
+class FailingLearner(GRPOLearner):
+    """Fails once for every file ``fail_<rank>`` in the folder of the policy, in the way that stands in it."""
+
+    def train_step(self, *arguments: Any) -> None:
+        meter = arguments[-1]
+        order = self.policy_dir / f"fail_{self.rank}"
+        if self.num_updates == FAILS_AT and meter.num_steps == 1 and order.exists():
+            how = order.read_text().split()
+            order.write_text(" ".join(how[1:])) if how[1:] else order.unlink()
+            FAILURES[how[0]]()
+        super().train_step(*arguments)
+
+
+@pytest.fixture(scope="module")
+def ray_with_tests(ray_local: ModuleType) -> ModuleType:
+    for module in (sys.modules[__name__], learners_common):  # the actors cannot import the tests
+        ray_local.cloudpickle.register_pickle_by_value(module)
+    return ray_local
+
+
+@pytest.fixture
+def policy_dir(tmp_path: Path) -> Path:
+    return make_policy(tmp_path / "policy")
+
+
+def make_group(num_learners: int, **learners: Any) -> LearnerGroup:
+    settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
+    config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
+    return LearnerGroup(config)
+
+
+def update(group: LearnerGroup, number: int) -> dict[str, float]:
+    return group.update([groups_to_record_batch(make_groups(number))])
+
+
+State = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str, float]]:
+    """State and last metrics of one rank that nothing happened to, in this process."""
+    group = make_group(0)
+    group.build(f"{__name__}:FailingLearner", make_policy(tmp_path_factory.mktemp("whole") / "policy"))
+    metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
+    state = group.get_state()
+    group.stop()
+    return state, metrics
+
+
+def assert_same(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.ray
+def test_a_rank_killed_in_an_update_changes_nothing(
+    ray_with_tests: ModuleType,
+    policy_dir: Path,
+    expected: tuple[State, dict[str, float]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = make_group(1)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    (policy_dir / "fail_0").write_text("killed")
+    with caplog.at_level(logging.WARNING):
+        metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
+    assert_same(group.get_state(), expected[0])
+    assert metrics == expected[1]
+    assert group.num_restarts == 1
+    assert "learner rank 0 of 1 died" in caplog.text
+    assert "starts anew, 1 of at most 2 times: 3 updates are repeated, and update" in caplog.text
+    assert not (policy_dir / "fail_0").exists()
+    group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
+    ray_with_tests: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_group(2)
+    whole.build(f"{__name__}:FailingLearner", policy_dir)
+    states = []
+    for number in range(NUM_UPDATES):
+        update(whole, number)
+        states.append(whole.get_state())
+    whole.stop()
+
+    group = make_group(2, max_restarts=3)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    for number in range(FAILS_AT):
+        update(group, number)
+    writing, final = tmp_path / "writing", tmp_path / "final"
+    group.begin_save(writing)
+    (policy_dir / "fail_1").write_text("killed cuda_error")
+    for number in range(FAILS_AT, NUM_UPDATES):
+        update(group, number)
+    assert group.num_restarts == 2
+    assert "learner rank" in caplog.text and "CUDA error" in caplog.text
+    group.finish_save()
+    writing.rename(final)
+    group.saved(writing, final)
+    assert_same(read_tensors(final / LEARNER_FILE), states[FAILS_AT - 1])
+    model = AutoModelForCausalLM.from_pretrained(final / POLICY_FOLDER)
+    np.testing.assert_array_equal(
+        model.model.norm.weight.detach().numpy(), states[FAILS_AT - 1]["policy/weight/model.model.norm.weight"]
+    )
+
+    caplog.clear()
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
+    assert_same(group.get_state(), states[-1])  # from the file
+    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and get_state" in caplog.text
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
+    with pytest.raises(FleetError, match=r"learner rank . of 2 .*; go on from the last checkpoint with --resume"):
+        group.get_weights()
+    assert group.is_stopped
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "error"), [("learner_error", LearnerError), ("mistake", FleetError)])
+def test_what_another_start_would_not_mend_ends_the_group(
+    ray_with_tests: ModuleType, policy_dir: Path, how: str, error: type[Exception]
+) -> None:
+    group = make_group(1)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    (policy_dir / "fail_0").write_text(how)
+    with pytest.raises(error, match=r"learning cannot go on|a mistake in a custom learner"):
+        for number in range(NUM_UPDATES):
+            update(group, number)
+    assert (group.num_restarts, group.is_stopped) == (0, True)
+
+
+def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(learner_group, "MAX_HELD_CALLS", 3)
+    history = learner_group._History("grpo", Path("policy"))
+    for number in range(3):
+        history.add("update", number)
+    assert history.is_whole
+    history.add("begin_save", Path("writing"))
+    assert not history.is_whole and "3 updates since the last checkpoint" in caplog.text
+    history.add("update", 3)
+    history.is_saved(Path("writing"), Path("final"))
+    assert history.is_whole
+    assert (history.state, history.calls) == (Path("final") / LEARNER_FILE, [("update", 3)])

@@ -1,0 +1,143 @@
+"""Checkpoints that are written while the learner goes on: of the state at which they were begun, one at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_world
+from learners_common import make_config, make_groups, make_policy
+from rich.console import Console
+from test_ragr1_actors_cli import invoke
+
+from learners import learner_worker
+from learners.learner_group import LearnerGroup
+from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, read_json, read_tensors, write_tensors
+from ragr1_actors.errors import UserError
+from ragr1_actors.metrics import read_metrics
+from ragr1_actors.run_directory import create_run_directory
+from ragr1_actors.saving import CheckpointSaver
+from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.training_run import TrainingRun
+
+
+@pytest.fixture
+def learners(tmp_path: Path) -> Iterator[LearnerGroup]:
+    group = LearnerGroup(make_config())
+    group.build("grpo", make_policy(tmp_path / "policy"))
+    yield group
+    group.stop()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", num_to_keep=2)
+
+
+def update(learners: LearnerGroup) -> dict[str, np.ndarray]:
+    learners.update([groups_to_record_batch(make_groups(0))])
+    return learners.get_state()
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+class SlowDisk:
+    """Writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Event()
+        self.error: OSError | None = None
+
+    def write(self, path: Path, tensors: Mapping[str, Any]) -> None:
+        assert self.is_free.wait(60)
+        if self.error is not None:
+            raise self.error
+        write_tensors(path, tensors)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    disk = SlowDisk()
+    monkeypatch.setattr(learner_worker, "write_tensors", disk.write)
+    return disk
+
+
+def test_the_learner_goes_on_while_its_state_of_before_is_written(
+    learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
+) -> None:
+    saver = CheckpointSaver(store, learners)
+    first = update(learners)
+    saver.begin(1, {"iteration": 1}, None)
+    second = update(learners)
+    saver.look()
+    assert store.latest() is None  # a run that dies here has no checkpoint, rather than half of one
+    threading.Timer(0.5, disk.is_free.set).start()
+    saver.begin(2, {"iteration": 2}, None)  # waits for the one before
+    assert store.steps() == [1]
+    saver.finish()
+    assert store.steps() == [1, 2]
+    newest = store.latest()
+    assert newest is not None
+    assert_same(read_tensors(newest.parent / "step_1" / LEARNER_FILE), first)
+    assert_same(read_tensors(newest / LEARNER_FILE), second)
+    third = update(learners)
+    saver.restore(newest)
+    assert_same(learners.get_state(), second)
+    assert_same(update(learners), third)
+
+
+def test_what_could_not_be_written_is_raised_when_somebody_looks(
+    learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
+) -> None:
+    saver = CheckpointSaver(store, learners)
+    disk.is_free.set()
+    saver.begin(1, {}, None)
+    saver.finish()
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    saver.begin(2, {}, None)
+    with pytest.raises(UserError, match=r"no room to write a checkpoint .* free some space"):
+        saver.finish()
+    saver.look()  # said once
+    assert store.steps() == [1]
+    disk.error = None
+    saver.begin(3, {}, None)
+    saver.finish()
+    assert store.steps() == [1, 3]
+
+
+def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])  # evaluated on what is trained
+    config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT, num_iterations=4, lr=3e-2)
+    config = config.model_copy(
+        update={
+            "evaluation": config.evaluation.model_copy(update={"interval": 1}),
+            "checkpointing": config.checkpointing.model_copy(
+                update={"interval": 100, "num_to_keep": 1, "best_metric": "f1"}
+            ),
+        }
+    )
+    run_dir = tmp_path / "run"
+    create_run_directory(config, run_dir)
+    TrainingRun(config, run_dir, Console(quiet=True)).execute()
+    scores = {
+        (row["iteration"] if row["stage"] != "eval_sft" else 0): row["eval/f1"]
+        for row in read_metrics(run_dir)
+        if "eval/f1" in row and row["stage"] != "eval_start"
+    }
+    found = run_dir / "checkpoints"
+    best = (found / "best").readlink().name
+    assert scores[int(best.removeprefix("step_"))] == max(scores.values())
+    assert {path.name for path in found.iterdir()} == {"best", best, "step_4"}
+    assert read_json(found / "best" / "score.json") == {"metric": "f1", "value": max(scores.values())}
+    assert json.loads(invoke("evaluate", str(found / "best"), "--json"))["f1"] == max(scores.values())
+    assert "Where is the lamp ?" in invoke("ask", str(found / "best"), "Where is the lamp ?")
