@@ -39,7 +39,7 @@ from learners.batching import FlatTrajectories, MicroBatch, flatten, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
 from learners.losses import clipped_policy_loss, truncated_importance_weights
 from learners.meter import Columns, Meter, TokenLoss
-from learners.models import PolicyModel, TokenOutputs
+from learners.models import PolicyModel, TokenOutputs, pair_cost
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
@@ -168,9 +168,9 @@ class Learner(ABC):
     def build(self) -> None:
         """Load the policy and set DeepSpeed up."""
         self.device = init_distributed(self.rank, self.world_size)
-        self.policy = self.make_engine(
-            self._load_policy(self.config.learners.gradient_checkpointing), self.schedule.adamw
-        )
+        policy = self._load_policy(self.config.learners.gradient_checkpointing)
+        self.pair_cost = pair_cost(policy.model)
+        self.policy = self.make_engine(policy, self.schedule.adamw)
 
     def make_engine(self, module: torch.nn.Module, settings: AdamWSettings) -> DeepSpeedEngine:
         """Wrap a module that this learner trains."""
@@ -279,7 +279,7 @@ class Learner(ABC):
 
     def _share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """This rank's micro-batches of some trajectories."""
-        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens)
+        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens, self.pair_cost)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
 
     def score(self, forward: Callable[[MicroBatch], torch.Tensor], flat: FlatTrajectories) -> torch.Tensor:
