@@ -117,7 +117,7 @@ def plan(
     rank can compute it.
 
     Measured on 512 log-normal lengths of 200-8,000 tokens, 8 ranks, a budget of 16,384, the pair cost of Qwen2.5-1.5B,
-    ten seeds: 6.9 micro-batches a rank, and ranks in step take 0.5 % longer than the mean rank alone would; balancing by
+    ten seeds: 6.9 micro-batches a rank, and ranks in step take 0.5 % longer than the mean rank would alone; balanced by
     tokens 7.0 %, cutting a sorted share into runs 7.7 micro-batches and 2.9 %. Packing before sharing out, instead of
     after it, left the costliest rank 4.8 % above the mean, this way 0.02 %.
     """
