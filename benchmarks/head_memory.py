@@ -15,7 +15,7 @@ from pathlib import Path
 
 NUM_SEQUENCES = 4
 WHOLE_COPIES = 3.5
-"""Tensors of the size of the logits that must find room: their log-softmax, the gradients of both, and some to spare."""
+"""Tensors of the size of the logits that must find room: log-softmax, the gradients of both, and some to spare."""
 
 
 def room_needed(num_tokens: int, vocab_size: int) -> float:

@@ -20,7 +20,7 @@ mfu_7b            the same of Qwen2.5-7B's, 8 of its 28 layers                  
 of 200-8,000 tokens and micro-batches of 16,384; updates are run a quarter as long, 50-2,000 tokens in micro-batches of
 4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, so that two cores are done in minutes. The
 sides follow each other within a repeat; a small update of each does not count. Useful tokens are the trajectories' own.
-What a side took stands on stderr: where its CPU seconds are fewer than cores times seconds, somebody else had the cores.
+What a side took stands on stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
 
 The two ``mfu`` need an H100 or H200 and are left out elsewhere, with a line that says so; **they have not been run
 yet**. Model FLOPs are 6 a parameter and token (in the head, a MODEL token), and 6 * num_layers * hidden_size a pair of
