@@ -6,5 +6,9 @@ A benchmark is a module with ``describe()``, one line on the workload; ``METRICS
 
 from __future__ import annotations
 
-BENCHMARKS = {"retrieval": "benchmarks.retrieval", "rollout": "benchmarks.rollout"}
+BENCHMARKS = {
+    "learner": "benchmarks.learner",
+    "retrieval": "benchmarks.retrieval",
+    "rollout": "benchmarks.rollout",
+}
 """By the name that ``ragr1 bench`` takes; imported only when asked for."""

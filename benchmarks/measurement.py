@@ -1,13 +1,17 @@
-"""What a benchmark finds: the median ratio of two sides, and whether it meets its goal."""
+"""What a benchmark finds: the median ratio of two sides, and whether it meets its goal; and what it says meanwhile."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
 from rich.table import Table
+
+from ragr1_actors.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,22 @@ class Measurement:
         """One line."""
         rounded = {k: _round(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
         return json.dumps(rounded)
+
+
+def choose(only: str | None, metrics: Sequence[str]) -> set[str]:
+    """The metrics to measure: ``only``, or all.
+
+    Raises:
+        UserError: ``only`` is no metric.
+    """
+    if only is not None and only not in metrics:
+        raise UserError(f"got --only {only}, expected one of {', '.join(metrics)}")
+    return {only} if only else set(metrics)
+
+
+def log(line: str) -> None:
+    """Say how it goes, with the load of the machine: on a busy one the figures mean little."""
+    print(f"[load {os.getloadavg()[0]:.1f}] {line}", file=sys.stderr, flush=True)
 
 
 def measure(metric: str, samples: Sequence[Sample], unit: str, goal: Goal | None) -> Measurement:

@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from benchmarks import retrieval_sides as sides
-from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient
-from ragr1_actors.errors import UserError
+from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -92,9 +90,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric.
     """
-    if only is not None and only not in METRICS:
-        raise UserError(f"got --only {only}, expected one of {', '.join(METRICS)}")
-    wanted = {only} if only else set(METRICS)
+    wanted = choose(only, METRICS)
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory, sides.ray_session():
         bench = Bench(Path(directory), wanted, quick)
@@ -149,17 +145,17 @@ class Bench:
         for repeat in range(repeats):
             single = sides.run_http(flat, 1, self._quick, repeat)
             ours = sides.run_fleet(flat, 1, self._quick, repeat)
-            _log(f"one query: HTTP {single}; ours {ours}")
+            log(f"one query: HTTP {single}; ours {ours}")
             found["vs_http_exact"].append(quotient(ours.queries_per_s, single.queries_per_s))
             found["vs_http_exact_p50"].append(quotient(ours.p50_s, single.p50_s))
             if "vs_http_compressed" in self._wanted:
                 compressed = sides.run_fleet(self._world.index("pq"), 1, self._quick, repeat)
-                _log(f"compressed: ours {compressed}")
+                log(f"compressed: ours {compressed}")
                 found["vs_http_compressed"].append(quotient(compressed.queries_per_s, single.queries_per_s))
             if "vs_http_lists" in self._wanted:
                 lists = sides.run_http(flat, 3, self._quick, repeat)
                 ours = sides.run_fleet(flat, 3, self._quick, repeat)
-                _log(f"three queries: HTTP {lists}; ours {ours}")
+                log(f"three queries: HTTP {lists}; ours {ours}")
                 found["vs_http_lists"].append(quotient(ours.queries_per_s, lists.queries_per_s))
         return found
 
@@ -172,7 +168,7 @@ class Bench:
         for _ in range(repeats):
             if self._wanted & {"kill_lost", "kill_p99"}:
                 lost, p99 = asyncio.run(sides.kill(index_dir, self._quick))
-                _log(
+                log(
                     f"kill: lost {lost.ours:.0f} of {lost.theirs:.0f}; "
                     f"p99 {p99.theirs:.3f} s, after it {p99.ours:.3f} s"
                 )
@@ -181,8 +177,3 @@ class Bench:
             if "second_replica_s" in self._wanted:
                 found["second_replica_s"].append(asyncio.run(sides.second_replica(index_dir)))
         return found
-
-
-def _log(line: str) -> None:
-    """Say how it goes, with the load of the machine: on a busy one the figures mean little."""
-    print(f"[load {os.getloadavg()[0]:.1f}] {line}", file=sys.stderr, flush=True)

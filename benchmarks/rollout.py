@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Coroutine, Iterator
@@ -38,9 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import baselines, sides, workload
-from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient
+from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from benchmarks.sides import SideRun
-from ragr1_actors.errors import UserError
 
 # read by torch and vLLM when they are imported: one core for the engine, the other for the loop; room for all prefixes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,9 +97,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric, or vLLM is not there.
     """
-    if only is not None and only not in METRICS:
-        raise UserError(f"got --only {only}, expected one of {', '.join(METRICS)}")
-    wanted = {only} if only else set(METRICS)
+    wanted = choose(only, METRICS)
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         policy_dir = Path(directory)
@@ -146,7 +142,7 @@ def _run_fleet(policy_dir: Path, repeats: int, quick: bool) -> Samples:
         for _ in range(repeats):
             before = _cpu_s()[1]
             scaling, cpu = fleets.measure(GROUPS_PER_RUNNER_QUICK if quick else GROUPS_PER_RUNNER)
-            _log(
+            log(
                 f"{NUM_RUNNERS} runners {scaling.ours:.2f} groups/s, one {scaling.theirs / NUM_RUNNERS:.2f}; "
                 f"CPU: driver {cpu.ratio:.3f} of a core, actors {_cpu_s()[1] - before:.1f} s"
             )
@@ -253,7 +249,7 @@ async def _clocked(llm: Any, name: str, side: Coroutine[Any, Any, SideRun]) -> S
     before = _cpu_s()
     found = await side
     loop_cpu_s, engine_cpu_s = (after - was for after, was in zip(_cpu_s(), before, strict=True))
-    _log(
+    log(
         f"{name}: {found.wall_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, "
         f"searches {found.search_s:.1f} s, "
         f"CPU {loop_cpu_s:.1f} s here and {engine_cpu_s:.1f} s in the engine"
@@ -292,8 +288,3 @@ def _cpu_s() -> tuple[float, float]:
 
     times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return time.process_time(), sum(found.user + found.system for found in times)
-
-
-def _log(line: str) -> None:
-    """Say how it goes, with the load of the machine: on a busy one the figures mean little."""
-    print(f"[load {os.getloadavg()[0]:.1f}] {line}", file=sys.stderr, flush=True)

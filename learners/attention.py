@@ -1,8 +1,9 @@
 """Attention over a packed row: many sequences one after another, without padding, none seeing another.
 
 transformers calls the function registered here once a layer. The linear layers around it run on the packed tokens, so
-nothing is padded there; inside, the sequences of one ``Block`` are laid side by side (padded to the longest of the
-block) for one causal ``scaled_dot_product_attention``, and gathered back::
+nothing is padded there. On a GPU in half precision torch's ``varlen_attn`` (flash attention, arXiv:2307.08691) takes
+the row as it is; **that branch has not been run on a GPU yet**. Anywhere else the sequences of one ``Block`` are laid
+side by side (padded to the longest of the block) for one causal ``scaled_dot_product_attention``, and gathered back::
 
     packed row      [ a a a a a | b b b b | c c | d d ]        T = 13
     blocks          [ ---- 0 ----------- ] [ --- 1 -- ]
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -49,6 +52,9 @@ class PackedLayout:
     """Where the sequences of a packed row lie; travels to the attention function as the keyword ``packing``."""
 
     blocks: tuple[Block, ...]
+    boundaries: torch.Tensor  # [num_seqs + 1] of int32
+    """Where the sequences begin, and where the last one ends: ``[0, 5, 9, 11, 13]``."""
+    max_len: int
     padded_cells: int
     """Query-key pairs of all the blocks, padding included."""
     useful_cells: int
@@ -57,7 +63,7 @@ class PackedLayout:
     def to(self, device: torch.device) -> PackedLayout:
         """Copy to ``device``."""
         blocks = (replace(b, slots=None if b.slots is None else b.slots.to(device)) for b in self.blocks)
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(blocks), boundaries=self.boundaries.to(device))
 
 
 def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING) -> PackedLayout:
@@ -77,6 +83,8 @@ def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING
             first, start, longest, used = index, start + used, lengths[index], lengths[index]
     return PackedLayout(
         tuple(blocks),
+        boundaries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_len=max(lengths),
         padded_cells=sum(block.num_seqs * block.max_len**2 for block in blocks),
         useful_cells=sum(length**2 for length in lengths),
     )
@@ -104,10 +112,47 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside every sequence of the row. Returns ``[1, T, H, D]``, as transformers expects it."""
     assert attention_mask is None, "a packed row takes no mask: the layout says where sequences end"
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:  # all that the kernel takes
+        return flash_attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
+    return block_attention(query_THD, key_THD, value_THD, packing, scaling, dropout).unsqueeze(0), None
+
+
+def flash_attention(
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,  # H_kv heads, as has value_THD
+    value_THD: torch.Tensor,
+    packing: PackedLayout,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Attend with flash attention over the boundaries of the sequences: one kernel a layer, nothing padded."""
+    output_THD: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only where more is asked for
+        query_THD,
+        key_THD,
+        value_THD,
+        packing.boundaries,
+        packing.boundaries,
+        packing.max_len,
+        packing.max_len,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        enable_gqa=key_THD.shape[1] != query_THD.shape[1],
+    )
+    return output_THD
+
+
+def block_attention(
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,  # H_kv heads, as has value_THD
+    value_THD: torch.Tensor,
+    packing: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attend block by block, on any device and in any dtype."""
+    groups = query_THD.shape[1] // key_THD.shape[1]
+    if groups > 1:
+        key_THD, value_THD = key_THD.repeat_interleave(groups, dim=1), value_THD.repeat_interleave(groups, dim=1)
     outputs = []
     for block in packing.blocks:
         output_SHLD = scaled_dot_product_attention(
@@ -120,8 +165,7 @@ def packed_attention(
         )
         flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
         outputs.append(flat if block.slots is None else flat.index_select(0, block.slots))
-    output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output_THD.unsqueeze(0), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _spread(packed_THD: torch.Tensor, block: Block) -> torch.Tensor:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from learners.batching import FlatTrajectories, MicroBatch, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
 from learners.meter import Columns, Meter, TokenLoss
-from learners.models import PolicyModel, TokenOutputs
+from learners.models import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, parse_options
 from learners.policy_folder import PolicyCopy
 from learners.train_batch import TrainBatch, select
@@ -151,9 +151,9 @@ class Learner(ABC):
     def build(self) -> None:
         """Load the policy and set DeepSpeed up."""
         self.device = init_distributed(self.rank, self.world_size)
-        self.policy = self.make_engine(
-            self._load_policy(self.config.learners.gradient_checkpointing), self.schedule.adamw
-        )
+        policy = self._load_policy(self.config.learners.gradient_checkpointing)
+        self.pair_cost = pair_cost(policy.model)
+        self.policy = self.make_engine(policy, self.schedule.adamw)
 
     def make_engine(self, module: torch.nn.Module, settings: AdamWSettings) -> DeepSpeedEngine:
         """Wrap a module that this learner trains."""
@@ -244,7 +244,7 @@ class Learner(ABC):
 
     def _share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """This rank's micro-batches of some trajectories."""
-        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens)
+        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens, self.pair_cost)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
 
     def score(

@@ -125,7 +125,7 @@ def ask(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="rollout")],
+    name: Annotated[str, typer.Argument(help="learner, retrieval or rollout")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a metric and line.")] = False,
     only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this one.")] = None,
     repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Of each side; the median counts.")] = None,

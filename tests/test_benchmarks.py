@@ -248,7 +248,7 @@ def test_bench_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"error: no benchmarks/ in {tmp_path}; ragr1 bench runs in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
-    assert invoke("no_such") == "error: got bench no_such, expected one of retrieval, rollout"
+    assert invoke("no_such") == "error: got bench no_such, expected one of learner, retrieval, rollout"
 
 
 def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners.attention import packed_layout
+from learners import attention
+from learners.attention import block_attention, flash_attention, packed_layout
 from learners.batching import flatten, pack
 from learners.models import PolicyModel, packed_hidden_states
 
@@ -77,3 +80,71 @@ def test_blocks_cover_the_row_and_waste_little() -> None:
     assert sum(block.num_seqs for block in layout.blocks) == len(lengths)
     assert all(block.num_seqs * block.max_len * 0.875 <= block.stop - block.start for block in layout.blocks)
     assert packed_layout([5, 5, 5]).blocks[0].slots is None, "equal lengths need no scatter"
+
+
+def test_boundaries_say_where_sequences_begin_and_end() -> None:
+    layout = packed_layout([5, 4, 2, 2])
+    assert layout.boundaries.tolist() == [0, 5, 9, 11, 13]
+    assert (layout.boundaries.dtype, layout.max_len) == (torch.int32, 5)
+    assert layout.to(torch.device("meta")).boundaries.is_meta
+
+
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What ``varlen_attn`` documents, sequence by sequence, for a machine without its kernel."""
+    assert torch.equal(cu_seq_q, cu_seq_k) and window_size == (-1, 0)
+    edges = cu_seq_q.tolist()
+    lengths = [end - start for start, end in pairwise(edges)]
+    assert (max_q, max_k, edges[-1]) == (max(lengths), max(lengths), len(query))
+    groups = query.shape[1] // key.shape[1]
+    assert enable_gqa == (groups > 1)
+    outputs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[-1] ** -0.5)
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_flash_attention_asks_for_what_the_blocks_compute(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    lengths = [9, 8, 5, 2, 7]
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, kv_heads, kv_heads))
+    layout = packed_layout(lengths)
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    for scaling in (None, 0.5):
+        flash = flash_attention(query, key, value, layout, scaling)
+        torch.testing.assert_close(flash, block_attention(query, key, value, layout, scaling))
+
+
+def test_torchs_kernel_takes_what_flash_attention_gives_it() -> None:
+    """Its operator is called with tensors without data: names, types and shapes are checked, forward and backward."""
+    layout = packed_layout([5, 4, 2]).to(torch.device("meta"))
+    make = partial(torch.empty, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    query, key, value = make(11, 4, 8), make(11, 2, 8), make(11, 2, 8)
+    output = flash_attention(query, key, value, layout)
+    output.sum().backward()
+    assert output.shape == query.shape
+    assert key.grad is not None and key.grad.shape == key.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cpu_never_asks_for_the_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    row = torch.randn(1, 4, 11, 8, dtype=dtype)
+    module = torch.nn.Identity()
+    output, _ = attention.packed_attention(module, row, row, row, None, packing=packed_layout([5, 4, 2]))
+    assert output.shape == (1, 11, 4, 8)

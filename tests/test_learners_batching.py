@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners_common import make_groups, make_trajectory
+from learners_common import make_config, make_groups, make_policy, make_trajectory
 
 from learners.batching import flatten, pack, plan
-from ragr1_actors.types import TokenKind
+from learners.grpo import GRPOLearner
+from learners.models import PolicyModel, pair_cost
+from learners.sft import segment
+from ragr1_actors.types import TokenKind, TrajectoryGroup
+
+
+def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: float) -> list[float]:
+    """Cost of every rank's share, in tokens."""
+    return [
+        sum(lengths[i] + pair_cost * lengths[i] ** 2 for micro_batch in share for i in micro_batch) for share in shares
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -17,9 +30,12 @@ from ragr1_actors.types import TokenKind
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
     num_ranks=st.integers(1, 5),
     max_tokens=st.integers(32, 200),
+    pair_cost=st.sampled_from([0.0, 0.001, 0.1]),
 )
-def test_a_plan_holds_every_sequence_once(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
-    shares = plan(lengths, range(len(lengths)), num_ranks, max_tokens)
+def test_a_plan_holds_every_sequence_once(
+    lengths: list[int], num_ranks: int, max_tokens: int, pair_cost: float
+) -> None:
+    shares = plan(lengths, range(len(lengths)), num_ranks, max_tokens, pair_cost)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1, "every rank runs as many passes"
     placed = [index for share in shares for micro_batch in share for index in micro_batch]
@@ -27,12 +43,54 @@ def test_a_plan_holds_every_sequence_once(lengths: list[int], num_ranks: int, ma
     for share in shares:
         for micro_batch in share:
             assert len(micro_batch) == 1 or sum(lengths[index] for index in micro_batch) <= max_tokens
-    loads = [sum(lengths[index] for micro_batch in share for index in micro_batch) for share in shares]
-    assert max(loads) - min(loads) <= max(lengths)
+            assert [lengths[index] for index in micro_batch] == sorted((lengths[i] for i in micro_batch), reverse=True)
+        if [] in share:
+            assert all(len(micro_batch) < 2 for micro_batch in share), "a dummy only where nothing can be split"
+    loads = rank_costs(lengths, shares, pair_cost)
+    assert max(loads) - min(loads) <= max(lengths) + pair_cost * max(lengths) ** 2 + 1e-6
 
 
 def test_ranks_without_trajectories_get_dummies() -> None:
-    assert plan([7], [0], 3, 32) == [[[0]], [[]], [[]]]
+    assert plan([7], [0], 3, 32, 0.001) == [[[0]], [[]], [[]]]
+
+
+def test_first_fit_fills_the_gaps() -> None:
+    assert plan([10, 9, 7, 4, 1], range(5), 1, 16, 0.0) == [[[1, 2], [0, 3, 4]]]
+    assert plan([90, 9, 7], range(3), 1, 16, 0.0) == [[[0], [1, 2]]], "longer than the budget: alone"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ranks_are_balanced_by_cost_and_micro_batches_are_full(num_ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(7.14, 0.8, 32 * num_ranks)), 200, 8000).astype(int).tolist()
+    by_cost = plan(lengths, range(len(lengths)), num_ranks, 16384, 1 / 30_500)
+    by_tokens = plan(lengths, range(len(lengths)), num_ranks, 16384, 0.0)
+    costs, others = (rank_costs(lengths, shares, 1 / 30_500) for shares in (by_cost, by_tokens))
+    assert max(costs) / np.mean(costs) < 1.005
+    assert max(costs) / np.mean(costs) < max(others) / np.mean(others)
+    assert [] not in [micro_batch for share in by_cost for micro_batch in share]
+    assert len(by_cost[0]) == -(-sum(lengths) // (num_ranks * 16384)), "as few as the tokens allow"
+
+
+def test_a_pair_costs_what_the_flops_say(tmp_path: Path) -> None:
+    model = PolicyModel(make_policy(tmp_path), torch.float32, 1.0, False).model
+    hidden, intermediate, layers = 32, 64, 2
+    attention = 2 * hidden * hidden + 2 * hidden * hidden // 2  # queries and output; keys and values of half the heads
+    linear = layers * (attention + 3 * hidden * intermediate)
+    small = 0.02 * linear  # biases and norms
+    assert linear <= layers * hidden / pair_cost(model) <= linear + small
+
+
+def test_turns_that_extend_one_another_are_computed_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    trajectories = [make_trajectory(rng, turns=("search", "search", "answer"), reward=float(n % 2)) for n in range(6)]
+    tokens = sum(trajectory.num_tokens for trajectory in trajectories)
+    by_turn = sum(s.trajectory.num_tokens for trajectory in trajectories for s in segment(trajectory))
+    learner = GRPOLearner(make_config(), make_policy(tmp_path))
+    learner.build()
+    computed = learner.update([TrajectoryGroup(trajectories[0].task, tuple(trajectories))])["computed_tokens"]
+    learner.close()
+    assert computed == tokens < 0.7 * by_turn
 
 
 def test_a_packed_row_holds_what_the_trajectories_hold() -> None:

@@ -1,0 +1,232 @@
+"""``ragr1 bench learner``: packed rows against padded batches, and a GPU's arithmetic against its peak.
+
+================= ======================================================================= =======
+metric            ratio                                                                   goal
+================= ======================================================================= =======
+padding_waste     tokens of dummies ÷ computed tokens, 512 trajectories, one rank         <= 0.01
+padding_waste_2   the same on two ranks
+padding_waste_8   the same on eight
+in_step_loss      time lost by 8 ranks in step, balanced by cost ÷ balanced by tokens
+attention_padding share of the pairs in SDPA's blocks that is padding (a GPU's kernel has none)
+prefix_sharing    computed tokens ÷ those of a learner with a row for every turn
+vs_padded         useful tokens/s of an update ÷ padded to the longest of the batch       >= 2.5
+vs_padded_micro   the same ÷ padded to the longest of each micro-batch
+peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
+mfu_1.5b          model FLOP/s ÷ the GPU's peak, Qwen2.5-1.5B's shape, bf16               >= 0.5
+mfu_7b            the same of Qwen2.5-7B's, 8 of its 28 layers                            >= 0.5
+================= ======================================================================= =======
+
+``benchmarks/learner_sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
+of 200-8,000 tokens and micro-batches of 16,384; updates are run a quarter as long, 50-2,000 tokens in micro-batches of
+4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, so that two cores are done in minutes. The
+sides follow each other within a repeat; a small update of each does not count. Useful tokens are the trajectories' own.
+What a side took stands on stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
+
+The two ``mfu`` need an H100 or H200 and are left out elsewhere, with a line that says so; **they have not been run
+yet**. Model FLOPs are 6 a parameter and token (in the head, a MODEL token), and 6 * num_layers * hidden_size a pair of
+length**2, as causal attention looks at half of them; what the backward pass computes anew is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks import head_memory
+from benchmarks import learner_sides as sides
+from benchmarks.learner_sides import Shape
+from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from learners.grpo import GRPOLearner
+from ragr1_actors.types import TrajectoryGroup
+
+# Read by DeepSpeed when it is imported; it would say on stdout what it found.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+GOALS: dict[str, Goal | None] = {
+    "padding_waste": Goal(0.01, at_least=False),
+    "padding_waste_2": Goal(0.01, at_least=False),
+    "padding_waste_8": Goal(0.01, at_least=False),
+    "in_step_loss": None,
+    "attention_padding": None,
+    "prefix_sharing": None,
+    "vs_padded": Goal(2.5, at_least=True),
+    "vs_padded_micro": None,
+    "peak_memory": Goal(3, at_least=True),
+    "mfu_1.5b": Goal(0.5, at_least=True),
+    "mfu_7b": Goal(0.5, at_least=True),
+}
+UNITS = {
+    "padding_waste": "tokens of dummies, computed",
+    "padding_waste_2": "tokens of dummies, computed",
+    "padding_waste_8": "tokens of dummies, computed",
+    "in_step_loss": "share of the mean rank's time",
+    "attention_padding": "query-key pairs",
+    "prefix_sharing": "tokens",
+    "vs_padded": "useful tokens/s, lengths 50-2,000",
+    "vs_padded_micro": "useful tokens/s, lengths 50-2,000",
+    "peak_memory": "bytes",
+    "mfu_1.5b": "TFLOP/s",
+    "mfu_7b": "TFLOP/s, 8 of 28 layers",
+}
+METRICS = tuple(GOALS)
+_RANKS = {"padding_waste": 1, "padding_waste_2": 2, "padding_waste_8": 8}
+_UPDATES = {"vs_padded", "vs_padded_micro"}
+MFU_SHAPES = {
+    "mfu_1.5b": Shape(1536, 8960, 28, 12, 2, 151_936),
+    "mfu_7b": Shape(3584, 18_944, 8, 28, 4, 152_064, is_tied=False),
+}
+PEAK_TFLOPS = {"H100 80GB HBM3": 989.0, "H200": 989.0}
+"""By the name of the GPU: bf16, dense, SXM, from NVIDIA's data sheets (half of their 1,979 with sparsity)."""
+
+SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
+PAIR_COST = 1 / 30_500
+"""Of Qwen2.5-1.5B, by ``learners.models.pair_cost``."""
+NUM_PLANNED = 512
+SCALE = 4
+"""By which updates on a CPU are shorter."""
+NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 32, 8
+HEAD_SHAPE = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=150_000)
+HEAD_SHAPE_QUICK = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=50_000)
+HEAD_TOKENS, HEAD_TOKENS_QUICK = 8192, 4096
+REPEATS, REPEATS_QUICK = 3, 1
+
+Samples = dict[str, list[Sample]]
+
+
+def describe() -> str:
+    """The workload, in one line."""
+    return f"learner: log-normal lengths of {SHORTEST}-{LONGEST} tokens, sigma {sides.SIGMA}, 30 % of the model's"
+
+
+def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:
+    """Measure, and yield what is found.
+
+    Raises:
+        UserError: ``only`` is no metric.
+    """
+    wanted = choose(only, METRICS)
+    repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
+    with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
+        for part in (plans, updates, memory, mfu):
+            for metric, samples in part(Path(directory), wanted, repeats, quick).items():
+                if samples and metric in wanted:
+                    yield measure(metric, samples, UNITS[metric], GOALS[metric])
+
+
+def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+    """What needs no model: a repeat is another draw of the trajectories."""
+    found: Samples = {metric: [] for metric in (*_RANKS, "in_step_loss", "attention_padding", "prefix_sharing")}
+    if not wanted & found.keys():
+        return {}
+    for seed in range(repeats):
+        lengths = sides.draw_lengths(NUM_PLANNED, SHORTEST, LONGEST, seed)
+        trajectories = sides.members(sides.draw_groups(lengths, 1000, seed))
+        rows = {}
+        for metric, num_ranks in _RANKS.items():
+            rows[num_ranks] = sides.packed_rows(trajectories, num_ranks, MICRO_BATCH_TOKENS, PAIR_COST)
+            of_dummies = sides.num_tokens(row for row in rows[num_ranks] if not row.weight)
+            found[metric].append(quotient(of_dummies, sides.num_tokens(rows[num_ranks])))
+        lost = [sides.in_step_loss(lengths, 8, MICRO_BATCH_TOKENS, PAIR_COST, balance) for balance in (PAIR_COST, 0.0)]
+        found["in_step_loss"].append(quotient(*lost))
+        pairs = sum(row.layout.padded_cells for row in rows[1])
+        found["attention_padding"].append(quotient(pairs - sum(row.layout.useful_cells for row in rows[1]), pairs))
+        turns = sides.packed_rows(sides.by_turn(trajectories), 1, MICRO_BATCH_TOKENS, PAIR_COST)
+        found["prefix_sharing"].append(quotient(sides.num_tokens(rows[1]), sides.num_tokens(turns)))
+    return found
+
+
+def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+    """Updates of our learner and of the padded ones, in turns."""
+    if not wanted & _UPDATES:
+        return {}
+    shape = Shape()
+    policy_dir = sides.make_policy(directory / "policy", shape)
+    config = sides.make_config(MICRO_BATCH_TOKENS // SCALE)
+    lengths = sides.draw_lengths(
+        NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES, SHORTEST // SCALE, LONGEST // SCALE, seed=0
+    )
+    groups = sides.draw_groups(lengths, shape.vocab_size, seed=0)
+    ours = sides.build_learner(GRPOLearner, policy_dir, config)
+    others = {
+        "vs_padded": sides.build_learner(sides.PaddedLearner, policy_dir, config),
+        "vs_padded_micro": sides.build_learner(sides.TrimmedLearner, policy_dir, config),
+    }
+    others = {metric: learner for metric, learner in others.items() if metric in wanted}
+    found: Samples = {metric: [] for metric in others}
+    for learner in (ours, *others.values()):
+        sides.clock(learner, groups[:1])
+    for _ in range(repeats):
+        our_rate = _rate("packed", ours, groups)
+        for metric, other in others.items():
+            found[metric].append(quotient(our_rate, _rate(metric, other, groups)))
+    return found
+
+
+def _rate(name: str, learner: Any, groups: list[TrajectoryGroup]) -> float:
+    """Useful tokens a second."""
+    useful = sum(trajectory.num_tokens for trajectory in sides.members(groups))
+    before = time.process_time()
+    seconds, metrics = sides.clock(learner, groups)
+    cpu_s = time.process_time() - before
+    log(f"{name}: {seconds:.1f} s, CPU {cpu_s:.1f} s, {useful} useful of {metrics['computed_tokens']:.0f} tokens")
+    return useful / seconds
+
+
+def memory(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+    """The head, once: memory does not depend on the load of the machine."""
+    if "peak_memory" not in wanted:
+        return {}
+    shape, num_tokens = (HEAD_SHAPE_QUICK, HEAD_TOKENS_QUICK) if quick else (HEAD_SHAPE, HEAD_TOKENS)
+    needed, available = head_memory.room_needed(num_tokens, shape.vocab_size), psutil.virtual_memory().available
+    if available < needed:
+        log(f"peak_memory skipped: whole logits need {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB are available")
+        return {}
+    policy_dir = sides.make_policy(directory / "head", shape)
+    ours, whole = (head_memory.measure_side(side, policy_dir, num_tokens) for side in ("ours", "whole"))
+    return {"peak_memory": [Sample(whole / ours, ours, whole)]}
+
+
+def mfu(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+    """Updates of real shapes with random weights, where there is a GPU whose peak is known."""
+    chosen = [metric for metric in MFU_SHAPES if metric in wanted]
+    if not chosen:
+        return {}
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    peak = next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    if peak is None:
+        log(f"{', '.join(chosen)} skipped: found {name}, expected one of {', '.join(PEAK_TFLOPS)}")
+        return {}
+    found: Samples = {}
+    for metric in chosen:
+        shape = MFU_SHAPES[metric]
+        policy_dir = sides.make_policy(directory / metric, shape, torch.bfloat16)
+        learner = sides.build_learner(GRPOLearner, policy_dir, sides.make_config(MICRO_BATCH_TOKENS, "bfloat16"))
+        groups = sides.draw_groups(sides.draw_lengths(NUM_TRAJECTORIES, SHORTEST, LONGEST, 0), shape.vocab_size, 0)
+        flops = model_flops(learner, shape, groups)
+        sides.clock(learner, groups)  # the first allocates
+        seconds = [sides.clock(learner, groups)[0] for _ in range(repeats)]
+        found[metric] = [quotient(flops / second / 1e12, peak) for second in seconds]
+        learner.close()
+        del learner
+        torch.cuda.empty_cache()  # the next model needs the room
+    return found
+
+
+def model_flops(learner: Any, shape: Shape, groups: list[TrajectoryGroup]) -> float:
+    """Floating-point operations of forward and backward over the trajectories."""
+    parameters = {name: math.prod(found) for name, found in learner.weight_shapes().items()}
+    linear = sum(count for name, count in parameters.items() if "embed_tokens" not in name and "lm_head" not in name)
+    head = shape.vocab_size * shape.hidden_size
+    trajectories = sides.members(groups)
+    num_tokens = sum(t.num_tokens for t in trajectories)
+    num_pairs = sum(t.num_tokens**2 for t in trajectories)
+    num_model_tokens = sum(t.num_model_tokens for t in trajectories)
+    return 6.0 * (linear * num_tokens + head * num_model_tokens + shape.num_layers * shape.hidden_size * num_pairs)
