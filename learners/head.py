@@ -120,7 +120,7 @@ def _score_chunk(
     target_ids_R: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probs ``[R, V]``, and ``[R]`` each: the target's log-prob, the entropy, the log of the partition sum."""
+    """Return log-probs ``[R, V]``; and ``[R]`` each, the targets' log-probs, entropies, logs of the partition sums."""
     logprobs_RV = _scaled_logits(hidden_RC, weight_VC, bias_V, temperature)
     log_sum_R = logprobs_RV.logsumexp(-1)
     logprobs_RV.sub_(log_sum_R.unsqueeze(-1))

@@ -102,12 +102,20 @@ class LearnerWorker:
         """Put the weights into the object store; return the reference in a list, where Ray leaves it a reference."""
         import ray
 
-        return [ray.put(self.learner.get_weights())]
+        return [ray.put(self.learner.published_weights())]
 
     def get_state(self) -> Arrays:
         """Return the learner's state on rank 0; the other ranks help to gather it."""
         state = self.learner.get_state()
         return state if self._rank == 0 else {}
+
+    def offload_states(self) -> int:
+        """Give this rank's device memory back."""
+        return self.learner.offload_states()
+
+    def reload_states(self) -> None:
+        """Take it again."""
+        self.learner.reload_states()
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a state."""
@@ -178,7 +186,7 @@ class LearnerGroup:
     def weights_ref(self) -> Any:
         """Return a reference to the weights, which then never pass through the driver; without actors, the weights."""
         if self._local is not None:
-            return self._local.get_weights()
+            return self._local.learner.published_weights()
         return self._call("put_weights")[0][0]
 
     def get_state(self) -> Arrays:
@@ -195,6 +203,17 @@ class LearnerGroup:
             self._call("set_state", ray.put(state))
         else:
             self._call("set_state", state)
+
+    def offload_states(self) -> int:
+        """Move everything that is trained to the hosts' memory; return the bytes that all ranks freed of their devices.
+
+        For an engine on the same devices, which generates meanwhile. The next call that needs it reloads.
+        """
+        return sum(self._call("offload_states"))
+
+    def reload_states(self) -> None:
+        """Undo ``offload_states``."""
+        self._call("reload_states")
 
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""

@@ -31,12 +31,20 @@ class TokenOutputs(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model that scores the MODEL tokens of a packed row."""
 
-    def __init__(self, policy_dir: Path, dtype: torch.dtype, temperature: float, gradient_checkpointing: bool) -> None:
+    def __init__(
+        self, policy_dir: Path, dtype: torch.dtype, temperature: float, gradient_checkpointing: bool = False
+    ) -> None:
         """Load a Hugging Face folder; logits are divided by ``temperature``, as they were when tokens were sampled."""
         super().__init__()
         self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing)
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
         self.temperature = temperature
+
+    @property
+    def pretrained(self) -> nn.Module:
+        """What came from the folder."""
+        pretrained: nn.Module = self.model
+        return pretrained
 
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens."""
@@ -57,6 +65,12 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    @property
+    def pretrained(self) -> nn.Module:
+        """What came from the folder."""
+        pretrained: nn.Module = self.backbone
+        return pretrained
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the values ``[M]``."""

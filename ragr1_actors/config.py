@@ -15,7 +15,6 @@ An unknown key, a wrong type or a value out of range is a ``ConfigError`` that n
 
 from __future__ import annotations
 
-import difflib
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragr1_actors.config_checks import check_settings, check_value, parse_yaml, read_yaml_file
+from ragr1_actors.config_checks import check_settings, check_value, nearest, parse_yaml, read_yaml_file
 from ragr1_actors.errors import ConfigError
 
 if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
@@ -216,6 +215,12 @@ class LearnerSettings(Section):
     micro_batch_tokens: int = Field(16384, ge=32)
     """Token budget of one forward and backward pass."""
     gradient_checkpointing: bool = False
+    offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
+    """What lives in the host's memory: ``optimizer`` (its states and its step; ``zero_stage`` 1 to 3) and ``params``
+    (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
+    lora: dict[str, Any] = {}
+    """Train adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``; ``{}``
+    trains every weight. ``lora_settings.py`` has the keys."""
 
 
 class EvaluationSettings(Section):
@@ -283,7 +288,7 @@ class AlgorithmConfig:
         elif name_or_path in recipe_names():
             sections = parse_yaml(_recipe_text(name_or_path), name_or_path)
         else:
-            raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{_nearest(name_or_path, recipe_names())}")
+            raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, recipe_names())}")
         sections = {} if sections is None else sections
         if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
             raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
@@ -302,13 +307,13 @@ class AlgorithmConfig:
     def _update(self, section: str, settings: dict[str, Any]) -> Self:
         known = RunConfig.model_fields
         if section not in known:
-            raise ConfigError(f"unknown section {section!r}{_nearest(str(section), list(known))}")
+            raise ConfigError(f"unknown section {section!r}{nearest(str(section), list(known))}")
         section_class = known[section].annotation
         assert section_class is not None
         keys = list(section_class.model_fields)
         for key, value in settings.items():
             if key not in keys:
-                raise ConfigError(f"unknown key {section}.{key}{_nearest(str(key), keys)}")
+                raise ConfigError(f"unknown key {section}.{key}{nearest(str(key), keys)}")
             check_value(f"{section}.{key}", value)
         self._sections[section] = self._sections.get(section, {}) | settings
         return self
@@ -386,8 +391,3 @@ def recipe_descriptions() -> dict[str, str]:
 
 def _recipe_text(name: str) -> str:
     return resources.files("ragr1_actors.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
