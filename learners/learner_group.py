@@ -67,8 +67,9 @@ class LearnerWorker:
 
         self.close()
         learner_class = load_object(learner_name, LEARNERS)
-        self._learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
-        self._learner.build()
+        learner: Learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
+        learner.build()  # one that fails has nothing to close
+        self._learner = learner
 
     def close(self) -> None:
         """Let go of the learner of this stage."""

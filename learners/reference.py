@@ -87,7 +87,7 @@ class _SecondPolicy:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         for parameter, on_host in self._resting:
-            parameter.data = on_host.to(self._device)
+            parameter.data = on_host.to(self._device, copy=True)
         yield  # nothing is copied back, as nothing of it changes
         for parameter, on_host in self._resting:
             parameter.data = on_host
