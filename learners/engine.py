@@ -2,7 +2,7 @@
 
 A ``DeepSpeedEngine`` holds one module and its AdamW: ``engine(...)``, ``backward(loss)`` as often as there are
 micro-batches, ``step(lr)``. Its state is a flat dict of full fp32 tensors by name, the same for every ZeRO stage and
-world size.
+world size. ``ShardedModule`` is one that is not trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from learners.offload import OffloadedTensors
 from ragr1_actors.errors import DataError, LearnerError
 
 State = dict[str, NDArray[Any]]
@@ -64,33 +65,49 @@ def init_distributed(rank: int, world_size: int) -> torch.device:
 class DeepSpeedEngine:
     """A module, its optimizer and DeepSpeed."""
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings, *, zero_stage: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: AdamWSettings,
+        *,
+        device: torch.device,
+        zero_stage: int,
+        offload: Collection[str] = (),
+        rests: bool = False,
+    ) -> None:
         """Hand ``module`` to DeepSpeed. ``init_distributed`` comes first; all ranks call this together.
 
         bf16 needs fp32 master weights, which only ZeRO's optimizers keep: stage 0 becomes stage 1, the same to the bit.
-        """
-        import deepspeed  # 1-2 s, and nobody else needs it
 
-        # On CPUs DeepSpeed would compile a shared-memory all-reduce first: two minutes, and only its inference uses it.
-        deepspeed.ops.__compatible_ops__ = {}
-        # DeepSpeed's collectives; nothing a user could do about them.
-        warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
+        Args:
+            module: what is trained: those of its parameters that require a gradient.
+            settings: of the optimizer.
+            device: this rank's.
+            zero_stage: 0 to 3.
+            offload: ``optimizer`` (from stage 1 on) and ``params`` (stage 3) live in the host's memory.
+            rests: whether everything is in the host's memory from now on, but for ``in_use``.
+        """
+        deepspeed = _import_deepspeed()
         self._dtype = next(module.parameters()).dtype
         self.zero_stage = max(1, zero_stage) if self._dtype == torch.bfloat16 else zero_stage
+        self._device = device
+        self._rests = rests
+        self._offloaded: OffloadedTensors | None = None
         self._grad_clip = settings.grad_clip
         self._grad_norm = 0.0
         self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        config = _deepspeed_config(self.zero_stage, self._dtype, settings.grad_clip, num_elements)
+        config["zero_optimization"] |= _offload_config(offload)
+        _place(module, device, self.zero_stage, config)
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
             adamw.register_step_pre_hook(self._clip_at_stage_0)
-        num_elements = sum(parameter.numel() for parameter in parameters)
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=adamw,
-            config=_deepspeed_config(self.zero_stage, self._dtype, settings.grad_clip, num_elements),
-        )
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._adamw = adamw
+        if rests:
+            self.offload_states()
 
     @property
     def module(self) -> nn.Module:
@@ -100,6 +117,7 @@ class DeepSpeedEngine:
 
     def __call__(self, *args: Any) -> Any:
         """Forward."""
+        self.reload_states()
         return self._engine(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -135,43 +153,99 @@ class DeepSpeedEngine:
             for parameter in parameters:
                 parameter.grad = None  # AdamW passes over it
 
+    # Memory
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Do what is done with the engine in here: one that rests is offloaded at the end."""
+        yield
+        if self._rests:
+            self.offload_states()
+
+    def offload_states(self) -> int:
+        """Move weights, master weights, moments and buffers to the host's memory; return the bytes this frees.
+
+        Gradients that no step has used yet are dropped. Not DeepSpeed's ``offload_states``: at stage 3 that takes its
+        own compiled Adam only, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW refuses and cuts
+        the links that ``get_state`` reads, and at stage 0 there is none.
+        """
+        if self._offloaded is None:
+            self._engine.optimizer.zero_grad()
+            self._offloaded = OffloadedTensors(self._tensors(), self._device)
+        return self._offloaded.num_bytes
+
+    def reload_states(self) -> None:
+        """Undo ``offload_states``, if it was called. Whatever needs the tensors does this for itself."""
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded = None
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what is held between two updates; a tensor may come twice."""
+        if self.zero_stage == 3:
+            self._engine.empty_partition_cache()
+            yield self._engine.optimizer.grad_partitions_flat_buffer
+            for bucket in self._engine.optimizer.ipg_buckets.values():
+                if bucket.buffer is not None:
+                    yield bucket.buffer
+        for parameter in self.module.parameters():
+            yield parameter.data
+            if self.zero_stage == 3:
+                partitioned: Any = parameter
+                yield partitioned.ds_tensor
+        yield from self._masters()
+        for moments in self._adamw.state.values():
+            yield from (moments[key] for key in MOMENTS if key in moments)
+
+    # Weights and state
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter whole, in the module's dtype, one at a time. All ranks iterate to the end together."""
         for name, parameter in self.module.named_parameters():
-            with self._gathered(parameter):
+            with self.gathered([parameter]):
                 whole = parameter.detach().clone()
             yield name, whole
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``full_weights`` yields, in its order; nothing is gathered for it."""
-        return {name: self._full_shape(parameter) for name, parameter in self.module.named_parameters()}
+        return {name: self.full_shape(parameter) for name, parameter in self.module.named_parameters()}
 
-    def _full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes of its own
+    def full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes of its own
+        """Shape of a parameter when it is whole."""
         return tuple(parameter.ds_shape if self.zero_stage == 3 else parameter.shape)
 
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, value) for name, value in self.module.named_parameters() if value.requires_grad)
+
     @contextmanager
-    def _gathered(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
+    def gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
+        """Have parameters whole. All ranks come together; what ``modifier_rank`` writes to them is kept."""
+        self.reload_states()
         if self.zero_stage < 3:
             yield
             return
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank):
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
             yield
 
     def get_state(self) -> State:
-        """Return weights and moments in fp32 and the step count. All ranks call together; all get the same."""
+        """Return the trained weights and their moments in fp32 and the step count.
+
+        All ranks call together; all get the same.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        self.reload_states()
         self._ensure_moments()
         state: State = {"step": np.asarray(self._step_count(), dtype=np.int64)}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._trained():
             if self.zero_stage == 0:
                 tensors = {"weight": parameter.detach(), **{key: self._adamw.state[parameter][key] for key in MOMENTS}}
             else:
                 tensors = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
                 tensors["weight"] = safe_get_full_fp32_param(parameter)
-            state |= {f"{key}/{name}": tensor.cpu().numpy().copy() for key, tensor in tensors.items()}
+            state |= {f"{key}/{name}": tensor.to("cpu", copy=True).numpy() for key, tensor in tensors.items()}
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -182,15 +256,16 @@ class DeepSpeedEngine:
         """
         if "step" not in state:
             raise DataError("the learner's state has no step count")
+        self.reload_states()
         self._ensure_moments()
-        for name, parameter in self.module.named_parameters():
-            shape = self._full_shape(parameter)
+        for name, parameter in self._trained():
+            shape = self.full_shape(parameter)
             for key in ("weight", *MOMENTS):
                 found = state[f"{key}/{name}"].shape if f"{key}/{name}" in state else None
                 if found != shape:
                     raise DataError(f"the learner's state has {key}/{name} of shape {found}, expected {shape}")
             tensors = {key: torch.tensor(state[f"{key}/{name}"]) for key in ("weight", *MOMENTS)}
-            with self._gathered(parameter, modifier_rank=0), torch.no_grad():
+            with self.gathered([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(tensors["weight"])
             self._set_master(parameter, tensors)
         for moments in self._adamw.state.values():
@@ -224,16 +299,19 @@ class DeepSpeedEngine:
 
     def _ensure_moments(self) -> None:
         """AdamW makes its moments at the first step; a state is read or written before that, too."""
-        if self.zero_stage == 3:  # the parameter groups of stage 3 are filled only while it steps
-            masters = self._engine.optimizer.fp32_partitioned_groups_flat
-        else:
-            masters = [master for group in self._adamw.param_groups for master in group["params"]]
-        for master in masters:
+        for master in self._masters():
             if not self._adamw.state[master]:
                 moments = {key: torch.zeros_like(master) for key in MOMENTS}
                 self._adamw.state[master] = {"step": torch.zeros(()), **moments}
         if self.zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _masters(self) -> list[torch.Tensor]:
+        """What AdamW steps."""
+        if self.zero_stage == 3:  # the parameter groups of stage 3 are filled only while it steps
+            masters: list[torch.Tensor] = self._engine.optimizer.fp32_partitioned_groups_flat
+            return masters
+        return [master for group in self._adamw.param_groups for master in group["params"]]
 
     def _step_count(self) -> int:
         return int(next(iter(self._adamw.state.values()))["step"])
@@ -241,6 +319,63 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module; the engine is of no use afterwards."""
         self._engine.destroy()
+
+
+class ShardedModule:
+    """A module that is not trained, spread over the ranks (ZeRO stage 3).
+
+    Each layer is gathered for its part of the pass. Every rank reads the whole module into the host's memory first.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, *, on_host: bool) -> None:
+        """Spread ``module``; all ranks call this together.
+
+        Args:
+            module: in evaluation mode, without gradients.
+            device: this rank's.
+            on_host: whether a rank's share lives in the host's memory between the passes.
+        """
+        deepspeed = _import_deepspeed()
+        config = _deepspeed_config(3, next(module.parameters()).dtype, 0.0, 1)
+        config["zero_optimization"] |= _offload_config(["params"] if on_host else [])
+        _place(module, device, 3, config)
+        self._engine, *_ = deepspeed.initialize(model=module, config=config)
+        self._engine.eval()
+
+    def __call__(self, *args: Any) -> Any:
+        """Forward; all ranks call together."""
+        return self._engine(*args)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module."""
+        self._engine.destroy()
+
+
+def _import_deepspeed() -> Any:
+    import deepspeed  # 1-2 s, and nobody else needs it
+
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce first: two minutes, and only its inference uses it.
+    deepspeed.ops.__compatible_ops__ = {}
+    # DeepSpeed's collectives; nothing a user could do about them.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
+    return deepspeed
+
+
+def _place(module: nn.Module, device: torch.device, zero_stage: int, config: dict[str, Any]) -> None:
+    """Move a module to the device; at stage 3 parameter by parameter, so that it need not fit there whole."""
+    if zero_stage < 3:
+        module.to(device)
+        return
+    import deepspeed
+
+    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _offload_config(offload: Collection[str]) -> dict[str, Any]:
+    keys = {"optimizer": "offload_optimizer", "params": "offload_param"}
+    return {key: {"device": "cpu"} for name, key in keys.items() if name in offload}
 
 
 def _deepspeed_config(stage: int, dtype: torch.dtype, grad_clip: float, num_elements: int) -> dict[str, Any]:

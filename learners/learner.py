@@ -36,12 +36,15 @@ from numpy.typing import NDArray
 from learners.batching import FlatTrajectories, MicroBatch, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
 from learners.meter import Columns, Meter, TokenLoss
-from learners.models import PolicyModel, TokenOutputs, pair_cost
+from learners.models import PolicyModel, TokenOutputs, ValueModel, pair_cost
 from learners.options import LearnerOptions, parse_options
 from learners.policy_folder import PolicyCopy
+from learners.published import policy_shapes, policy_weights
+from learners.reference import Reference, make_reference
 from learners.train_batch import TrainBatch, select
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
+from ragr1_actors.lora_settings import KEEPING_ENGINES, read_lora
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,7 +88,8 @@ class Learner(ABC):
         self.options = self.make_options()
         self.schedule = self.make_schedule()
         self.num_updates = 0
-        self._reference: PolicyModel | None = None
+        self.lora = read_lora(config.learners.lora)
+        self._reference: Reference | None = None
 
     # What an algorithm overrides
 
@@ -155,9 +159,21 @@ class Learner(ABC):
         self.pair_cost = pair_cost(policy.model)
         self.policy = self.make_engine(policy, self.schedule.adamw)
 
-    def make_engine(self, module: torch.nn.Module, settings: AdamWSettings) -> DeepSpeedEngine:
-        """Wrap a module that this learner trains."""
-        return DeepSpeedEngine(module.to(self.device), settings, zero_stage=self.config.learners.zero_stage)
+    def make_engine(
+        self, module: PolicyModel | ValueModel, settings: AdamWSettings, *, rests: bool = False
+    ) -> DeepSpeedEngine:
+        """Wrap a module that this learner trains, or with ``learners.lora`` its adapters.
+
+        One that rests is in the host's memory outside ``in_use``.
+        """
+        learners = self.config.learners
+        if self.lora is not None:
+            from learners.lora import add_adapters  # imports peft, 1-2 s
+
+            add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
+        return DeepSpeedEngine(
+            module, settings, device=self.device, zero_stage=learners.zero_stage, offload=learners.offload, rests=rests
+        )
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
         return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
@@ -270,9 +286,21 @@ class Learner(ABC):
     def reference_logprobs(self, flat: FlatTrajectories) -> torch.Tensor:
         """Log-probs of the MODEL tokens under the policy that this learner was built from, ``[M]``."""
         if self._reference is None:
-            self._reference = self._load_policy().to(self.device).eval().requires_grad_(False)
-        reference = self._reference
-        return self.score(lambda micro_batch: reference(micro_batch).logprobs, flat)
+            self._reference = make_reference(self.policy, self._load_policy, self.device, self.config.learners)
+        with self._reference.in_use():
+            return self.score(self._reference.logprobs, flat)
+
+    def offload_states(self) -> int:
+        """Give device memory to an engine that shares it; return the bytes this rank freed.
+
+        The reference stays: with ``learners.offload`` it rests in the host's memory anyway.
+        """
+        return sum(engine.offload_states() for engine in self.engines().values())
+
+    def reload_states(self) -> None:
+        """Take the device memory back. What needs an engine does so for itself; done here, it is one wait."""
+        for engine in self.engines().values():
+            engine.reload_states()
 
     # State and weights
 
@@ -286,25 +314,36 @@ class Learner(ABC):
         A tied ``lm_head.weight`` is there as well: an engine that packs its weights does not follow the tie. bfloat16
         comes as float32, since numpy has no bfloat16.
         """
+        return self._gather(policy_weights(self.policy, self.lora))
+
+    def published_weights(self) -> State:
+        """Return what ``stream_weights`` yields, in the form of ``get_weights``."""
+        return self._gather(self.stream_weights())
+
+    def _gather(self, stream: Iterator[tuple[str, torch.Tensor]]) -> State:
         weights: State = {}
-        for name, tensor in self.stream_weights():
+        for name, tensor in stream:
             if self.rank == 0:
                 weights[name] = tensor.float().cpu().numpy()
-        if self.rank == 0 and self.is_tied:
-            weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        if self.is_tied and "model.embed_tokens.weight" in weights:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         return weights
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's parameters one by one, whole, where they are and as they are, a tied one once.
+        """Yield what runners are sent, parameter by parameter, whole, where it is and as it is, a tied one once.
 
-        All ranks iterate to the end together.
+        All ranks iterate to the end together. With ``learners.lora`` an engine that keeps what it is not sent is sent
+        the weights that have an adapter, merged: the others never change, in no stage.
         """
-        for name, tensor in self.policy.full_weights():
-            yield name.removeprefix("model."), tensor
+        return policy_weights(self.policy, self.lora, adapted_only=self._sends_adapted_only)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``stream_weights`` yields, in its order; all are of ``self.dtype``."""
-        return {name.removeprefix("model."): shape for name, shape in self.policy.full_shapes().items()}
+        return policy_shapes(self.policy, self.lora, adapted_only=self._sends_adapted_only)
+
+    @property
+    def _sends_adapted_only(self) -> bool:
+        return self.lora is not None and self.config.env_runners.engine in KEEPING_ENGINES
 
     @property
     def is_tied(self) -> bool:
@@ -316,7 +355,8 @@ class Learner(ABC):
         """Return all that a resumed run needs beside the folder it was built from; the same on every rank."""
         state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
         for name, engine in self.engines().items():
-            state |= {f"{name}/{key}": value for key, value in engine.get_state().items()}
+            with engine.in_use():
+                state |= {f"{name}/{key}": value for key, value in engine.get_state().items()}
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -332,7 +372,8 @@ class Learner(ABC):
         self.num_updates = int(state["num_updates"])
         for name, engine in self.engines().items():
             prefix = f"{name}/"
-            engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            with engine.in_use():
+                engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
     def take_policy(self) -> PolicyCopy:
         """Copy the policy into rank 0's memory, to be written while learning goes on. All ranks call together."""
@@ -354,6 +395,8 @@ class Learner(ABC):
         """Let go of the engines."""
         for engine in self.engines().values():
             engine.close()
+        if self._reference is not None:
+            self._reference.close()
 
 
 def _poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:

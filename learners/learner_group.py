@@ -170,7 +170,7 @@ class LearnerGroup:
         The reference is the driver's own, so that it outlives the rank.
         """
         if self._local is not None:
-            return self._local.get_weights()
+            return self._local.learner.published_weights()
         return self._call("weights_apart", num_returns=2)[0]
 
     def get_state(self) -> Arrays:
@@ -213,6 +213,17 @@ class LearnerGroup:
         self._call("load_state", path)
         if self._history is not None:
             self._history.begin_at(path)
+
+    def offload_states(self) -> int:
+        """Move everything that is trained to the hosts' memory; return the bytes that all ranks freed of their devices.
+
+        For an engine on the same devices, which generates meanwhile. The next call that needs it reloads.
+        """
+        return sum(self._call("offload_states"))
+
+    def reload_states(self) -> None:
+        """Undo ``offload_states``."""
+        self._call("reload_states")
 
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""

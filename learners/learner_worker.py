@@ -74,8 +74,9 @@ class LearnerWorker:
 
         self.close()
         learner_class = load_object(learner_name, LEARNERS)
-        self._learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
-        self._learner.build()
+        learner: Learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
+        learner.build()  # one that fails has nothing to close
+        self._learner = learner
 
     def close(self) -> None:
         """Let go of the learner of this stage; what is being written of it is a copy, and goes on."""
@@ -107,12 +108,20 @@ class LearnerWorker:
 
     def weights_apart(self) -> tuple[None, Arrays]:
         """Return the weights as the second of two results, so that the caller can wait for the first alone."""
-        return None, self.learner.get_weights()
+        return None, self.learner.published_weights()
 
     def get_state(self) -> Arrays:
         """Return the learner's state on rank 0; the other ranks help to gather it."""
         state = self.learner.get_state()
         return state if self._rank == 0 else {}
+
+    def offload_states(self) -> int:
+        """Give this rank's device memory back."""
+        return self.learner.offload_states()
+
+    def reload_states(self) -> None:
+        """Take it again."""
+        self.learner.reload_states()
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a state."""

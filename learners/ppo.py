@@ -35,7 +35,9 @@ class PPOLearner(PolicyGradientLearner):
         """Load the critic beside the policy, from the same folder."""
         super().build()
         checkpointing = self.config.learners.gradient_checkpointing
-        self.critic = self.make_engine(ValueModel(self.policy_dir, self.dtype, checkpointing), self.schedule.adamw)
+        critic = ValueModel(self.policy_dir, self.dtype, checkpointing)
+        rests = "critic" in self.config.learners.offload
+        self.critic = self.make_engine(critic, self.schedule.adamw, rests=rests)
 
     @property
     def critic_schedule(self) -> Schedule:
@@ -49,7 +51,8 @@ class PPOLearner(PolicyGradientLearner):
 
     def compute_advantages(self, batch: TrainBatch) -> Columns:
         """Reward at a trajectory's last MODEL token, less the KL penalty at each; GAE; whitening over the batch."""
-        values_M = self.score(self.critic, batch.flat)
+        with self.critic.in_use():
+            values_M = self.score(self.critic, batch.flat)
         rewards_M = torch.zeros_like(values_M)
         if "kl" in batch.columns:
             rewards_M -= self.config.training.kl_coeff * batch.columns["kl"]
@@ -64,6 +67,10 @@ class PPOLearner(PolicyGradientLearner):
     def train_step(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
         """Step the policy, then the critic on the same micro-batches."""
         super().train_step(micro_batches, columns, num_tokens, meter)
+        with self.critic.in_use():
+            self._train_critic(micro_batches, columns, num_tokens, meter)
+
+    def _train_critic(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
         for micro_batch in micro_batches:
             chosen = {name: columns[name][micro_batch.columns].to(self.device) for name in ("old_values", "returns")}
             values_M = self.critic(micro_batch)

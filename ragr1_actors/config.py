@@ -215,6 +215,12 @@ class LearnerSettings(Section):
     gradient_checkpointing: bool = False
     max_restarts: int = Field(2, ge=0)
     """Times in a run that the group is started anew after a rank failed, without losing a batch; 0 ends the run."""
+    offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
+    """What lives in the host's memory: ``optimizer`` (its states and its step; ``zero_stage`` 1 to 3) and ``params``
+    (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
+    lora: dict[str, Any] = {}
+    """Train adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``; ``{}``
+    trains every weight. ``lora_settings.py`` has the keys."""
 
 
 class EvaluationSettings(Section):

@@ -120,6 +120,27 @@ def check_settings(config: RunConfig) -> None:
                 f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
                 f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
             )
+    _check_offload(config)
+
+
+def _check_offload(config: RunConfig) -> None:
+    """Refuse what would be offloaded to no effect."""
+    from ragr1_actors.lora_settings import read_lora  # imports this module
+
+    learners = config.learners
+    lora = read_lora(learners.lora)
+    needed = {"optimizer": (1, 2, 3), "params": (3,)}
+    for name, stages in needed.items():
+        if name in learners.offload and learners.zero_stage not in stages:
+            raise ConfigError(
+                f"learners.offload: got {name} with learners.zero_stage={learners.zero_stage}, expected "
+                f"learners.zero_stage={' or '.join(map(str, stages))}: it is ZeRO that moves them"
+            )
+    if "reference" in learners.offload and lora is not None:
+        raise ConfigError(
+            "learners.offload: got reference with learners.lora, where the reference is the policy without its "
+            "adapters; take reference out"
+        )
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -62,7 +62,7 @@ def test_checkpointing_and_head_chunks_change_nothing(tmp_path: Path, monkeypatc
     micro_batch = pack(flatten([t for group in make_groups(3) for t in group.trajectories]), range(8))
     results = []
     for checkpointing, chunk in ((False, 2**26), (True, 2**26), (False, 64 * 7)):
-        monkeypatch.setattr("learners.models.HEAD_CHUNK", chunk)
+        monkeypatch.setattr("learners.head.HEAD_CHUNK", chunk)
         policy = PolicyModel(tmp_path, torch.float32, 1.0, checkpointing)
         outputs = policy(micro_batch)
         (outputs.logprobs.sum() + outputs.entropy.sum()).backward()

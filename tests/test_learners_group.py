@@ -64,12 +64,20 @@ def plain_torch(policy_dir: Path, batches: list[list[TrajectoryGroup]]) -> tuple
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, norms
 
 
-def run_every_stage(learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]]) -> dict[int, Any]:
-    """On a rank: the same five steps at every ZeRO stage, and a resume from the state of another stage."""
+Layout = tuple[int, tuple[str, ...]]
+"""A ZeRO stage, and what is offloaded."""
+
+
+def run_layouts(
+    learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]], layouts: list[Layout]
+) -> dict[Layout, Any]:
+    """On a rank: the same five steps in every layout, and a resume of each."""
     results, states = {}, {}
-    for stage in (0, 1, 2, 3):
+    for layout in layouts:
+        stage, offload = layout
         config = make_config(
-            learners={"zero_stage": stage, "micro_batch_tokens": 64}, training={"lr": 1e-3, "weight_decay": 0.01}
+            learners={"zero_stage": stage, "offload": list(offload), "micro_batch_tokens": 64},
+            training={"lr": 1e-3, "weight_decay": 0.01},
         )
         from learners.grpo import GRPOLearner
 
@@ -77,37 +85,103 @@ def run_every_stage(learner: Any, policy_dir: Path, batches: list[list[Trajector
         made.build()
         for batch in batches[:3]:
             made.update(batch)
-        states[stage] = made.get_state()
+        states[layout] = made.get_state()
         metrics = [made.update(batch) for batch in batches[3:]]
         streamed = {name: tuple(tensor.shape) for name, tensor in made.stream_weights()}
         assert list(made.weight_shapes().items()) == list(streamed.items())
         resumed = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
         resumed.build()
-        resumed.set_state(states[stage])
+        resumed.set_state(states[layout])
         for batch in batches[3:]:
             resumed.update(batch)
         ours, theirs = made.get_state(), resumed.get_state()
         is_bitwise = all(np.array_equal(ours[name], theirs[name]) for name in ours)
-        results[stage] = (made.get_weights(), metrics, is_bitwise, states[stage])
+        results[layout] = (made.get_weights(), metrics, is_bitwise, states[layout])
         made.close()
         resumed.close()
     return results
 
 
-def test_two_ranks_equal_plain_torch_at_every_zero_stage(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(0, ()), (1, ()), (2, ()), (3, ())],
+        pytest.param(
+            [(1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("params", "optimizer"))],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["on the device", "offloaded"],
+)
+def test_two_ranks_equal_plain_torch_at_every_zero_stage(
+    two_ranks: LearnerGroup, policy_dir: Path, layouts: list[Layout]
+) -> None:
     two_ranks.build("sft", policy_dir)
     # The last batch has a single trajectory more than one rank can use: the other rank runs a dummy.
     batches = [make_groups(seed, num_groups=3, group_size=3) for seed in range(NUM_STEPS)]
     expected, norms = plain_torch(policy_dir, batches)
-    rank_0, rank_1 = two_ranks.foreach_learner(lambda learner: run_every_stage(learner, policy_dir, batches))
-    for stage, (weights, metrics, is_bitwise, state) in rank_0.items():
-        assert is_bitwise and rank_1[stage][2], f"stage {stage} does not resume bitwise"
+    rank_0, rank_1 = two_ranks.foreach_learner(lambda learner: run_layouts(learner, policy_dir, batches, layouts))
+    for layout, (weights, metrics, is_bitwise, state) in rank_0.items():
+        assert is_bitwise and rank_1[layout][2], f"{layout} does not resume bitwise"
         assert [m["grad_norm"] for m in metrics] == pytest.approx(norms[3:], rel=1e-4)
         for name, weight in weights.items():
-            np.testing.assert_allclose(weight, expected[name], atol=1e-5, rtol=0, err_msg=f"stage {stage}: {name}")
-        for name, value in state.items():  # a state is the same whatever stage it comes from, and on every rank
-            np.testing.assert_allclose(value, rank_0[0][3][name], atol=1e-5, rtol=0)
-            np.testing.assert_array_equal(value, rank_1[stage][3][name])
+            np.testing.assert_allclose(weight, expected[name], atol=1e-5, rtol=0, err_msg=f"{layout}: {name}")
+        for name, value in state.items():  # a state is the same whatever layout it comes from, and on every rank
+            np.testing.assert_allclose(value, rank_0[layouts[0]][3][name], atol=1e-5, rtol=0)
+            np.testing.assert_array_equal(value, rank_1[layout][3][name])
+
+
+def run_with_adapters(learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]]) -> dict[int, Any]:
+    """On a rank: adapters alone are trained, with a KL term against the policy without them."""
+    results = {}
+    for stage in (1, 3):
+        config = make_config(
+            learners={"zero_stage": stage, "micro_batch_tokens": 64, "lora": {"rank": 3}, "num_learners": 2},
+            training={"lr": 1e-3, "kl_coeff": 0.1},
+        )
+        from learners.grpo import GRPOLearner
+
+        made = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
+        made.build()
+        kl = [made.update(batch)["kl"] for batch in batches]
+        results[stage] = (made.get_weights(), made.get_state(), kl)
+        made.close()
+    return results
+
+
+def test_two_ranks_train_adapters_as_one_does(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    batches = [make_groups(seed, num_groups=3) for seed in range(3)]
+    alone = LearnerGroup(make_config())
+    for group in (alone, two_ranks):
+        group.build("sft", policy_dir)
+    [expected] = alone.foreach_learner(lambda learner: run_with_adapters(learner, policy_dir, batches))
+    both = two_ranks.foreach_learner(lambda learner: run_with_adapters(learner, policy_dir, batches))
+    alone.stop()
+    for stage, (weights, state, kl) in expected.items():
+        assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-5
+        for found in both:
+            assert found[stage][2] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+            for name, value in state.items():
+                np.testing.assert_allclose(found[stage][1][name], value, atol=1e-5, rtol=0, err_msg=name)
+        for name, weight in weights.items():
+            np.testing.assert_allclose(both[0][stage][0][name], weight, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_ranks_give_their_memory_back_and_go_on(two_ranks: LearnerGroup, policy_dir: Path) -> None:
+    import ray
+
+    batches = [ray.put(groups_to_record_batch(make_groups(seed))) for seed in range(2)]
+    states = []
+    for is_moved in (False, True):
+        two_ranks.build("ppo", policy_dir)
+        for batch in batches:
+            two_ranks.update([batch])
+            if is_moved:
+                assert two_ranks.offload_states() > 0
+                two_ranks.reload_states()
+        states.append(two_ranks.get_state())
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(value, states[1][name], err_msg=name)
 
 
 def run_on(

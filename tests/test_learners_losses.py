@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from learners.losses import clipped_policy_loss, clipped_value_loss, k1_kl, k3_kl, negative_log_likelihood, ratios
-from learners.models import _SelectedLogprobs
 
 
 def test_clipped_policy_loss_matches_a_plain_loop() -> None:
@@ -55,35 +54,3 @@ def test_clipped_value_loss_matches_a_plain_loop() -> None:
 
 def test_negative_log_likelihood() -> None:
     assert negative_log_likelihood(torch.tensor([-1.0, -0.5])).tolist() == [1.0, 0.5]
-
-
-def test_selected_logprobs_and_entropy_match_autograd() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20, 30, generator=generator)
-    targets = torch.randint(0, 30, (20,), generator=generator)
-    weights = torch.randn(2, 20, generator=generator)
-
-    def gradient(score: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        leaf = logits.clone().requires_grad_()
-        logprobs, entropy = score(leaf)  # type: ignore[operator]
-        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-        assert leaf.grad is not None
-        return logprobs.detach(), entropy.detach(), leaf.grad
-
-    def plain(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        all_logprobs = leaf.log_softmax(-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
-    for ours, theirs in zip(
-        gradient(lambda leaf: _SelectedLogprobs.apply(leaf, targets)), gradient(plain), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-
-
-def test_selected_logprobs_stand_an_impossible_token() -> None:
-    logits = torch.tensor([[0.0, float("-inf"), 1.0]], requires_grad=True)
-    logprobs, entropy = _SelectedLogprobs.apply(logits, torch.tensor([0]))
-    (logprobs + entropy).sum().backward()
-    assert torch.isfinite(entropy).all()
-    assert logits.grad is not None and torch.isfinite(logits.grad).all()

@@ -25,6 +25,9 @@ class EngineSettings:
     device: str = "cpu"
     version: int = 0
     """Policy version of the weights in the folder."""
+    adapted_modules: tuple[str, ...] = ()
+    """With ``learners.lora``, for the engines in ``KEEPING_ENGINES``: the linear layers whose weights an update holds,
+    such as ``q_proj``; the other weights stay. Empty: an update holds every weight."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 

@@ -80,6 +80,7 @@ class TransformersEngine:
         self._cache = RowCache(model.config, model.dtype, self._device)
         self._max_rows = settings.max_rows
         self._version = settings.version
+        self._adapted_modules = settings.adapted_modules
         self._sessions: dict[str, _Session] = {}
         self._resident: list[_Session] = []  # index is the row
         self._num_active = 0
@@ -130,7 +131,7 @@ class TransformersEngine:
         """Swap the weights in between two passes, and compute every trajectory's cache anew when it goes on."""
         state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items()}
         self._model.load_state_dict(state, strict=False)
-        missing = {name for name, _ in self._model.named_parameters()} - state.keys()
+        missing = {name for name in dict(self._model.named_parameters()) if self._is_updated(name)} - state.keys()
         if missing:
             raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
         self._take_over(version)
@@ -154,7 +155,8 @@ class TransformersEngine:
         """
         if self._weight_group is None:
             raise TransferError(NO_GROUP)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        named = self._model.named_parameters(remove_duplicate=False)
+        parameters = {name: parameter for name, parameter in named if self._is_updated(name)}
         self._is_whole.clear()
         self._weight_group.begin()
         while not self._weight_group.is_complete:
@@ -167,6 +169,12 @@ class TransformersEngine:
         if parameters:
             raise TransferError(f"weight update lacks {len(parameters)} parameters, {min(parameters)} among them")
         self._take_over(version)
+
+    def _is_updated(self, name: str) -> bool:
+        """Whether a parameter comes with every update."""
+        module, _, kind = name.rpartition(".")
+        modules = self._adapted_modules
+        return not modules or (kind == "weight" and module.rpartition(".")[2] in modules)
 
     def _take_over(self, version: int) -> None:
         """Go on with weights that are whole; every trajectory's cache is computed anew."""

@@ -1,0 +1,146 @@
+"""The language-model head, from hidden states to log-probs and entropies, some tokens at a time.
+
+Of all that is as wide as the vocabulary, two tensors of ``HEAD_CHUNK`` numbers exist at once, forward and backward::
+
+    forward    for every chunk:  logits ──► log-prob, entropy, log of the partition sum     [M] each, kept
+    backward   for every chunk:  logits once more ──► their gradient ──► that of hidden states and weight
+
+Autograd over a checkpoint of each chunk would do the same with more copies, and with ZeRO-3 would gather the weight
+twice for every chunk: here the head is one module, called once, and its weight is gathered once forward and once
+backward. A batch of a single chunk keeps its log-probs, so that nothing is computed twice.
+
+Notation: M MODEL tokens, R of them in a chunk, V vocabulary, C hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+HEAD_CHUNK = 2**26
+"""Logits computed at once: 256 MiB in fp32."""
+
+_MIN_LOGPROB = -200.0
+"""The probability is 0 in fp32 far above it. A token of probability 0 adds nothing, not the NaN of 0 times -inf."""
+
+
+class ScoringHead(nn.Module):
+    """Stands in a model's place for output embeddings, and has their parameters."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        """Take the parameters over from ``head``; a weight that is tied to the embedding stays so."""
+        super().__init__()
+        self.weight = head.weight
+        self.bias = head.bias
+
+    def forward(
+        self, hidden_MC: torch.Tensor, target_ids_M: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-prob of every target and the entropy of the distribution it is from, ``[M]`` in fp32."""
+        score: Any = _ScoreTokens.apply  # untyped in torch
+        logprobs_M, entropy_M = score(hidden_MC, self.weight, self.bias, target_ids_M, temperature)
+        return logprobs_M, entropy_M
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """With x the logits over the temperature, p = softmax(x), H the entropy and t the target.
+
+    d log p_t / dx = onehot(t) - p;  dH / dx = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MC: torch.Tensor,
+        weight_VC: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        target_ids_M: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.rows, ctx.temperature = max(1, HEAD_CHUNK // len(weight_VC)), temperature
+        ctx.logprobs_MV = None
+        found = []
+        for hidden_RC, target_ids_R in zip(hidden_MC.split(ctx.rows), target_ids_M.split(ctx.rows), strict=True):
+            logprobs_RV, *results_R = _score_chunk(hidden_RC, weight_VC, bias_V, target_ids_R, temperature)
+            if len(hidden_MC) <= ctx.rows:
+                ctx.logprobs_MV = logprobs_RV
+            del logprobs_RV  # or it would stand beside the next chunk's
+            found.append(results_R)
+        target_logprobs_M, entropy_M, log_sum_M = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_ids_M, entropy_M, log_sum_M)
+        ctx.set_materialize_grads(False)
+        return target_logprobs_M, entropy_M
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs_M: torch.Tensor | None, grad_entropy_M: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_MC, weight_VC, bias_V, target_ids_M, entropy_M, log_sum_M = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden_MC = torch.empty_like(hidden_MC) if needs_hidden else None
+        grad_weight_VC = torch.zeros_like(weight_VC) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        if grad_logprobs_M is None:
+            grad_logprobs_M = torch.zeros_like(entropy_M)
+        for start in range(0, len(hidden_MC), ctx.rows):
+            chunk = slice(start, start + ctx.rows)
+            logprobs_RV, ctx.logprobs_MV = ctx.logprobs_MV, None  # what follows overwrites it
+            if logprobs_RV is None:
+                logprobs_RV = _scaled_logits(hidden_MC[chunk], weight_VC, bias_V, ctx.temperature)
+                logprobs_RV.sub_(log_sum_M[chunk].unsqueeze(-1)).clamp_(min=_MIN_LOGPROB)
+            grad_entropy_R = None if grad_entropy_M is None else grad_entropy_M[chunk]
+            grad_RV = _logits_gradient(
+                logprobs_RV, target_ids_M[chunk], entropy_M[chunk], grad_logprobs_M[chunk], grad_entropy_R
+            )
+            grad_RV = grad_RV.div_(ctx.temperature).to(hidden_MC.dtype)
+            if grad_hidden_MC is not None:
+                torch.mm(grad_RV, weight_VC, out=grad_hidden_MC[chunk])
+            if grad_weight_VC is not None:
+                grad_weight_VC.addmm_(grad_RV.T, hidden_MC[chunk])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_RV.sum(0)
+            del logprobs_RV, grad_RV
+        return grad_hidden_MC, grad_weight_VC, grad_bias_V, None, None
+
+
+def _scaled_logits(
+    hidden_RC: torch.Tensor, weight_VC: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """Return a new ``[R, V]`` in fp32."""
+    return linear(hidden_RC, weight_VC, bias_V).float().div_(temperature)
+
+
+def _score_chunk(
+    hidden_RC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_ids_R: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probs ``[R, V]``; and ``[R]`` each, the targets' log-probs, entropies, logs of the partition sums."""
+    logprobs_RV = _scaled_logits(hidden_RC, weight_VC, bias_V, temperature)
+    log_sum_R = logprobs_RV.logsumexp(-1)
+    logprobs_RV.sub_(log_sum_R.unsqueeze(-1))
+    target_logprobs_R = logprobs_RV.gather(-1, target_ids_R.unsqueeze(-1)).squeeze(-1)
+    entropy_R = -torch.linalg.vecdot(logprobs_RV.exp(), logprobs_RV.clamp_(min=_MIN_LOGPROB))
+    return logprobs_RV, target_logprobs_R, entropy_R, log_sum_R
+
+
+def _logits_gradient(
+    logprobs_RV: torch.Tensor,
+    target_ids_R: torch.Tensor,
+    entropy_R: torch.Tensor,
+    grad_logprobs_R: torch.Tensor,
+    grad_entropy_R: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the scaled logits, ``[R, V]``; ``logprobs_RV`` is overwritten."""
+    if grad_entropy_R is None:
+        grad_RV = logprobs_RV.exp_().mul_(-grad_logprobs_R.unsqueeze(-1))
+    else:
+        probs_RV = logprobs_RV.exp()
+        logprobs_RV.add_(entropy_R.unsqueeze(-1)).mul_(-grad_entropy_R.unsqueeze(-1))
+        grad_RV = logprobs_RV.sub_(grad_logprobs_R.unsqueeze(-1)).mul_(probs_RV)
+    return grad_RV.scatter_add_(-1, target_ids_R.unsqueeze(-1), grad_logprobs_R.unsqueeze(-1))

@@ -1,0 +1,59 @@
+"""What ``learners.lora`` may hold, read without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ragr1_actors.config_checks import nearest
+from ragr1_actors.errors import ConfigError
+
+LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""Of a decoder layer of Qwen2, Llama and Mistral."""
+
+KEEPING_ENGINES = ("transformers",)
+"""Engines that take an update of some weights and keep the others as they were loaded. vLLM is none of them: it joins
+weights, such as those of queries, keys and values, and reloads what it has joined whole."""
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685): a weight W is used as W + alpha / rank * B A."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0, ge=0, le=0)
+    """0: tokens are sampled without dropout, so that a ratio against them with dropout would be noise."""
+    target_modules: list[str] = Field(LINEAR_LAYERS, min_length=1)
+    """Last parts of the names of the linear layers that get an adapter."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _leave_the_vocabulary_alone(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name in ("lm_head", "embed_tokens") or "." in name or not name:
+                raise ValueError(f"{name!r} is none of a decoder layer's linear layers, such as 'q_proj'")
+        return names
+
+
+def read_lora(options: dict[str, Any]) -> LoraSettings | None:
+    """Return the settings of ``learners.lora``; None where it is empty.
+
+    Raises:
+        ConfigError: an unknown key, or a value that none can have.
+    """
+    if not options:
+        return None
+    known = list(LoraSettings.model_fields)
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"unknown key learners.lora.{key}{nearest(key, known)}")
+    try:
+        return LoraSettings.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in ("learners.lora", *first["loc"]))
+        raise ConfigError(f"{name}: got {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}") from error
