@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +40,7 @@ from learners.options import LearnerOptions, parse_options
 from learners.policy_folder import PolicyCopy
 from learners.published import policy_shapes, policy_weights
 from learners.reference import Reference, make_reference
+from learners.schedule import Schedule
 from learners.train_batch import TrainBatch, select
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
@@ -48,28 +48,6 @@ from ragr1_actors.lora_settings import KEEPING_ENGINES, read_lora
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When and how far the weights move."""
-
-    lr: float
-    warmup_steps: int = 0
-    num_steps: int = 0
-    """Optimizer steps over which the cosine falls to zero; 0 keeps the rate constant after the warm-up."""
-    num_epochs: int = 1
-    num_minibatches: int = 1
-    adamw: AdamWSettings = field(default_factory=AdamWSettings)
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if not self.num_steps:
-            return self.lr
-        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Learner(ABC):

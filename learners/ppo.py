@@ -11,12 +11,12 @@ import torch
 from learners.advantages import generalized_advantages, whiten
 from learners.batching import MicroBatch
 from learners.engine import DeepSpeedEngine
-from learners.learner import Schedule
 from learners.losses import clipped_value_loss
 from learners.meter import Columns, Meter
 from learners.models import ValueModel
 from learners.options import LearnerOptions, PPOOptions
 from learners.policy_gradient import PolicyGradientLearner
+from learners.schedule import Schedule
 from learners.train_batch import TrainBatch
 
 

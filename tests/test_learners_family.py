@@ -17,12 +17,13 @@ import torch
 from learners_common import make_config, make_groups, make_policy
 
 from learners.batching import pack
-from learners.learner import Learner, Schedule
+from learners.learner import Learner
 from learners.learner_group import LearnerGroup
 from learners.models import packed_hidden_states
 from learners.options import PolicyGradientOptions, PPOOptions
 from learners.ppo import PPOLearner
 from learners.registry import LEARNERS, OPTIONS, learner_options
+from learners.schedule import Schedule
 from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
 from ragr1_actors.errors import ConfigError
 from ragr1_actors.plugins import load_object
@@ -303,7 +304,8 @@ def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:
 OWN_LEARNERS = '''
 import torch
 from learners.grpo import GRPOLearner
-from learners.learner import Learner, Schedule
+from learners.learner import Learner
+from learners.schedule import Schedule
 from learners.meter import TokenLoss
 from learners.options import LearnerOptions
 

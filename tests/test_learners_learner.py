@@ -14,9 +14,10 @@ from learners_common import make_config, make_groups, make_policy, make_trajecto
 from transformers import AutoModelForCausalLM
 
 from learners.grpo import GRPOLearner
-from learners.learner import Learner, Schedule
+from learners.learner import Learner
 from learners.meter import Meter
 from learners.ppo import PPOLearner
+from learners.schedule import Schedule
 from learners.sft import SFTLearner, segment
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError, LearnerError
