@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from learners.offload import OffloadedTensors
+from ragr1_actors.config import LearnerSettings
 from ragr1_actors.errors import DataError, LearnerError
 
 State = dict[str, NDArray[Any]]
@@ -69,10 +70,9 @@ class DeepSpeedEngine:
         self,
         module: nn.Module,
         settings: AdamWSettings,
-        *,
+        learners: LearnerSettings,
         device: torch.device,
-        zero_stage: int,
-        offload: Collection[str] = (),
+        *,
         rests: bool = False,
     ) -> None:
         """Hand ``module`` to DeepSpeed. ``init_distributed`` comes first; all ranks call this together.
@@ -82,14 +82,13 @@ class DeepSpeedEngine:
         Args:
             module: what is trained: those of its parameters that require a gradient.
             settings: of the optimizer.
+            learners: the ZeRO stage, and whether ``optimizer`` and ``params`` live in the host's memory.
             device: this rank's.
-            zero_stage: 0 to 3.
-            offload: ``optimizer`` (from stage 1 on) and ``params`` (stage 3) live in the host's memory.
             rests: whether everything is in the host's memory from now on, but for ``in_use``.
         """
         deepspeed = _import_deepspeed()
         self._dtype = next(module.parameters()).dtype
-        self.zero_stage = max(1, zero_stage) if self._dtype == torch.bfloat16 else zero_stage
+        self.zero_stage = max(1, learners.zero_stage) if self._dtype == torch.bfloat16 else learners.zero_stage
         self._device = device
         self._rests = rests
         self._offloaded: OffloadedTensors | None = None
@@ -99,7 +98,7 @@ class DeepSpeedEngine:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         num_elements = sum(parameter.numel() for parameter in parameters)
         config = _deepspeed_config(self.zero_stage, self._dtype, settings.grad_clip, num_elements)
-        config["zero_optimization"] |= _offload_config(offload)
+        config["zero_optimization"] |= _offload_config(learners.offload)
         _place(module, device, self.zero_stage, config)
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients

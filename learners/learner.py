@@ -21,7 +21,6 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +33,11 @@ from numpy.typing import NDArray
 
 from learners.batching import FlatTrajectories, MicroBatch, pack, plan
 from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
-from learners.meter import Columns, Meter, TokenLoss
+from learners.meter import Columns, Meter, TokenLoss, poisoned
 from learners.models import PolicyModel, TokenOutputs, ValueModel, pair_cost
 from learners.options import LearnerOptions, parse_options
 from learners.policy_folder import PolicyCopy
-from learners.published import policy_shapes, policy_weights
+from learners.published import gather, policy_shapes, policy_weights
 from learners.reference import Reference, make_reference
 from learners.schedule import Schedule
 from learners.train_batch import TrainBatch, select
@@ -67,6 +66,7 @@ class Learner(ABC):
         self.schedule = self.make_schedule()
         self.num_updates = 0
         self.lora = read_lora(config.learners.lora)
+        self._sends_adapted_only = self.lora is not None and config.env_runners.engine in KEEPING_ENGINES
         self._reference: Reference | None = None
 
     # What an algorithm overrides
@@ -140,18 +140,12 @@ class Learner(ABC):
     def make_engine(
         self, module: PolicyModel | ValueModel, settings: AdamWSettings, *, rests: bool = False
     ) -> DeepSpeedEngine:
-        """Wrap a module that this learner trains, or with ``learners.lora`` its adapters.
-
-        One that rests is in the host's memory outside ``in_use``.
-        """
-        learners = self.config.learners
+        """Wrap a module that this learner trains, or its adapters. One that rests is away outside ``in_use``."""
         if self.lora is not None:
             from learners.lora import add_adapters  # imports peft, 1-2 s
 
             add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
-        return DeepSpeedEngine(
-            module, settings, device=self.device, zero_stage=learners.zero_stage, offload=learners.offload, rests=rests
-        )
+        return DeepSpeedEngine(module, settings, self.config.learners, self.device, rests=rests)
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
         return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
@@ -219,7 +213,7 @@ class Learner(ABC):
             token_loss = self.compute_loss(outputs, chosen)
             loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
-            self.policy.backward(_poisoned(loss, outputs.logprobs) * self.world_size)
+            self.policy.backward(poisoned(loss, outputs.logprobs) * self.world_size)
             meter.add_tokens(micro_batch, outputs, chosen.get("old_logprobs"), token_loss)
         meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter))))
 
@@ -269,14 +263,11 @@ class Learner(ABC):
             return self.score(self._reference.logprobs, flat)
 
     def offload_states(self) -> int:
-        """Give device memory to an engine that shares it; return the bytes this rank freed.
-
-        The reference stays: with ``learners.offload`` it rests in the host's memory anyway.
-        """
+        """Move what is trained to the host's memory; return the bytes freed. ``learners.offload`` moves a reference."""
         return sum(engine.offload_states() for engine in self.engines().values())
 
     def reload_states(self) -> None:
-        """Take the device memory back. What needs an engine does so for itself; done here, it is one wait."""
+        """Undo ``offload_states``. What needs an engine does so for itself; done here, it is one wait."""
         for engine in self.engines().values():
             engine.reload_states()
 
@@ -292,36 +283,22 @@ class Learner(ABC):
         A tied ``lm_head.weight`` is there as well: an engine that packs its weights does not follow the tie. bfloat16
         comes as float32, since numpy has no bfloat16.
         """
-        return self._gather(policy_weights(self.policy, self.lora))
+        return gather(policy_weights(self.policy, self.lora), self.rank, self.is_tied)
 
     def published_weights(self) -> State:
         """Return what ``stream_weights`` yields, in the form of ``get_weights``."""
-        return self._gather(self.stream_weights())
-
-    def _gather(self, stream: Iterator[tuple[str, torch.Tensor]]) -> State:
-        weights: State = {}
-        for name, tensor in stream:
-            if self.rank == 0:
-                weights[name] = tensor.float().cpu().numpy()
-        if self.is_tied and "model.embed_tokens.weight" in weights:
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        return weights
+        return gather(self.stream_weights(), self.rank, self.is_tied)
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what runners are sent, parameter by parameter, whole, where it is and as it is, a tied one once.
 
-        All ranks iterate to the end together. With ``learners.lora`` an engine that keeps what it is not sent is sent
-        the weights that have an adapter, merged: the others never change, in no stage.
+        All ranks iterate to the end together. With ``learners.lora``, ``KEEPING_ENGINES`` are sent merged weights only.
         """
         return policy_weights(self.policy, self.lora, adapted_only=self._sends_adapted_only)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``stream_weights`` yields, in its order; all are of ``self.dtype``."""
         return policy_shapes(self.policy, self.lora, adapted_only=self._sends_adapted_only)
-
-    @property
-    def _sends_adapted_only(self) -> bool:
-        return self.lora is not None and self.config.env_runners.engine in KEEPING_ENGINES
 
     @property
     def is_tied(self) -> bool:
@@ -375,12 +352,3 @@ class Learner(ABC):
             engine.close()
         if self._reference is not None:
             self._reference.close()
-
-
-def _poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
-    """Make a loss that is not finite one whose gradient is not either: the norm then tells every rank to skip.
-
-    A clamp cuts the gradient of a NaN off, so that a token with a broken constant would otherwise vanish in silence.
-    """
-    factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
-    return loss + factor * logprobs_M.sum()

@@ -67,7 +67,8 @@ def merged_weights(engine: DeepSpeedEngine, *, adapted_only: bool) -> Iterator[t
 
     Args:
         engine: of a model with adapters.
-        adapted_only: leave out what has no adapter, and so never changes.
+        adapted_only: leave out what has no adapter. It never changes, in no stage of a run: an engine that was loaded
+            from the run's first policy has it.
     """
     for name, parameter, layer in _merged_parameters(engine, adapted_only):
         if layer is None:

@@ -42,6 +42,15 @@ class TokenLoss:
     """Reported as means over the MODEL tokens."""
 
 
+def poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
+    """Make a loss that is not finite one whose gradient is not either: the norm then tells every rank to skip.
+
+    A clamp cuts the gradient of a NaN off, so that a token with a broken constant would otherwise vanish in silence.
+    """
+    factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
+    return loss + factor * logprobs_M.sum()
+
+
 class Meter:
     """Metrics of one update: sums, counts and maxima on this rank, and their reduction over ranks."""
 

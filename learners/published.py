@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from learners.engine import DeepSpeedEngine
+from learners.engine import DeepSpeedEngine, State
 from ragr1_actors.lora_settings import LoraSettings
 
 
@@ -40,3 +40,14 @@ def policy_shapes(
 
         shapes = merged_shapes(engine, adapted_only=adapted_only)
     return {name.removeprefix("model."): shape for name, shape in shapes.items()}
+
+
+def gather(stream: Iterator[tuple[str, torch.Tensor]], rank: int, is_tied: bool) -> State:
+    """Return on rank 0 what ``policy_weights`` yields, as arrays; with an embedding, a tied ``lm_head.weight`` too."""
+    weights: State = {}
+    for name, tensor in stream:
+        if rank == 0:
+            weights[name] = tensor.float().cpu().numpy()
+    if is_tied and "model.embed_tokens.weight" in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    return weights

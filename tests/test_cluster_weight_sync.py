@@ -69,6 +69,19 @@ def move(learners: LearnerGroup, seed: int) -> None:
     learners.foreach_learner(change)
 
 
+def move_adapters(learners: LearnerGroup, seed: int) -> None:
+    """Change every adapter by much; what has none is frozen."""
+
+    def change(learner: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in learner.policy.module.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    learners.foreach_learner(change)
+
+
 def read(runner: EnvRunner) -> tuple[int, dict[str, Any]]:
     """Of a runner: its version and weights."""
     engine: Any = runner.receiving_engine
@@ -247,6 +260,32 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
     transport.publish(4)
     setup.assert_all_have(4, learners)
     assert (learners.num_restarts, transport.num_groups, transport.num_fallbacks) == (2, 2, 1)
+    learners.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_merged_weights_are_broadcast_and_the_others_kept(setup: Setup) -> None:
+    lora = {"rank": 2, "target_modules": ["q_proj", "down_proj"]}
+    config = make_config({"lora": lora}, num_env_runners=1, num_cpus_per_env_runner=0)
+    learners = LearnerGroup(config)
+    learners.build("grpo", setup.policy_dir)
+    fleet = EnvRunnerGroup(config, setup.policy_dir, OnePassage())
+    fleet.wait_until_ready()
+    transport = BroadcastTransport(learners, fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    before = learners.get_weights()
+    for version in (1, 2):
+        move_adapters(learners, version)
+        transport.publish(version)
+        expected = learners.get_weights()
+        [(has, weights)] = fleet.foreach_env_runner(read)
+        assert has == version
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+        changed = {name for name, weight in weights.items() if not np.array_equal(weight, before[name])}
+        assert len(changed) == 4 and all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed)
+    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+    fleet.stop()
     learners.stop()
 
 

@@ -78,7 +78,8 @@ def test_only_adapters_are_trained_and_kept(build: Build, tmp_path: Path, stage:
     ("stage", "learner_class"), [(0, GRPOLearner), (1, PPOLearner), (2, GRPOLearner), (3, PPOLearner)]
 )
 def test_a_run_with_adapters_resumes_bitwise(build: Build, stage: int, learner_class: type[Learner]) -> None:
-    config = lora_config(stage, training={"num_minibatches": 2}, learners={"offload": ["critic"]})
+    learners = {"offload": ["critic"], "gradient_checkpointing": True}
+    config = lora_config(stage, training={"num_minibatches": 2}, learners=learners)
     straight = build(config, learner_class)
     for seed in range(2):
         straight.update(make_groups(seed))
