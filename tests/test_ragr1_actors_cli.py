@@ -94,7 +94,7 @@ def test_a_directory_with_a_run_offers_resume(tmp_path: Path) -> None:
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     assert "--run-dir" in invoke("train", "quickstart", "--resume")
     assert "holds no run" in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path))
-    assert "holds no run" in invoke("ask", str(tmp_path), "Where?")
+    assert "neither the directory of a run nor a checkpoint" in invoke("ask", str(tmp_path), "Where?")
 
 
 def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:
