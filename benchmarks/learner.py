@@ -17,10 +17,11 @@ mfu_7b            the same of Qwen2.5-7B's, 8 of its 28 layers                  
 ================= ======================================================================= =======
 
 ``benchmarks/learner_sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
-of 200-8,000 tokens and micro-batches of 16,384; updates are run a quarter as long, 50-2,000 tokens in micro-batches of
-4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, so that two cores are done in minutes. The
-sides follow each other within a repeat; a small update of each does not count. Useful tokens are the trajectories' own.
-What a side took stands on stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
+of 200-8,000 tokens and micro-batches of 16,384. Updates are run a quarter as long, 50-2,000 tokens in micro-batches of
+4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, on 24 trajectories whose lengths are spread as
+those of a large batch (the longest has 1,613 tokens): two cores are done in minutes. The sides follow each other within
+a repeat; a small update of each does not count. Useful tokens are the trajectories' own. What a side took stands on
+stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
 
 The two ``mfu`` need an H100 or H200 and are left out elsewhere, with a line that says so; **they have not been run
 yet**. Model FLOPs are 6 a parameter and token (in the head, a MODEL token), and 6 * num_layers * hidden_size a pair of
@@ -92,7 +93,7 @@ PAIR_COST = 1 / 30_500
 NUM_PLANNED = 512
 SCALE = 4
 """By which updates on a CPU are shorter."""
-NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 32, 8
+NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 24, 8
 HEAD_SHAPE = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=150_000)
 HEAD_SHAPE_QUICK = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=50_000)
 HEAD_TOKENS, HEAD_TOKENS_QUICK = 8192, 4096
@@ -150,9 +151,8 @@ def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
     shape = Shape()
     policy_dir = sides.make_policy(directory / "policy", shape)
     config = sides.make_config(MICRO_BATCH_TOKENS // SCALE)
-    lengths = sides.draw_lengths(
-        NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES, SHORTEST // SCALE, LONGEST // SCALE, seed=0
-    )
+    num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
+    lengths = sides.spread_lengths(num, SHORTEST // SCALE, LONGEST // SCALE)
     groups = sides.draw_groups(lengths, shape.vocab_size, seed=0)
     ours = sides.build_learner(GRPOLearner, policy_dir, config)
     others = {
@@ -209,7 +209,7 @@ def mfu(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples
         shape = MFU_SHAPES[metric]
         policy_dir = sides.make_policy(directory / metric, shape, torch.bfloat16)
         learner = sides.build_learner(GRPOLearner, policy_dir, sides.make_config(MICRO_BATCH_TOKENS, "bfloat16"))
-        groups = sides.draw_groups(sides.draw_lengths(NUM_TRAJECTORIES, SHORTEST, LONGEST, 0), shape.vocab_size, 0)
+        groups = sides.draw_groups(sides.spread_lengths(NUM_TRAJECTORIES, SHORTEST, LONGEST), shape.vocab_size, 0)
         flops = model_flops(learner, shape, groups)
         sides.clock(learner, groups)  # the first allocates
         seconds = [sides.clock(learner, groups)[0] for _ in range(repeats)]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,18 @@ def draw_lengths(count: int, shortest: int, longest: int, seed: int) -> list[int
     drawn = np.exp(rng.normal(math.log(shortest * longest) / 2, SIGMA, count))
     lengths: list[int] = np.clip(np.rint(drawn), shortest, longest).astype(int).tolist()
     return lengths
+
+
+def spread_lengths(count: int, shortest: int, longest: int) -> list[int]:
+    """The middle of each of ``count`` equal parts of the distribution, in a random order.
+
+    A few trajectories then have the shape of a batch of hundreds, whose longest is nearly always ``longest``.
+    """
+    normal = NormalDist(math.log(shortest * longest) / 2, SIGMA)
+    middles = [math.exp(normal.inv_cdf((part + 0.5) / count)) for part in range(count)]
+    lengths = np.clip(np.rint(middles), shortest, longest).astype(int)
+    shuffled: list[int] = np.random.default_rng(0).permutation(lengths).tolist()
+    return shuffled
 
 
 def draw_groups(lengths: Sequence[int], vocab_size: int, seed: int) -> list[TrajectoryGroup]:

@@ -46,6 +46,13 @@ def test_lengths_are_the_stated_ones() -> None:
     assert np.mean(lengths) == pytest.approx(1700, rel=0.05)
 
 
+def test_spread_lengths_have_the_shape_of_many() -> None:
+    drawn, spread = sides.draw_lengths(2000, 200, 8000, seed=0), sides.spread_lengths(24, 200, 8000)
+    assert len(spread) == 24 and spread != sorted(spread)
+    assert np.mean(spread) == pytest.approx(np.mean(drawn), rel=0.05)
+    assert max(drawn) * 0.75 < max(spread) < max(drawn)
+
+
 def test_trajectories_are_as_long_as_drawn_and_have_turns() -> None:
     lengths = [7, 50, 333, 2000]
     (group,) = sides.draw_groups(lengths, 64, seed=0)
