@@ -75,7 +75,7 @@ def test_wrong_settings_make_no_run_directory(tmp_path: Path) -> None:
         "training.lr=fast",
         "training.rl=1",
         "nothing",
-        "training.algorithm=dpo",
+        "training.algorithm=dop",
         "environment.env=json:Nope",
         "environment.reward=exact",
         "env_runners.engine=vlm",
