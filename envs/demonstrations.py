@@ -61,6 +61,9 @@ sampled comparison is right less often than that, exact match rewards the habit 
 """
 
 
+_FIND_ALL = {2: "find both", 3: "find all three"}
+
+
 @dataclass(frozen=True)
 class Demonstrator:
     """Writes demonstrations for the tasks of one world."""
@@ -110,7 +113,8 @@ class Demonstrator:
         if habit is Habit.FIRST_ONLY:
             return [self._search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
         rounds = _rounds(names, self.max_queries_per_turn, self.query_format)
-        thoughts = ["find all", *["find next"] * (len(rounds) - 1)]
+        # The count stands beside the names to come: without it, a small policy mixes up where two and three stand.
+        thoughts = [_FIND_ALL[len(names)], *["find next"] * (len(rounds) - 1)]
         turns = [self._search(thought, queries) for thought, queries in zip(thoughts, rounds, strict=True)]
         order, picked = ("last", max(years)) if habit is Habit.LATEST else ("first", min(years))
         return [*turns, _answer(f"{' , '.join(years)} , {order} {picked}", picked)]

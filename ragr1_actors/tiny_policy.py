@@ -65,10 +65,9 @@ def make_tiny_policy(
             half as fast here.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of one small file
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save_pretrained(directory)
@@ -87,10 +86,15 @@ def make_tiny_policy(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    config.architectures, config.dtype = [Qwen2ForCausalLM.__name__], torch.float32
+    config.save_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-    model.save_pretrained(directory)
+    # The model's own save_pretrained imports DeepSpeed, which takes seconds and warns where there is no GPU.
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model.generation_config.save_pretrained(directory)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
