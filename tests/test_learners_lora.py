@@ -75,7 +75,8 @@ def test_only_adapters_are_trained_and_kept(build: Build, tmp_path: Path, stage:
 
 
 @pytest.mark.parametrize(
-    ("stage", "learner_class"), [(0, GRPOLearner), (1, PPOLearner), (2, GRPOLearner), (3, PPOLearner)]
+    ("stage", "learner_class"),
+    [(0, GRPOLearner), (1, PPOLearner), (2, GRPOLearner), pytest.param(3, PPOLearner, marks=pytest.mark.slow)],
 )
 def test_a_run_with_adapters_resumes_bitwise(build: Build, stage: int, learner_class: type[Learner]) -> None:
     learners = {"offload": ["critic"], "gradient_checkpointing": True}

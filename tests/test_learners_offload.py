@@ -22,6 +22,7 @@ from ragr1_actors.errors import ConfigError
 
 Build = Callable[..., Learner]
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -101,7 +102,17 @@ def test_what_cannot_be_freed_is_left() -> None:
     assert mapped.sum() == 5
 
 
-@pytest.mark.parametrize(("stage", "reloads"), [(0, True), (1, True), (2, True), (3, True), (0, False), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "reloads"),
+    [
+        (0, True),
+        (1, True),
+        (2, True),
+        (0, False),
+        pytest.param(3, True, marks=SLOW),
+        pytest.param(3, False, marks=SLOW),
+    ],
+)
 def test_an_update_after_offload_and_reload_equals_one_without(build: Build, stage: int, reloads: bool) -> None:
     plain, moved = (build(PPOLearner, zero_stage=stage) for _ in range(2))
     for seed in range(3):
@@ -119,7 +130,7 @@ def test_an_update_after_offload_and_reload_equals_one_without(build: Build, sta
     assert_same_state(plain, moved)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=SLOW)])
 def test_a_critic_rests_between_its_uses(build: Build, stage: int) -> None:
     plain = build(PPOLearner, zero_stage=stage)
     resting = build(PPOLearner, zero_stage=stage, offload=["critic"])

@@ -105,6 +105,7 @@ def assert_same(found: State, expected: State) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_rank_killed_in_an_update_changes_nothing(
     ray_with_tests: ModuleType,
     policy_dir: Path,

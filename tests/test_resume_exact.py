@@ -38,7 +38,7 @@ def run_config(files: Path, algorithm: str, num_learners: int) -> RunConfig:
         lr_schedule="cosine",
         warmup_steps=3,
         kl_coeff=0.01,
-        drop_zero_variance=False,
+        options={} if algorithm == "ppo" else {"drop_zero_variance": False},
     )
     learners = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2 if num_learners else 0}
     return config.model_copy(
@@ -91,6 +91,7 @@ def check_resume(config: RunConfig, directory: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.slow
 def test_in_the_driver(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     check_resume(run_config(files, algorithm, 0), tmp_path, monkeypatch)
 
