@@ -234,8 +234,8 @@ class PaddedLearner(GRPOLearner):
         targets_BR = ids_BL[:, first:].to(device)
         logprobs_BR = -cross_entropy(logits_BRV.flatten(0, 1).float(), targets_BR.flatten(), reduction="none")
         ratios_BR = (logprobs_BR.view_as(targets_BR) - old_BL[:, first:].to(device)).exp()
-        clip = self.config.training
-        clipped_BR = ratios_BR.clamp(1 - clip.clip_low, 1 + clip.clip_high)
+        clip_low, clip_high = self.clip
+        clipped_BR = ratios_BR.clamp(1 - clip_low, 1 + clip_high)
         advantages_BR = advantages_B.to(device).unsqueeze(1)
         loss_BR = -torch.minimum(ratios_BR * advantages_BR, clipped_BR * advantages_BR)
         return (loss_BR * model_BL[:, first:].to(device)).sum()

@@ -228,10 +228,11 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
             yield
 
-    def get_state(self) -> State:
-        """Return the trained weights and their moments in fp32 and the step count.
+    def get_state(self, *, keep: bool = True) -> State:
+        """Return the trained weights and their moments in fp32 and the step count. All ranks call together.
 
-        All ranks call together; all get the same.
+        Args:
+            keep: False helps the others to gather, and returns the step count alone.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -244,7 +245,8 @@ class DeepSpeedEngine:
             else:
                 tensors = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
                 tensors["weight"] = safe_get_full_fp32_param(parameter)
-            state |= {f"{key}/{name}": tensor.to("cpu", copy=True).numpy() for key, tensor in tensors.items()}
+            if keep:
+                state |= {f"{key}/{name}": tensor.to("cpu", copy=True).numpy() for key, tensor in tensors.items()}
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:

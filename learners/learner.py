@@ -307,11 +307,11 @@ class Learner(ABC):
         return bool(model.config.tie_word_embeddings)
 
     def get_state(self) -> State:
-        """Return all that a resumed run needs beside the folder it was built from; the same on every rank."""
+        """Return all that a resumed run needs beside the folder it was built from, on rank 0; the others help."""
         state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
         for name, engine in self.engines().items():
             with engine.in_use():
-                state |= {f"{name}/{key}": value for key, value in engine.get_state().items()}
+                state |= {f"{name}/{key}": value for key, value in engine.get_state(keep=self.rank == 0).items()}
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:

@@ -62,7 +62,9 @@ class _History:
     """Whether ``calls`` are all that was done since."""
 
     def add(self, method: str, argument: Any) -> None:
-        """Hold a call."""
+        """Hold a call, unless nothing could begin there."""
+        if not self.is_whole and method == "update" and not any(held == "begin_save" for held, _ in self.calls):
+            return
         if len(self.calls) == MAX_HELD_CALLS:
             self.calls, self.is_whole = [], False
             logger.warning(
@@ -134,7 +136,8 @@ class LearnerGroup:
 
     def build(self, learner_name: str, policy_dir: str | Path) -> None:
         """Make the learner of a stage on every rank: ``grpo``, ``ppo``, ``sft`` or ``my_module:MyLearner``."""
-        directory = Path(policy_dir).absolute()
+        directory = Path(policy_dir)
+        directory = directory.absolute() if directory.is_dir() else directory  # else a hub's name
         self._history = None  # ranks that start anew in here build this learner, and no other before
         self._call("build", learner_name, directory)
         self._history = _History(learner_name, directory)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
-from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, read_tensors, sync_tree, write_tensors
+from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, is_no_room, read_tensors, sync_tree, write_tensors
 from ragr1_actors.config import RunConfig
+from ragr1_actors.errors import UserError
 from ragr1_actors.schema import groups_from_record_batch
 
 if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
@@ -73,6 +75,10 @@ class LearnerWorker:
         from ragr1_actors.plugins import load_object
 
         self.close()
+        if not policy_dir.is_dir():  # the learner reads more of a policy than its weights
+            from huggingface_hub import snapshot_download
+
+            policy_dir = Path(snapshot_download(str(policy_dir)))
         learner_class = load_object(learner_name, LEARNERS)
         learner: Learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
         learner.build()  # one that fails has nothing to close
@@ -149,11 +155,17 @@ class LearnerWorker:
         """Wait for the thread.
 
         Raises:
-            OSError: it could not write; so does ``SafetensorError``.
+            OSError: the disk is full; so does ``SafetensorError``.
+            UserError: it could not write for another reason.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            try:
+                writing.result()
+            except (OSError, SafetensorError) as error:
+                if is_no_room(error):
+                    raise
+                raise UserError(f"cannot write a checkpoint: {error}") from error  # no fault of the rank's
 
 
 def _write_learner(directory: Path, policy: PolicyCopy, state: Arrays) -> None:

@@ -93,6 +93,10 @@ class Algorithm:
                 f"{config.environment.tasks}: {len(self.workspace.train_tasks)} tasks are too few to hold one in five "
                 "out; name a file of evaluation tasks in environment.eval_tasks"
             )
+        if learns and not self.workspace.train_tasks:
+            raise DataError(
+                f"{config.environment.tasks}: no training task is left after holding the evaluation tasks out"
+            )
         self._learner_name = ""
         self._stage_dir = self.workspace.policy_dir
         checkpointing = config.checkpointing
@@ -140,6 +144,7 @@ class Algorithm:
             if step < self.sft_step:  # a resumed run draws the same batches
                 continue
             with self._guard.held():
+                self._saver.look()
                 metrics = self._learners.update([groups_to_record_batch(batch)])
                 self.sft_step += 1
                 on_progress(self.sft_step, metrics)
@@ -184,13 +189,15 @@ class Algorithm:
         """
         started = time.perf_counter()
         training = self.config.training
-        self._saver.look()
+        with self._guard.held():
+            self._saver.look()
         self._build_learner(training.algorithm, self._stage_dir)
         batch, num_stale = self._next_batch()
         sampled = time.perf_counter()
         if training.max_policy_lag:
             self._keep_busy()
-        lag = self.policy_version - np.mean([group.summary.oldest_version for group in batch])
+        versions = [group.summary.oldest_version for group in batch if group.summary.oldest_version >= 0]
+        lag = self.policy_version - np.mean(versions) if versions else 0.0
         # learner, books and logs move together: a resumed run would train a task twice, or have an iteration unlogged
         with self._guard.held():
             learner_metrics = self._learners.update([group.batch for group in batch])
@@ -265,9 +272,10 @@ class Algorithm:
 
     def _build_learner(self, name: str, policy_dir: str) -> None:
         if self._learner_name != name:
-            self._saver.finish()
-            self._learners.build(name, policy_dir)
-            self._learner_name = name
+            with self._guard.held():  # in between there is no learner to save
+                self._saver.finish()
+                self._learners.build(name, policy_dir)
+                self._learner_name = name
 
     def _publish(self) -> None:
         self.policy_version += 1

@@ -52,10 +52,14 @@ class GroupBuffer:
     def drop_stale(self, policy_version: int) -> list[FinishedGroup]:
         """Remove and return the groups that are too far behind ``policy_version``; their tasks are issued again."""
         oldest = policy_version - self._max_policy_lag
+
+        def is_stale(group: FinishedGroup) -> bool:
+            return 0 <= group.summary.oldest_version < oldest  # below 0: nothing was sampled, which does not age
+
         held = [*self._groups, *self._set_aside]
-        self._groups = deque(group for group in self._groups if group.summary.oldest_version >= oldest)
-        self._set_aside = [group for group in self._set_aside if group.summary.oldest_version >= oldest]
-        return [group for group in held if group.summary.oldest_version < oldest]
+        self._groups = deque(group for group in self._groups if not is_stale(group))
+        self._set_aside = [group for group in self._set_aside if not is_stale(group)]
+        return [group for group in held if is_stale(group)]
 
     def take(self, count: int) -> list[FinishedGroup]:
         """Remove and return the ``count`` groups that came first, the last of them from what was set aside."""

@@ -141,6 +141,15 @@ def _check_offload(config: RunConfig) -> None:
             "learners.offload: got reference with learners.lora, where the reference is the policy without its "
             "adapters; take reference out"
         )
+    training = config.training
+    is_known = ":" not in training.algorithm
+    if "critic" in learners.offload and is_known and training.algorithm != "ppo":
+        raise ConfigError(
+            f"learners.offload: got critic with training.algorithm={training.algorithm}, which has none; take it out"
+        )
+    has_reference = training.kl_coeff > 0 or training.algorithm in ("dpo", "ipo")
+    if "reference" in learners.offload and is_known and not has_reference:
+        raise ConfigError("learners.offload: got reference with training.kl_coeff=0, which needs none; take it out")
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -47,6 +47,7 @@ def evaluation_config(
     environment, retrieval, evaluation = sections["environment"], sections["retrieval"], sections["evaluation"]
     sections["policy"]["model"] = str(checkpoint / "policy")
     sections["env_runners"]["num_env_runners"] = sections["learners"]["num_learners"] = 0
+    sections["env_runners"]["weight_transport"] = "object_store"  # there is no fleet to broadcast to
     sections["checkpointing"]["keep_trajectories"] = False
     retrieval["num_retrievers"] = 0
     if index is not None:

@@ -29,6 +29,8 @@ class InterruptGuard:
 
     def __init__(self) -> None:
         """Hold nothing yet."""
+        self.is_torn = False
+        """Whether a second signal broke a ``held()`` block off, which leaves its states apart."""
         self._depth = 0
         self._pending: KeyboardInterrupt | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -69,4 +71,5 @@ class InterruptGuard:
         if self._depth and not self._pending:
             self._pending = interrupt
             return
+        self.is_torn = self.is_torn or self._depth > 0
         raise interrupt

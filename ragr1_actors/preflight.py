@@ -77,6 +77,8 @@ def _check_engine(name: str) -> None:
 
 def _check_learner(training: TrainingSettings) -> None:
     key, name = "training.algorithm", training.algorithm
+    if name == "sft":
+        raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
     if name not in LEARNERS:
         learner = _load(key, name, LEARNERS)
         from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it

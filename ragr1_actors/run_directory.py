@@ -66,7 +66,13 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     Raises:
         RunDirectoryError: it is neither a run with a checkpoint nor a checkpoint of a run.
     """
-    if (path / CONFIG_FILE).is_file():
+    try:
+        is_run = (path / CONFIG_FILE).is_file()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{_shortened(path)} cannot be read: {error.strerror}; give the directory that a run printed"
+        ) from error
+    if is_run:
         newest = CheckpointStore(path / "checkpoints").latest()
         if newest is None:
             raise RunDirectoryError(f"{path} has no checkpoint yet; let the run go on for a while")

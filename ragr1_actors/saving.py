@@ -7,6 +7,7 @@ from typing import Any
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, write_json
+from ragr1_actors.errors import UserError
 from ragr1_actors.run_state import STATE_FILE
 
 
@@ -58,8 +59,16 @@ class CheckpointSaver:
         if self._step is None:
             return
         step, self._step = self._step, None
-        final = self._store.commit(step, self._learners.finish_save)
+        final = self._store.commit(step, self._finish_writing)
         self._learners.saved(self._writing, final)
+
+    def _finish_writing(self) -> None:
+        self._learners.finish_save()
+        if not (self._writing / LEARNER_FILE).is_file():
+            raise UserError(
+                f"{self._writing} does not hold what learner rank 0 wrote there; put --run-dir on a file system that "
+                "its node and this one share"
+            )
 
     def restore(self, checkpoint: Path) -> None:
         """Bring the learners to where a checkpoint was taken, on whatever number of ranks.

@@ -11,6 +11,8 @@ toss for a question that is answered half of the time.
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,13 +24,19 @@ from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import POLICY_FOLDER
 from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
 from ragr1_actors.env_runner_group import FinishedGroup
-from ragr1_actors.errors import DataError
+from ragr1_actors.errors import ConfigError, DataError
 from ragr1_actors.preflight import check_names
 from ragr1_actors.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.sessions import session_for
 from ragr1_actors.types import Task
 
 ALL_TASKS = 2**31
+_TAKEN_AS = {
+    "environment.tasks": "--tasks",
+    "environment.eval_tasks": "--tasks",
+    "environment.max_turns": "--max-turns",
+    "env_runners.temperature": "--temperature",
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,10 @@ def select(
         raise DataError(f"{out} exists already; choose another --out, or delete it")
     if not out.absolute().parent.is_dir():
         raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise DataError(f"cannot write into {out.absolute().parent}; choose another --out")
+    if not 0 <= settings.temperature < math.inf:
+        raise DataError(f"got --temperature {settings.temperature}, expected a finite number, 0 for greedy")
     config = selection_config(source, tasks, settings, overrides, index)
     check_names(config)
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
@@ -125,6 +137,10 @@ def selection_config(
     Raises:
         UserError: there is no such recipe, run or key.
     """
+    overrides = list(overrides)
+    for name in (override.partition("=")[0] for override in overrides):
+        if name in _TAKEN_AS:
+            raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
     run_index = ""
     is_recipe = source in recipe_names() or Path(source).suffix in (".yaml", ".yml")
     if is_recipe or not (Path(source).is_dir() or "/" in source):
@@ -135,7 +151,7 @@ def selection_config(
             model=str(checkpoint / POLICY_FOLDER)
         )
         run_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
-    config = builder.override(list(overrides)).freeze()
+    config = builder.override(overrides).freeze()
     builder = AlgorithmConfig(config.model_dump())
     builder.environment(
         tasks="world", eval_tasks=str(tasks), max_turns=settings.max_turns
@@ -190,7 +206,7 @@ def _class(num_right: int | None, settings: SelectionSettings) -> str:
         return "failed"
     if num_right == 0:
         return "never"
-    if num_right <= settings.max_pass_rate * settings.num_samples:
+    if num_right / settings.num_samples <= settings.max_pass_rate:
         return "hard"
     return "always" if num_right == settings.num_samples else "easy"
 

@@ -72,7 +72,7 @@ class TrainingRun:
                 algorithm = Algorithm(self._config, self._run_dir, guard)
             try:
                 self._restore(algorithm)  # interrupted in here, a run has nothing to save yet, and much to overwrite
-                self._run_or_save(algorithm, logger)
+                self._run_or_save(algorithm, logger, guard)
             finally:
                 algorithm.stop()
         report = RunReport(
@@ -85,12 +85,15 @@ class TrainingRun:
         write_report(self._run_dir, report)
         return report
 
-    def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+    def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger, guard: InterruptGuard) -> None:
         try:
             self._describe(algorithm)
             self._run_stages(algorithm, logger)
         except KeyboardInterrupt:
-            self._save(algorithm)
+            if (
+                not guard.is_torn
+            ):  # else learner and books are apart, and the checkpoint of before is what to go on from
+                self._save(algorithm)
             raise
 
     @contextmanager

@@ -101,8 +101,6 @@ def _load_tasks(config: RunConfig, world: World | None) -> tuple[tuple[Task, ...
         evaluation = tuple(task for index, task in enumerate(train) if index in held_out)
         train = tuple(task for index, task in enumerate(train) if index not in held_out)
         notes.append(f"{len(evaluation)} tasks held out for evaluation")
-    if not train:
-        raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     return train, evaluation[: config.evaluation.num_tasks], tuple(notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def test_what_is_set_aside_goes_stale_too() -> None:
     assert ids(buffer.drop_stale(2)) == ["000", "001", "002"]
     assert len(buffer) == 0
     assert buffer.drop_set_aside() == []
+
+
+def test_a_group_of_which_nothing_was_sampled_does_not_age() -> None:
+    buffer = GroupBuffer(0)
+    group = finished(0, False)
+    buffer.add(replace(group, summary=replace(group.summary, oldest_version=-1)))
+    assert buffer.drop_stale(7) == []
+    assert ids(buffer.take(1)) == ["000"]
 
 
 def test_only_dapo_samples_anew_unless_told() -> None:

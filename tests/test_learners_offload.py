@@ -75,6 +75,8 @@ def test_offload_changes_nothing_and_resumes(build: Build, stage: int, offload: 
     [
         (["params"], 2, r"got params with learners\.zero_stage=2, expected learners\.zero_stage=3"),
         (["optimizer"], 0, r"got optimizer with learners\.zero_stage=0, expected .*1 or 2 or 3"),
+        (["critic"], 1, r"got critic with training\.algorithm=grpo, which has none"),
+        (["reference"], 1, r"got reference with training\.kl_coeff=0, which needs none"),
         (["gradients"], 1, r"learners\.offload\.0: got 'gradients'"),
     ],
 )
@@ -132,15 +134,16 @@ def test_an_update_after_offload_and_reload_equals_one_without(build: Build, sta
 
 @pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=SLOW)])
 def test_a_critic_rests_between_its_uses(build: Build, stage: int) -> None:
-    plain = build(PPOLearner, zero_stage=stage)
-    resting = build(PPOLearner, zero_stage=stage, offload=["critic"])
+    training: dict[str, object] = {"algorithm": "ppo"}
+    plain = build(PPOLearner, training, zero_stage=stage)
+    resting = build(PPOLearner, training, zero_stage=stage, offload=["critic"])
     assert isinstance(resting, PPOLearner)
     for seed in range(2):
         assert plain.update(make_groups(seed)) == resting.update(make_groups(seed))
         assert not any(m["exp_avg"].untyped_storage().nbytes() for m in resting.critic._adamw.state.values())
     assert_same_state(plain, resting)
     assert not any(m["exp_avg"].untyped_storage().nbytes() for m in resting.critic._adamw.state.values())
-    resumed = build(PPOLearner, zero_stage=stage, offload=["critic"])
+    resumed = build(PPOLearner, training, zero_stage=stage, offload=["critic"])
     resumed.set_state(resting.get_state())
     assert resumed.update(make_groups(2)) == resting.update(make_groups(2))
 

@@ -141,3 +141,14 @@ def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, mon
     assert read_json(found / "best" / "score.json") == {"metric": "f1", "value": max(scores.values())}
     assert json.loads(invoke("evaluate", str(found / "best"), "--json"))["f1"] == max(scores.values())
     assert "Where is the lamp ?" in invoke("ask", str(found / "best"), "Where is the lamp ?")
+
+
+def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
+    learners: LearnerGroup, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_worker, "write_tensors", lambda path, tensors: None)  # as on a disk of another node
+    saver = CheckpointSaver(store, learners)
+    saver.begin(1, {"iteration": 1}, None)
+    with pytest.raises(UserError, match="file system that its node and this one share"):
+        saver.finish()
+    assert store.steps() == []

@@ -124,3 +124,20 @@ def test_classes_and_shares() -> None:
     assert [task for task in kept if successes[task.task_id] <= 4] == tasks[10:50]
     assert choose(tasks, successes, settings, seed=0)[0] == kept != choose(tasks, successes, settings, seed=1)[0]
     assert choose(tasks, {}, settings, seed=0)[1].failed == 100
+
+
+def test_what_select_takes_by_options_is_no_override(files: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "recipe.yaml", files)
+    for override, option in (
+        ("environment.max_turns=3", "--max-turns"),
+        ("env_runners.temperature=1", "--temperature"),
+    ):
+        printed = invoke(*arguments(recipe, files, tmp_path / "out.jsonl"), override)
+        assert printed.startswith(f"error: got {override.partition('=')[0]}, which select takes as {option}"), printed
+
+
+def test_a_pass_rate_at_the_threshold_is_hard() -> None:
+    task = Task("a", "?", ("b",))
+    for num_right in range(1, 100):
+        settings = SelectionSettings(num_samples=100, max_pass_rate=num_right / 100)
+        assert choose([task], {"a": num_right}, settings, 0)[1].hard == 1

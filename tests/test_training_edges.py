@@ -133,6 +133,15 @@ def test_which_signal_it_was() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_second_interrupt_in_a_held_block_leaves_states_apart() -> None:
+    with InterruptGuard() as guard:
+        with pytest.raises(KeyboardInterrupt), guard.held():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not guard.is_torn
+            os.kill(os.getpid(), signal.SIGINT)
+        assert guard.is_torn
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: Path) -> None:
