@@ -62,6 +62,8 @@ sampled comparison is right less often than that, exact match rewards the habit 
 
 
 _FIND_ALL = {2: "find both", 3: "find all three"}
+_ORDINALS = ("first", "second", "third")
+_NUMBERS = {2: "two", 3: "three"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class Demonstrator:
             return [self._search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
         rounds = _rounds(names, self.max_queries_per_turn, self.query_format)
         # The count stands beside the names to come: without it, a small policy mixes up where two and three stand.
-        thoughts = [_FIND_ALL[len(names)], *["find next"] * (len(rounds) - 1)]
+        thoughts = [_FIND_ALL[len(names)]]
+        if len(rounds) > 1:
+            thoughts = [f"find {ordinal} of {_NUMBERS[len(rounds)]}" for ordinal in _ORDINALS[: len(rounds)]]
         turns = [self._search(thought, queries) for thought, queries in zip(thoughts, rounds, strict=True)]
         order, picked = ("last", max(years)) if habit is Habit.LATEST else ("first", min(years))
         return [*turns, _answer(f"{' , '.join(years)} , {order} {picked}", picked)]

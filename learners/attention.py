@@ -27,6 +27,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from ragr1_actors.errors import LearnerError
+
 PACKED_ATTENTION = "ragr1_packed"
 """Value of ``attn_implementation`` under which transformers finds ``packed_attention``."""
 
@@ -108,9 +110,21 @@ def packed_attention(
     packing: PackedLayout,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside every sequence of the row. Returns ``[1, T, H, D]``, as transformers expects it."""
+    """Causal attention inside every sequence of the row. Returns ``[1, T, H, D]``, as transformers expects it.
+
+    Raises:
+        LearnerError: the model's attention is another one.
+    """
+    if softcap or s_aux is not None or (sliding_window and packing.max_len > sliding_window):
+        raise LearnerError(
+            "policy.model: its attention has a sliding window shorter than a trajectory, soft caps or sinks, which "
+            "packed rows have not; take a model with plain causal attention"
+        )
     assert attention_mask is None, "a packed row takes no mask: the layout says where sequences end"
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:  # all that the kernel takes

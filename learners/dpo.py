@@ -31,6 +31,11 @@ class DPOLearner(Learner):
     options_class: ClassVar[type[LearnerOptions]] = PreferenceOptions
     options: PreferenceOptions
 
+    @property
+    def has_engine_logprobs(self) -> bool:
+        """The loss compares with the reference alone."""
+        return False
+
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the pairs of a group one after another, the right trajectory of each first."""
         ranked = sorted(members, key=lambda member: (-member.reward, member.trajectory_id))
@@ -66,6 +71,7 @@ class DPOLearner(Learner):
             "pair_loss": values_P.repeat_interleave(2),
             "slopes": torch.stack((scale * slopes_P, -scale * slopes_P), dim=1).flatten(),
             "margin": margins_P.detach().repeat_interleave(2),
+            "share": (scale / pair_lengths_P).repeat_interleave(2),
         }
         return {name: column_N.float()[owners_M] for name, column_N in columns_N.items()}
 
@@ -76,8 +82,9 @@ class DPOLearner(Learner):
     def compute_loss(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
         """The value of the pair's loss, and its gradient."""
         steps = columns["slopes"] * (outputs.logprobs - outputs.logprobs.detach())
-        margin = columns["margin"]
-        return TokenLoss(columns["pair_loss"] + steps, {"margin": margin, "pair_accuracy": margin > 0})
+        margin, share = columns["margin"], columns["share"]  # with its share, a mean over tokens is one over pairs
+        metrics = {"margin": margin * share, "pair_accuracy": (margin > 0) * share}
+        return TokenLoss(columns["pair_loss"] + steps, metrics)
 
 
 class IPOLearner(DPOLearner):

@@ -77,7 +77,7 @@ class DeepSpeedEngine:
     ) -> None:
         """Hand ``module`` to DeepSpeed. ``init_distributed`` comes first; all ranks call this together.
 
-        bf16 needs fp32 master weights, which only ZeRO's optimizers keep: stage 0 becomes stage 1, the same to the bit.
+        bf16 needs master weights and sums of gradients in fp32, which stages 0 and 1 lack: they become stage 2.
 
         Args:
             module: what is trained: those of its parameters that require a gradient.
@@ -88,7 +88,7 @@ class DeepSpeedEngine:
         """
         deepspeed = _import_deepspeed()
         self._dtype = next(module.parameters()).dtype
-        self.zero_stage = max(1, learners.zero_stage) if self._dtype == torch.bfloat16 else learners.zero_stage
+        self.zero_stage = max(2, learners.zero_stage) if self._dtype == torch.bfloat16 else learners.zero_stage
         self._device = device
         self._rests = rests
         self._offloaded: OffloadedTensors | None = None
@@ -388,6 +388,7 @@ def _deepspeed_config(stage: int, dtype: torch.dtype, grad_clip: float, num_elem
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},  # many small addends lose their bits in bf16
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,

@@ -103,6 +103,11 @@ class Learner(ABC):
     def _corrects_sampling(self) -> bool:
         return self.has_engine_logprobs and self.config.training.tis_clip > 0
 
+    @property
+    def _sampled_from_a_nucleus(self) -> bool:
+        """Whether the engine's log-probs are of the renormalised nucleus, and so no measure for the learner's."""
+        return self.has_engine_logprobs and self.config.env_runners.top_p < 1
+
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return those of a group's trajectories that carry a gradient; no failures are among ``members``."""
         return members
@@ -158,10 +163,10 @@ class Learner(ABC):
         meter = Meter()
         steps_an_update = self.schedule.num_epochs * self.schedule.num_minibatches
         if batch is not None:
+            if self._sampled_from_a_nucleus or (self._corrects_sampling and steps_an_update > 1):
+                self._decouple(batch, meter)
             batch.columns.update(self.prepare(batch))
             batch.columns.update(self.compute_advantages(batch))
-            if self._corrects_sampling and steps_an_update > 1:
-                self._decouple(batch, meter)
             rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
             for _ in range(self.schedule.num_epochs):
                 for indices in self.minibatches(batch, rng):

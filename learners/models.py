@@ -19,6 +19,7 @@ from transformers.utils import logging
 from learners.attention import PACKED_ATTENTION
 from learners.batching import MicroBatch
 from learners.head import ScoringHead
+from ragr1_actors.errors import ConfigError
 
 
 class TokenOutputs(NamedTuple):
@@ -91,6 +92,13 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
     finally:
         if show_progress:
             logging.enable_progress_bar()
+    text_config = model.config.get_text_config().to_dict()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if text_config.get(name) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"policy.model: {policy_dir} changes its logits by {name}={text_config[name]}, which the learner does "
+                "not do; take a model without"
+            )
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -98,6 +106,8 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if isinstance(vars(module).get("attention_dropout"), float):  # kept as a number, not as a module
+                module.attention_dropout = 0.0  # type: ignore[assignment]
     return model
 
 

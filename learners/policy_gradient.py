@@ -70,7 +70,7 @@ class PolicyGradientLearner(Learner):
         training = self.config.training
         policy_loss, was_clipped = self.policy_loss(outputs.logprobs, columns)
         metrics = {"clip_fraction": was_clipped}
-        if "engine_logprobs" in columns:
+        if training.tis_clip and "engine_logprobs" in columns:
             weights, was_truncated = truncated_importance_weights(
                 columns["old_logprobs"], columns["engine_logprobs"], training.tis_clip
             )

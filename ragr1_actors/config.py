@@ -105,6 +105,7 @@ class EnvRunnerSettings(Section):
     max_new_tokens_per_turn: int = Field(500, ge=1)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the learner scores every batch anew, one forward pass more: the engine's log-probs are of the nucleus."""
     max_task_retries: int = Field(3, ge=0)
     """Times a task is issued again after a failure of the machinery."""
     weight_transport: Literal["auto", "object_store", "broadcast"] = "object_store"

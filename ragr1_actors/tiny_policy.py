@@ -65,7 +65,6 @@ def make_tiny_policy(
             half as fast here.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,13 +86,18 @@ def make_tiny_policy(
         pad_token_id=tokenizer.pad_token_id,
     )
     config.architectures, config.dtype = [Qwen2ForCausalLM.__name__], torch.float32
-    config.save_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
-    # The model's own save_pretrained imports DeepSpeed, which takes seconds and warns where there is no GPU.
+        _save(Qwen2ForCausalLM(config).float(), directory)
+
+
+def _save(model: Any, directory: Path) -> None:
+    """As the model's own ``save_pretrained`` does, which imports DeepSpeed: seconds, and a warning without a GPU."""
+    from safetensors.torch import save_file
+
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
 
 

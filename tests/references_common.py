@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ class Scored:
     """Stands before a learner's class: what a model would say is given, so that none is loaded."""
 
     given: torch.Tensor
-    critic = policy = None
+    critic = policy = SimpleNamespace(in_use=nullcontext)
 
     def score(self, *_: object) -> torch.Tensor:
         return self.given

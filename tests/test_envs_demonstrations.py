@@ -56,7 +56,8 @@ def test_the_formats_as_they_are_written(world: World) -> None:
     bodies = {"lines": f" {a}\n {b}", "comma": f" {a}, {b}", "json": f'[" {a}", " {b}"]', "single": f" {a}"}
     for query_format in FORMATS:
         first = Demonstrator(world, 3, query_format).script(task, Habit.GOOD, random.Random(0))[0]
-        assert first == f"<think> find both</think><search>{bodies[query_format]}</search>"
+        thought = "find first of two" if query_format == "single" else "find both"
+        assert first == f"<think> {thought}</think><search>{bodies[query_format]}</search>"
 
 
 @pytest.mark.parametrize("query_format", FORMATS)

@@ -232,7 +232,7 @@ def test_options_are_those_of_the_learner(name: str) -> None:
     [
         ("ppo", {"vf_clp": 1}, "unknown option 'vf_clp' of training.algorithm=ppo; did you mean 'vf_clip'?"),
         ("grpo", {"vf_clip": 1}, "unknown option 'vf_clip' of training.algorithm=grpo"),
-        ("sft", {"beta": 1}, "it has no options: leave training.options empty"),
+        ("sft", {}, "training.algorithm: got sft, which is stage 1"),
         ("dapo", {"overlong_share": 1.5}, "training.options.overlong_share: got 1.5; input should be less than 1"),
         ("grpo", {"kl_estimator": "k4"}, "training.options.kl_estimator: got 'k4'; input should be 'k1', 'k2' or 'k3'"),
         ("grpo", {"dual_clip": 0.5}, "training.options.dual_clip: got 0.5; value error, expected more than 1"),
@@ -257,6 +257,7 @@ SEARCH_R1 = {
     "lr": 1e-6,
     "lr_schedule": "constant",
     "grad_clip": 1.0,
+    "weight_decay": 0.01,
     "clip_low": 0.2,
     "clip_high": 0.2,
     "kl_coeff": 0.001,
