@@ -311,12 +311,16 @@ class Learner(ABC):
         model: Any = self.policy.module.get_submodule("model")
         return bool(model.config.tie_word_embeddings)
 
-    def get_state(self) -> State:
-        """Return all that a resumed run needs beside the folder it was built from, on rank 0; the others help."""
+    def get_state(self, *, keep: bool = True) -> State:
+        """Return all that a resumed run needs beside the folder it was built from. All ranks call together.
+
+        Args:
+            keep: False helps the others to gather it, and keeps next to nothing.
+        """
         state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
         for name, engine in self.engines().items():
             with engine.in_use():
-                state |= {f"{name}/{key}": value for key, value in engine.get_state(keep=self.rank == 0).items()}
+                state |= {f"{name}/{key}": value for key, value in engine.get_state(keep=keep).items()}
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:

@@ -118,7 +118,7 @@ class LearnerWorker:
 
     def get_state(self) -> Arrays:
         """Return the learner's state on rank 0; the other ranks help to gather it."""
-        state = self.learner.get_state()
+        state = self.learner.get_state(keep=self._rank == 0)
         return state if self._rank == 0 else {}
 
     def offload_states(self) -> int:
@@ -143,7 +143,7 @@ class LearnerWorker:
 
     def begin_save(self, directory: Path) -> None:
         """Copy policy and state, and have a thread of rank 0 write them into ``directory``."""
-        policy, state = self.learner.take_policy(), self.learner.get_state()
+        policy, state = self.learner.take_policy(), self.learner.get_state(keep=self._rank == 0)
         if self._rank == 0:
             self._writing = self._writer.submit(_write_learner, directory, policy, state)
 
