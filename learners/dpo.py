@@ -32,7 +32,7 @@ class DPOLearner(Learner):
     options: PreferenceOptions
 
     @property
-    def has_engine_logprobs(self) -> bool:
+    def uses_old_logprobs(self) -> bool:
         """The loss compares with the reference alone."""
         return False
 

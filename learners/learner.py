@@ -100,13 +100,18 @@ class Learner(ABC):
         return True
 
     @property
+    def uses_old_logprobs(self) -> bool:
+        """Whether the loss compares with the policy that sampled."""
+        return self.has_engine_logprobs
+
+    @property
     def _corrects_sampling(self) -> bool:
-        return self.has_engine_logprobs and self.config.training.tis_clip > 0
+        return self.uses_old_logprobs and self.config.training.tis_clip > 0
 
     @property
     def _sampled_from_a_nucleus(self) -> bool:
         """Whether the engine's log-probs are of the renormalised nucleus, and so no measure for the learner's."""
-        return self.has_engine_logprobs and self.config.env_runners.top_p < 1
+        return self.uses_old_logprobs and self.config.env_runners.top_p < 1
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return those of a group's trajectories that carry a gradient; no failures are among ``members``."""

@@ -102,11 +102,13 @@ def test_checkpointing_brings_no_dropout_into_attention(tmp_path: Path) -> None:
     torch.testing.assert_close(checkpointed, plain)
 
 
-def test_pairs_are_counted_as_pairs(tmp_path: Path) -> None:
+def test_pairs_are_counted_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = DPOLearner(
         make_config(training={"algorithm": "dpo", "tis_clip": 2.0, "num_epochs": 2}), make_policy(tmp_path)
     )
     learner.build()
+    asked: list[object] = []
+    monkeypatch.setattr(learner, "_decouple", lambda *_: asked.append("scored anew"))
     before = learner.update(make_groups(0))
     batch = learner._select(make_groups(0))
     assert batch is not None
@@ -119,7 +121,8 @@ def test_pairs_are_counted_as_pairs(tmp_path: Path) -> None:
     learner.close()
     assert found["margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
     assert found["pair_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
-    assert "engine_kl" not in before
+    assert asked == [], "nothing that is read would come of it"
+    assert before["logprob_gap_mean"] > 0
 
 
 def test_a_pair_needs_a_group_of_two() -> None:
