@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ragr1_actors.config_checks import nearest
+from ragr1_actors.config_checks import first_problem, nearest
 from ragr1_actors.errors import ConfigError
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -140,7 +140,5 @@ def parse_options(options_class: type[OptionsT], options: Mapping[str, Any], alg
     try:
         return options_class.model_validate(dict(options))
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
-        raise ConfigError(f"training.options.{name}: got {first['input']!r}; {message}") from error
+        name, found, problem = first_problem(error)
+        raise ConfigError(f"training.options.{name}: got {found!r}; {problem}") from error

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragr1_actors.config_checks import check_settings, check_value, nearest, parse_yaml, read_yaml_file
+from ragr1_actors.config_checks import check_settings, check_value, first_problem, nearest, parse_yaml, read_yaml_file
 from ragr1_actors.errors import ConfigError
 
 if TYPE_CHECKING:  # algorithm imports config, and pulls in Ray
@@ -366,11 +366,8 @@ class AlgorithmConfig:
         try:
             config = RunConfig.model_validate(self._sections)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(
-                f"{name}: got {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}"
-            ) from error
+            name, found, problem = first_problem(error)
+            raise ConfigError(f"{name}: got {found!r}; {problem}") from error
         check_settings(config)
         return config
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from ragr1_actors.errors import ConfigError
 
@@ -157,8 +159,16 @@ def _check_offload(config: RunConfig) -> None:
         raise ConfigError("learners.offload: got reference with training.kl_coeff=0, which needs none; take it out")
 
 
-def nearest(name: str, known: list[str]) -> str:
+def first_problem(error: ValidationError) -> tuple[str, Any, str]:
+    """Return the first key that does not fit, such as ``training.lr``, what stands there, and what is wrong with it."""
+    first = error.errors()[0]
+    message = first["msg"]
+    return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message on an unknown name: the nearest there is, or all of them."""
+    known = list(known)
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
 

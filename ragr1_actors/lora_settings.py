@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ragr1_actors.config_checks import nearest
+from ragr1_actors.config_checks import first_problem, nearest
 from ragr1_actors.errors import ConfigError
 
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -54,6 +54,5 @@ def read_lora(options: dict[str, Any]) -> LoraSettings | None:
     try:
         return LoraSettings.model_validate(options)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in ("learners.lora", *first["loc"]))
-        raise ConfigError(f"{name}: got {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}") from error
+        name, found, problem = first_problem(error)
+        raise ConfigError(f"learners.lora.{name}: got {found!r}; {problem}") from error

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ragr1_actors.config_checks import nearest
 from ragr1_actors.errors import ConfigError, DataError, UserError
 from retrieval.base import Passage
 from retrieval.build_directory import BuildArguments, building_dir, check_free, has_costly_work, work_directory
 from retrieval.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
 from retrieval.embedding_fleet import fill_store
 from retrieval.embeddings import EmbeddingStore, StoreHeader, publish
-from retrieval.index_types import BM25, FLAT, HYBRID, INDEX_TYPES, nearest, parse_options
+from retrieval.index_types import BM25, FLAT, HYBRID, INDEX_TYPES, parse_options
 from retrieval.manifest import BM25_FOLDER, FileRecord, Manifest, Shard, fingerprint_file
 from retrieval.progress import progress_bar
 from retrieval.texts import valid_unicode

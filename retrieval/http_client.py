@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from yarl import URL
 
 from ragr1_actors.config import Section
+from ragr1_actors.config_checks import first_problem, nearest
 from ragr1_actors.errors import ConfigError, RetrievalError
 from retrieval.cache import normalise
-from retrieval.index_types import nearest
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """A longer answer is no list of passages."""
@@ -61,9 +61,7 @@ def parse_section(section: type[S], options: Mapping[str, Any], retriever_type: 
     try:
         return section.model_validate(dict(options))
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        problem = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        name, _, problem = first_problem(error)
         raise ConfigError(f"retrieval.options.{name} of retrieval.type={retriever_type}: {problem}") from None
 
 

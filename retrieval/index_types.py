@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragr1_actors.config_checks import nearest
 from ragr1_actors.errors import ConfigError
 
 BM25 = "bm25"
@@ -94,10 +94,3 @@ def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]
                 f"{known[name].low}"
             )
     return {name: options.get(name, option.default) for name, option in known.items()}
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: what was meant, or all there is."""
-    known = list(known)
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
