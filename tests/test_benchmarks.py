@@ -179,6 +179,7 @@ async def test_a_paced_step_takes_its_time_whatever_the_batch(
     assert 0.01 + 6 * 0.02 <= await timed(50, 90, 1) < 90 * 0.02  # 84 of its tokens are cached
 
 
+@pytest.mark.slow
 def test_the_paced_loops_take_the_same_turns(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paced, "STEP_S", 0.0002)
     monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.002)

@@ -38,6 +38,7 @@ def run(num_cpus: float, num_gpus: float) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_actors_may_share_the_cores_of_a_small_machine() -> None:
     wanted = (os.cpu_count() or 1) + 5

@@ -130,6 +130,7 @@ def setup(ray_local: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> It
     made.learners.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup: Setup) -> None:
     setup.wait_until_healed()

@@ -149,6 +149,7 @@ def run_with_adapters(learner: Any, policy_dir: Path, batches: list[list[Traject
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks_train_adapters_as_one_does(two_ranks: LearnerGroup, policy_dir: Path) -> None:
     batches = [make_groups(seed, num_groups=3) for seed in range(3)]
     alone = LearnerGroup(make_config())
@@ -206,6 +207,7 @@ def run_on(
     return results
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_on_more_ranks_and_on_fewer(two_ranks: LearnerGroup, policy_dir: Path) -> None:
     batches = [make_groups(seed, num_groups=3, group_size=3) for seed in range(3)]
     alone = LearnerGroup(make_config())

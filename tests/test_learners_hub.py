@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from learners_common import make_policy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,7 @@ group.stop()
 """
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_trained_and_saved(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     cached = tmp_path / "hub" / "models--someone--tiny"

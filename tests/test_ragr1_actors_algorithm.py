@@ -74,10 +74,10 @@ def algorithm(config: RunConfig, run_dir: Path) -> Iterator[Algorithm]:
         built.stop()
 
 
-FAMILY = ("dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dpo", "ipo")
+FAMILY = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dpo", "ipo")
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY)])
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY)])
 def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     with algorithm(make_config(files, algorithm=name, num_iterations=20), tmp_path) as trained:
         losses: list[float] = []
@@ -154,7 +154,9 @@ INTERRUPTS = {
 """The n-th call of the method is interrupted: before it has done anything, or by a signal that is held back."""
 
 
-@pytest.mark.parametrize("place", INTERRUPTS)
+@pytest.mark.parametrize(
+    "place", [place if "RL" in place else pytest.param(place, marks=pytest.mark.slow) for place in INTERRUPTS]
+)
 def test_an_interrupted_run_resumes_as_if_nothing_had_happened(
     files: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

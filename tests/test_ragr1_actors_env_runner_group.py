@@ -209,6 +209,7 @@ def test_a_runner_that_cannot_start_is_one_sentence(ray_local: ModuleType, tmp_p
     fleet.stop()
 
 
+@pytest.mark.slow
 def test_the_driver_samples_the_same_tokens_as_an_actor(
     ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:
         fill_store(store, world.directory, world.encoder_dir, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_actors_write_what_this_process_would(
     ray_local: ModuleType, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
