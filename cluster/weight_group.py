@@ -85,6 +85,8 @@ class Invitation:
     backend: Backend = "gloo"
     bucket_bytes: int = BUCKET_BYTES
     timeout_s: float = TIMEOUT_S
+    base: str = ""
+    """Where what is sent are adapters: what they are merged into, an ``AdapterBase`` as JSON."""
 
     def to_json(self) -> str:
         """For vLLM, whose calls carry no classes."""

@@ -58,6 +58,11 @@ class SendingLearner(Protocol):
         """Whether ``lm_head.weight`` is the embedding."""
         ...
 
+    @property
+    def adapter_base(self) -> str:
+        """What the engines merge adapters into; see ``Invitation.base``."""
+        ...
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name, in the order of ``stream_weights``."""
         ...
@@ -72,6 +77,8 @@ class WeightSource(Protocol):
 
     num_restarts: int
     """Times its processes were started anew, with which every group of theirs is gone."""
+    num_builds: int
+    """Stages that it began, each with a policy of its own to merge adapters into."""
 
     def weights_ref(self) -> Any:
         """A reference to ``{name: array}``, or the dictionary itself."""
@@ -227,7 +234,7 @@ class BroadcastTransport:
 
     @property
     def _sender_name(self) -> str:
-        return f"learners, life {1 + self._source.num_restarts}"
+        return f"learners, life {1 + self._source.num_restarts}, stage {self._source.num_builds}"
 
     def _form_group(self, receivers: list[Receiver]) -> str:
         """Have the learner and every worker join a new group; return what went wrong."""
@@ -317,6 +324,7 @@ def _listen(
         backend,
         bucket_bytes,
         timeout_s,
+        learner.adapter_base,
     )
     return _sender.invitation
 

@@ -127,9 +127,14 @@ def packed_attention(
         )
     assert attention_mask is None, "a packed row takes no mask: the layout says where sequences end"
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:  # all that the kernel takes
+    if takes_rows(query.device, query.dtype) and not dropout:
         return flash_attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
     return block_attention(query_THD, key_THD, value_THD, packing, scaling, dropout).unsqueeze(0), None
+
+
+def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention takes the row as it is there; else it is laid out in blocks, with their padding."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def flash_attention(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from learners.offload import OffloadedTensors
+from learners.zero import AdamWSettings, deepspeed_config, num_elements, offload_config
 from ragr1_actors.config import LearnerSettings
 from ragr1_actors.errors import DataError, LearnerError
 
@@ -30,18 +31,8 @@ State = dict[str, NDArray[Any]]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
 MAX_SKIPPED_STEPS = 10
 """In a row; by then it is the weights or the loss that are broken, and no further step would be taken either."""
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """Of ``torch.optim.AdamW``; the learning rate is given with every step."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
 
 
 def init_distributed(rank: int, world_size: int) -> torch.device:
@@ -87,8 +78,8 @@ class DeepSpeedEngine:
             rests: whether everything is in the host's memory from now on, but for ``in_use``.
         """
         deepspeed = _import_deepspeed()
-        self._dtype = next(module.parameters()).dtype
-        self.zero_stage = max(2, learners.zero_stage) if self._dtype == torch.bfloat16 else learners.zero_stage
+        self.dtype = next(module.parameters()).dtype
+        self.zero_stage = max(2, learners.zero_stage) if self.dtype == torch.bfloat16 else learners.zero_stage
         self._device = device
         self._rests = rests
         self._offloaded: OffloadedTensors | None = None
@@ -96,9 +87,8 @@ class DeepSpeedEngine:
         self._grad_norm = 0.0
         self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        num_elements = sum(parameter.numel() for parameter in parameters)
-        config = _deepspeed_config(self.zero_stage, self._dtype, settings.grad_clip, num_elements)
-        config["zero_optimization"] |= _offload_config(learners.offload)
+        config = deepspeed_config(self.zero_stage, self.dtype, settings.grad_clip, num_elements(parameters))
+        config["zero_optimization"] |= offload_config(learners.offload)
         _place(module, device, self.zero_stage, config)
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
@@ -325,7 +315,7 @@ class DeepSpeedEngine:
 class ShardedModule:
     """A module that is not trained, spread over the ranks (ZeRO stage 3).
 
-    Each layer is gathered for its part of the pass. Every rank reads the whole module into the host's memory first.
+    Each layer is gathered for its part of the pass.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, *, on_host: bool) -> None:
@@ -337,8 +327,8 @@ class ShardedModule:
             on_host: whether a rank's share lives in the host's memory between the passes.
         """
         deepspeed = _import_deepspeed()
-        config = _deepspeed_config(3, next(module.parameters()).dtype, 0.0, 1)
-        config["zero_optimization"] |= _offload_config(["params"] if on_host else [])
+        config = deepspeed_config(3, next(module.parameters()).dtype, 0.0, 1)
+        config["zero_optimization"] |= offload_config(["params"] if on_host else [])
         _place(module, device, 3, config)
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         self._engine.eval()
@@ -362,8 +352,40 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
+@contextmanager
+def shared_loading(zero_stage: int, dtype: torch.dtype, *, on_host: bool) -> Iterator[None]:
+    """Have transformers load models for ZeRO stage 3 in here: a rank never holds more than its share and one layer.
+
+    Rank 0 reads a layer, and the others get their shares. All ranks load together; at other stages each reads all.
+
+    Args:
+        zero_stage: of the engine that gets the model.
+        dtype: of the model.
+        on_host: whether a rank's share is to live in the host's memory.
+    """
+    if zero_stage < 3:
+        yield
+        return
+    zero = _import_deepspeed().zero
+    from deepspeed.runtime.zero import DeepSpeedTensorOverride
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    config = deepspeed_config(3, dtype, 0.0, 1)
+    config["zero_optimization"] |= offload_config(["params"] if on_host else [])
+    held = HfDeepSpeedConfig(config)  # transformers itself holds a weak reference to it
+    original = zero.Init
+    # It would round what modules compute for themselves to the model's dtype: rotary frequencies, in bf16
+    zero.Init = partial(original, tensor_overrides={DeepSpeedTensorOverride.device})
+    try:
+        yield
+    finally:
+        zero.Init = original
+        unset_hf_deepspeed_config()
+        del held
+
+
 def _place(module: nn.Module, device: torch.device, zero_stage: int, config: dict[str, Any]) -> None:
-    """Move a module to the device; at stage 3 parameter by parameter, so that it need not fit there whole."""
+    """Move a module to the device; at stage 3 by parameters, those that are not spread over the ranks yet."""
     if zero_stage < 3:
         module.to(device)
         return
@@ -372,29 +394,3 @@ def _place(module: nn.Module, device: torch.device, zero_stage: int, config: dic
     deepspeed.zero.Init(module=module, config_dict_or_path=config)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
-
-
-def _offload_config(offload: Collection[str]) -> dict[str, Any]:
-    keys = {"optimizer": "offload_optimizer", "params": "offload_param"}
-    return {key: {"device": "cpu"} for name, key in keys.items() if name in offload}
-
-
-def _deepspeed_config(stage: int, dtype: torch.dtype, grad_clip: float, num_elements: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: micro-batches are ours
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # a step is where we call step()
-        "gradient_clipping": grad_clip if stage > 0 else 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},  # many small addends lose their bits in bf16
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            # Buckets are allocated whole: the default of 5e8 elements is 2 GB for a model of any size.
-            "reduce_bucket_size": min(num_elements, 200_000_000),
-        },
-        "steps_per_print": 2**31,
-    }

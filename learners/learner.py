@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,8 +32,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from learners.attention import takes_rows
 from learners.batching import FlatTrajectories, MicroBatch, pack, plan
-from learners.engine import AdamWSettings, DeepSpeedEngine, State, init_distributed
+from learners.engine import DeepSpeedEngine, State, init_distributed, shared_loading
 from learners.meter import Columns, Meter, TokenLoss, poisoned
 from learners.models import PolicyModel, TokenOutputs, ValueModel, pair_cost
 from learners.options import LearnerOptions, parse_options
@@ -41,9 +43,10 @@ from learners.published import gather, policy_shapes, policy_weights
 from learners.reference import Reference, make_reference
 from learners.schedule import Schedule
 from learners.train_batch import TrainBatch, select
+from learners.zero import AdamWSettings
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
-from ragr1_actors.lora_settings import KEEPING_ENGINES, read_lora
+from ragr1_actors.lora_settings import BASE_KEY, MERGING_ENGINES, AdapterBase, read_lora
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +62,8 @@ class Learner(ABC):
         """Remember what to build: the policy in ``policy_dir``, as rank ``rank`` of ``world_size``."""
         self.config = config
         self.policy_dir = Path(policy_dir)
+        self.policy_name = str(policy_dir)
+        """What others find the policy by, where that is the name on a hub of which ``policy_dir`` is a copy here."""
         self.rank = rank
         self.world_size = world_size
         self.dtype = DTYPES[config.policy.dtype]
@@ -66,7 +71,7 @@ class Learner(ABC):
         self.schedule = self.make_schedule()
         self.num_updates = 0
         self.lora = read_lora(config.learners.lora)
-        self._sends_adapted_only = self.lora is not None and config.env_runners.engine in KEEPING_ENGINES
+        self._sends_adapters = self.lora is not None and config.env_runners.engine in MERGING_ENGINES
         self._reference: Reference | None = None
 
     # What an algorithm overrides
@@ -143,7 +148,8 @@ class Learner(ABC):
     def build(self) -> None:
         """Load the policy and set DeepSpeed up."""
         self.device = init_distributed(self.rank, self.world_size)
-        policy = self._load_policy(self.config.learners.gradient_checkpointing)
+        with self.loading():
+            policy = self._load_policy(self.config.learners.gradient_checkpointing)
         self.pair_cost = pair_cost(policy.model)
         self.policy = self.make_engine(policy, self.schedule.adamw)
 
@@ -156,6 +162,11 @@ class Learner(ABC):
 
             add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
         return DeepSpeedEngine(module, settings, self.config.learners, self.device, rests=rests)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Load what is trained in here; see ``shared_loading``."""
+        learners = self.config.learners
+        return shared_loading(learners.zero_stage, self.dtype, on_host="params" in learners.offload)
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
         return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
@@ -207,7 +218,7 @@ class Learner(ABC):
         micro_batches = self._share(batch.flat, indices)
         model_lengths = batch.flat.model_lengths
         num_tokens = sum(model_lengths[index] for index in indices)
-        meter.add_layout(micro_batches)
+        meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
         self.train_step(micro_batches, batch.columns | self.step_columns(batch, indices), num_tokens, meter)
         meter.num_steps += 1
 
@@ -296,19 +307,27 @@ class Learner(ABC):
         return gather(policy_weights(self.policy, self.lora), self.rank, self.is_tied)
 
     def published_weights(self) -> State:
-        """Return what ``stream_weights`` yields, in the form of ``get_weights``."""
-        return gather(self.stream_weights(), self.rank, self.is_tied)
+        """Return what ``stream_weights`` yields, in the form of ``get_weights``; of adapters, the base as well."""
+        weights = gather(self.stream_weights(), self.rank, self.is_tied)
+        return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what runners are sent, parameter by parameter, whole, where it is and as it is, a tied one once.
 
-        All ranks iterate to the end together. With ``learners.lora``, ``KEEPING_ENGINES`` are sent merged weights only.
+        All ranks iterate to the end together. With ``learners.lora``, ``MERGING_ENGINES`` are sent adapters alone.
         """
-        return policy_weights(self.policy, self.lora, adapted_only=self._sends_adapted_only)
+        return policy_weights(self.policy, self.lora, adapters_only=self._sends_adapters)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``stream_weights`` yields, in its order; all are of ``self.dtype``."""
-        return policy_shapes(self.policy, self.lora, adapted_only=self._sends_adapted_only)
+        return policy_shapes(self.policy, self.lora, adapters_only=self._sends_adapters)
+
+    @property
+    def adapter_base(self) -> str:
+        """An ``AdapterBase`` as JSON, where runners are sent adapters alone; empty where they are sent weights."""
+        if self.lora is None or not self._sends_adapters:
+            return ""
+        return AdapterBase(folder=self.policy_name, scaling=self.lora.alpha / self.lora.rank).model_dump_json()
 
     @property
     def is_tied(self) -> bool:
@@ -352,7 +371,13 @@ class Learner(ABC):
             for name, weight in weights.items()
             if not (self.is_tied and name == "lm_head.weight")
         }
-        return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors)
+        adapter = None
+        if self.lora is not None:
+            from learners.lora import AdapterCopy
+
+            found = gather(policy_weights(self.policy, self.lora, adapters_only=True), self.rank, is_tied=False)
+            adapter = AdapterCopy(self.lora, self.policy_name, {k: torch.from_numpy(v) for k, v in found.items()})
+        return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors, adapter)
 
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder, tokenizer included. All ranks call; rank 0 writes."""

@@ -99,6 +99,8 @@ class LearnerGroup:
         self.config = config
         self.num_restarts = 0
         """Times the group was started anew, ``learners.max_restarts`` at most."""
+        self.num_builds = 0
+        """Stages begun."""
         self._local: LearnerWorker | None = None
         self._actors: list[Any] = []
         self._history: _History | None = None
@@ -141,6 +143,7 @@ class LearnerGroup:
         self._history = None  # ranks that start anew in here build this learner, and no other before
         self._call("build", learner_name, directory)
         self._history = _History(learner_name, directory)
+        self.num_builds += 1
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
         """Learn from record batches of trajectory groups, given as references or as they are.

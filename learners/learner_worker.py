@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, is_no_room, read_tensors, sync_tree, write_tensors
+from ragr1_actors.checkpoint import (
+    ADAPTER_FOLDER,
+    LEARNER_FILE,
+    POLICY_FOLDER,
+    is_no_room,
+    read_tensors,
+    sync_tree,
+    write_tensors,
+)
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import UserError
 from ragr1_actors.schema import groups_from_record_batch
@@ -75,12 +83,14 @@ class LearnerWorker:
         from ragr1_actors.plugins import load_object
 
         self.close()
+        name = str(policy_dir)
         if not policy_dir.is_dir():  # the learner reads more of a policy than its weights
             from huggingface_hub import snapshot_download
 
-            policy_dir = Path(snapshot_download(str(policy_dir)))
+            policy_dir = Path(snapshot_download(name))
         learner_class = load_object(learner_name, LEARNERS)
         learner: Learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
+        learner.policy_name = name
         learner.build()  # one that fails has nothing to close
         self._learner = learner
 
@@ -171,5 +181,7 @@ class LearnerWorker:
 def _write_learner(directory: Path, policy: PolicyCopy, state: Arrays) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     policy.write(directory / POLICY_FOLDER)
+    if policy.adapter is not None:
+        policy.adapter.write(directory / ADAPTER_FOLDER)
     write_tensors(directory / LEARNER_FILE, state)
     sync_tree(directory)  # here as well, since only the node that wrote can flush to a shared file system

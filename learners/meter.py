@@ -63,13 +63,19 @@ class Meter:
         self._steps_taken: dict[str, int] = {}
         self._num_skipped = 0
 
-    def add_layout(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Count the tokens that go through the linear layers, and those of dummies among them."""
+    def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
+        """Count tokens of the linear layers and query-key pairs of attention, and what of them is dummies or padding.
+
+        Args:
+            micro_batches: of this rank.
+            in_blocks: whether attention computes the pairs of the blocks, or those of the sequences alone.
+        """
         for micro_batch in micro_batches:
             self._add("_computed", float(micro_batch.num_tokens))
             self._add("_padding", micro_batch.num_tokens * (1.0 - micro_batch.weight))
-            self._add("_useful_cells", micro_batch.layout.useful_cells * micro_batch.weight)
-            self._add("_padded_cells", float(micro_batch.layout.padded_cells))
+            layout = micro_batch.layout
+            self._add("_useful_cells", layout.useful_cells * micro_batch.weight)
+            self._add("_padded_cells", float(layout.padded_cells if in_blocks else layout.useful_cells))
 
     def add_tokens(
         self, micro_batch: MicroBatch, outputs: TokenOutputs, old_logprobs_M: torch.Tensor | None, token_loss: TokenLoss

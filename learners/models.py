@@ -19,6 +19,7 @@ from transformers.utils import logging
 from learners.attention import PACKED_ATTENTION
 from learners.batching import MicroBatch
 from learners.head import ScoringHead
+from learners.zero import num_elements
 from ragr1_actors.errors import ConfigError
 
 
@@ -129,8 +130,8 @@ def pair_cost(model: Any) -> float:
     By FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, but causal attention looks at half the pairs): 2 a
     parameter and token in the linear layers, 2 * num_layers * hidden_size a pair of L**2 in attention. For
     Qwen2.5-1.5B it is 1 / 30,500: at 8,000 tokens attention is a quarter of the linear layers. The head is left out, as
-    it sees MODEL tokens only. Call it before ZeRO-3 takes the parameters apart.
+    it sees MODEL tokens only.
     """
-    decoder = model.get_decoder()
-    num_parameters = sum(p.numel() for p in decoder.parameters()) - model.get_input_embeddings().weight.numel()
+    num_parameters = num_elements(model.get_decoder().parameters())
+    num_parameters -= num_elements(model.get_input_embeddings().parameters())
     return float(model.config.num_hidden_layers * model.config.hidden_size / num_parameters)

@@ -6,9 +6,13 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:  # imports peft
+    from learners.lora import AdapterCopy
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
@@ -22,7 +26,9 @@ class PolicyCopy:
     dtype: str
     """``bfloat16``"""
     tensors: dict[str, torch.Tensor]
-    """By Hugging Face name, a tied one once; empty on every rank but 0."""
+    """By Hugging Face name, a tied one once, adapters merged; empty on every rank but 0."""
+    adapter: AdapterCopy | None = None
+    """With ``learners.lora``, what was merged."""
 
     def write(self, directory: Path) -> None:
         """Write the folder, tokenizer included.

@@ -35,7 +35,8 @@ class PPOLearner(PolicyGradientLearner):
         """Load the critic beside the policy, from the same folder."""
         super().build()
         checkpointing = self.config.learners.gradient_checkpointing
-        critic = ValueModel(self.policy_dir, self.dtype, checkpointing)
+        with self.loading():
+            critic = ValueModel(self.policy_dir, self.dtype, checkpointing)
         rests = "critic" in self.config.learners.offload
         self.critic = self.make_engine(critic, self.schedule.adamw, rests=rests)
 

@@ -11,34 +11,34 @@ from ragr1_actors.lora_settings import LoraSettings
 
 
 def policy_weights(
-    engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapted_only: bool = False
+    engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter whole, where it is and as it is, a tied one once. All ranks iterate to the end together.
 
     Args:
         engine: of the policy.
         lora: its adapters, which are merged into the weights beside them.
-        adapted_only: leave out what has no adapter, and so never changes.
+        adapters_only: yield the adapters instead.
     """
     if lora is None:
         weights = engine.full_weights()
     else:
-        from learners.lora import merged_weights  # imports peft
+        from learners.lora import adapter_weights, merged_weights  # imports peft
 
-        weights = merged_weights(engine, adapted_only=adapted_only)
+        weights = adapter_weights(engine) if adapters_only else merged_weights(engine)
     return ((name.removeprefix("model."), tensor) for name, tensor in weights)
 
 
 def policy_shapes(
-    engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapted_only: bool = False
+    engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of what ``policy_weights`` yields, in its order; nothing is gathered for it."""
     if lora is None:
         shapes = engine.full_shapes()
     else:
-        from learners.lora import merged_shapes
+        from learners.lora import adapter_shapes, merged_shapes
 
-        shapes = merged_shapes(engine, adapted_only=adapted_only)
+        shapes = adapter_shapes(engine) if adapters_only else merged_shapes(engine)
     return {name.removeprefix("model."): shape for name, shape in shapes.items()}
 
 

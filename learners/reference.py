@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from learners.batching import MicroBatch
-from learners.engine import DeepSpeedEngine, ShardedModule
+from learners.engine import DeepSpeedEngine, ShardedModule, shared_loading
 from learners.models import PolicyModel
 from ragr1_actors.config import LearnerSettings
 
@@ -36,7 +36,10 @@ def make_reference(
     """Make the reference of a learner; ``load`` reads the policy that the stage began with."""
     if settings.lora:
         return _PolicyWithoutAdapters(policy)
-    return _SecondPolicy(load(), device, zero_stage=settings.zero_stage, rests="reference" in settings.offload)
+    stage, rests = settings.zero_stage, "reference" in settings.offload
+    with shared_loading(stage, policy.dtype, on_host=rests):
+        loaded = load()
+    return _SecondPolicy(loaded, device, zero_stage=stage, rests=rests)
 
 
 class _PolicyWithoutAdapters:

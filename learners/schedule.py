@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from learners.engine import AdamWSettings
+from learners.zero import AdamWSettings
 
 
 @dataclass(frozen=True)

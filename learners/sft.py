@@ -7,7 +7,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from learners.engine import AdamWSettings
 from learners.learner import Learner
 from learners.losses import negative_log_likelihood
 from learners.meter import Columns, TokenLoss
@@ -15,6 +14,7 @@ from learners.models import TokenOutputs
 from learners.options import LearnerOptions
 from learners.schedule import Schedule
 from learners.train_batch import TrainBatch
+from learners.zero import AdamWSettings
 from ragr1_actors.types import TokenKind, Trajectory
 
 

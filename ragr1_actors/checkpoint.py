@@ -44,6 +44,8 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
 
 POLICY_FOLDER = "policy"
 """In a checkpoint: a Hugging Face folder."""
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint of a run with ``learners.lora``: what peft loads beside the policy that the stage began with."""
 LEARNER_FILE = "learner.safetensors"
 SCORE_FILE = "score.json"
 """What the policy scored on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""

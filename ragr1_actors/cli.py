@@ -21,7 +21,7 @@ from ragr1_actors.errors import DataError, RagR1Error, UserError
 from ragr1_actors.index_cli import index_app
 from ragr1_actors.interrupt import exit_status
 from ragr1_actors.preflight import check_names
-from ragr1_actors.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.run_directory import change_learners, create_run_directory, open_run_directory
 
 app = typer.Typer(
     help="Train language models to reason and search with reinforcement learning.",
@@ -46,18 +46,20 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file; see `ragr1 recipes`.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     run_dir: RunDirOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the run in --run-dir; of overrides, it takes learners.key=value."),
+    ] = False,
 ) -> None:
     """Train a policy: SFT to learn the format, then RL to learn to search."""
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory that the run printed when it started")
-        if overrides:
-            raise UserError("a resumed run keeps its configuration; leave the section.key=value arguments out")
         config = open_run_directory(run_dir)
         if (run_dir / "report.json").exists():
             _console.print(f"{run_dir} is finished; see it with: ragr1 report {run_dir}", soft_wrap=True)
             return
+        config = change_learners(run_dir, config, overrides or [])
         check_names(config)
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()

@@ -27,7 +27,6 @@ from ragr1_actors.engines.base import Engine, EngineSettings, ReceivingEngine
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.errors import ConfigError, EngineDeadError
-from ragr1_actors.lora_settings import KEEPING_ENGINES, read_lora
 from ragr1_actors.plugins import load_object
 from ragr1_actors.rollout import RolloutSettings, run_trajectory
 from ragr1_actors.schema import groups_to_record_batch
@@ -209,14 +208,12 @@ async def _or_exit(work: Awaitable[T]) -> T:
 def engine_settings(config: RunConfig, version: int) -> EngineSettings:
     """Return what the run's configuration says of its engines."""
     settings = config.env_runners
-    lora = read_lora(config.learners.lora) if settings.engine in KEEPING_ENGINES else None
     return EngineSettings(
         max_rows=settings.max_concurrent_trajectories,
         max_context_tokens=settings.max_context_tokens,
         dtype=config.policy.dtype,
         device="cuda" if settings.num_gpus_per_env_runner else "cpu",
         version=version,
-        adapted_modules=tuple(lora.target_modules) if lora is not None else (),
         options=settings.engine_options,
     )
 

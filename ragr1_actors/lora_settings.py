@@ -1,4 +1,4 @@
-"""What ``learners.lora`` may hold, read without torch."""
+"""What ``learners.lora`` may hold, and what an engine is told of adapters, read without torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ from ragr1_actors.errors import ConfigError
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Of a decoder layer of Qwen2, Llama and Mistral."""
 
-KEEPING_ENGINES = ("transformers",)
-"""Engines that take an update of some weights and keep the others as they were loaded. vLLM is none of them: it joins
-weights, such as those of queries, keys and values, and reloads what it has joined whole."""
+MERGING_ENGINES = ("transformers", "vllm")
+"""Engines that are sent adapters alone, and merge them themselves. One of a user's own is sent merged weights."""
+
+BASE_KEY = "lora_base"
+"""Where an update of weights holds an ``AdapterBase`` as JSON: the rest of it is adapters."""
+
+
+class AdapterBase(BaseModel):
+    """What adapters are merged into: ``AdapterBase(folder="/runs/mine/policy_sft", scaling=2.0)``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str
+    """The policy that the stage began with: a Hugging Face folder, or a name on the hub."""
+    scaling: float
+    """A weight W is used as W + scaling * B A."""
 
 
 class LoraSettings(BaseModel):

@@ -8,7 +8,7 @@ import yaml
 
 from ragr1_actors.checkpoint import POLICY_FOLDER, CheckpointStore
 from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.errors import RunDirectoryError
+from ragr1_actors.errors import ConfigError, RunDirectoryError
 
 CONFIG_FILE = "config.yaml"
 _START_ANEW = "put the file back, or start a new run in another --run-dir"
@@ -26,16 +26,49 @@ def create_run_directory(config: RunConfig, run_dir: Path) -> None:
                 f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir"
             )
         run_dir.mkdir(parents=True, exist_ok=True)
-        # whole or absent: half of it would be another run's configuration to whoever resumes
-        writing = run_dir / f".writing_{CONFIG_FILE}"
-        try:
-            writing.write_text(config.to_yaml(), encoding="utf-8")
-            writing.rename(run_dir / CONFIG_FILE)
-        finally:
-            writing.unlink(missing_ok=True)
     except OSError as error:
-        shown = _shortened(run_dir)
-        raise RunDirectoryError(f"cannot write to {shown}: {error.strerror}; choose another --run-dir") from error
+        raise _cannot_write(run_dir, error) from error
+    _write_config(config, run_dir)
+
+
+def _write_config(config: RunConfig, run_dir: Path) -> None:
+    """Whole or not at all: half of it would be another run's configuration to whoever resumes."""
+    writing = run_dir / f".writing_{CONFIG_FILE}"
+    try:
+        writing.write_text(config.to_yaml(), encoding="utf-8")
+        writing.rename(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise _cannot_write(run_dir, error) from error
+    finally:
+        writing.unlink(missing_ok=True)
+
+
+def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(f"cannot write to {_shortened(run_dir)}: {error.strerror}; choose another --run-dir")
+
+
+def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) -> RunConfig:
+    """Change keys of ``learners`` in a run's configuration, such as the number of ranks that it goes on on.
+
+    Args:
+        run_dir: of the run.
+        config: what ``open_run_directory`` returned.
+        assignments: ``["learners.num_learners=8", "learners.zero_stage=3"]``; not ``learners.lora``, what is trained.
+
+    Raises:
+        ConfigError: another key is among them, or one of them cannot be.
+        RunDirectoryError: the directory cannot be written.
+    """
+    for name in (assignment.partition("=")[0] for assignment in assignments):
+        if not name.startswith("learners.") or name == "learners.lora":
+            raise ConfigError(
+                f"got {name}; a resumed run keeps its configuration but for learners.key=value, lora excepted: leave "
+                "it out, or start another run"
+            )
+    changed = AlgorithmConfig(config.model_dump()).override(assignments).freeze()
+    if changed != config:
+        _write_config(changed, run_dir)
+    return changed
 
 
 def open_run_directory(run_dir: Path) -> RunConfig:

@@ -266,7 +266,7 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_merged_weights_are_broadcast_and_the_others_kept(setup: Setup) -> None:
+def test_adapters_are_broadcast_and_merged_into_what_the_stage_began_with(setup: Setup, tmp_path: Path) -> None:
     lora = {"rank": 2, "target_modules": ["q_proj", "down_proj"]}
     config = make_config({"lora": lora}, num_env_runners=1, num_cpus_per_env_runner=0)
     learners = LearnerGroup(config)
@@ -275,7 +275,10 @@ def test_merged_weights_are_broadcast_and_the_others_kept(setup: Setup) -> None:
     fleet.wait_until_ready()
     transport = BroadcastTransport(learners, fleet, "gloo", bucket_bytes=BUCKET_BYTES)
     before = learners.get_weights()
-    for version in (1, 2):
+    for version in (1, 2, 3):
+        if version == 3:
+            learners.save_policy(tmp_path / "policy_sft")
+            learners.build("grpo", tmp_path / "policy_sft")
         move_adapters(learners, version)
         transport.publish(version)
         expected = learners.get_weights()
@@ -285,7 +288,7 @@ def test_merged_weights_are_broadcast_and_the_others_kept(setup: Setup) -> None:
             np.testing.assert_array_equal(weight, expected[name], err_msg=name)
         changed = {name for name, weight in weights.items() if not np.array_equal(weight, before[name])}
         assert len(changed) == 4 and all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed)
-    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+    assert (transport.num_groups, transport.num_fallbacks) == (2, 0)
     fleet.stop()
     learners.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +13,10 @@ from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
 from learners import attention
-from learners.attention import block_attention, flash_attention, packed_layout
+from learners.attention import block_attention, flash_attention, packed_layout, takes_rows
 from learners.batching import flatten, pack
+from learners.engine import init_distributed
+from learners.meter import Meter
 from learners.models import PolicyModel, packed_hidden_states
 
 
@@ -148,3 +151,27 @@ def test_a_cpu_never_asks_for_the_kernel(dtype: torch.dtype, monkeypatch: pytest
     module = torch.nn.Identity()
     output, _ = attention.packed_attention(module, row, row, row, None, packing=packed_layout([5, 4, 2]))
     assert output.shape == (1, 11, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float16, True),
+        ("cuda", torch.float32, False),
+        ("cpu", torch.bfloat16, False),
+    ],
+)
+def test_flash_attention_is_for_gpus_in_half_precision(device: str, dtype: torch.dtype, expected: bool) -> None:
+    assert takes_rows(torch.device(device), dtype) is expected
+
+
+@pytest.mark.parametrize(("in_blocks", "expected"), [(True, 1 - 41 / 75), (False, 0.0)])
+def test_padding_is_counted_where_there_are_blocks(in_blocks: bool, expected: float) -> None:
+    micro_batch = pack(flatten([t for group in make_groups(1) for t in group.trajectories]), range(3))
+    meter = Meter()
+    layout = replace(micro_batch.layout, useful_cells=41, padded_cells=75)
+    meter.add_layout([replace(micro_batch, layout=layout)], in_blocks=in_blocks)
+    meter.num_steps, meter._sums["_tokens"] = 1, 3.0
+    init_distributed(0, 1)
+    assert meter.reduce(torch.device("cpu"))["attention_padding"] == pytest.approx(expected)

@@ -12,12 +12,13 @@ from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, Mistr
 
 from learners.batching import flatten, pack
 from learners.dpo import DPOLearner
-from learners.engine import AdamWSettings, DeepSpeedEngine, init_distributed
+from learners.engine import DeepSpeedEngine, init_distributed
 from learners.grpo import GRPOLearner
 from learners.gspo import GSPOLearner
 from learners.learner import Learner
 from learners.models import PolicyModel
 from learners.ppo import PPOLearner
+from learners.zero import AdamWSettings
 from ragr1_actors.config import LearnerSettings
 from ragr1_actors.errors import ConfigError, LearnerError
 

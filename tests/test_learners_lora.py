@@ -1,8 +1,9 @@
-"""LoRA: adapters alone are trained and stored, merged weights are published and saved."""
+"""LoRA: adapters alone are trained, stored and published; engines merge them, and so are they saved."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learners_common import make_config, make_groups, make_policy
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from learners.grpo import GRPOLearner
@@ -112,32 +114,87 @@ def test_the_saved_policy_is_merged_and_scores_as_the_one_with_adapters(
     assert (scores - unlike).abs().max() > 0.1, "there was something to merge"
 
 
-def test_what_is_published_is_adapted_and_an_engine_keeps_the_rest(build: Build, tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
+def tiny_folder(folder: Path) -> Path:
     make_tiny_policy(folder, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
-    config = lora_config(env_runners={"max_context_tokens": 400})
-    learner = build(config, GRPOLearner, folder)
-    learner.update(make_groups(0))
-    published = learner.published_weights()
-    assert published and all(is_adapted(name) for name in published)
-    streamed = {name: tuple(tensor.shape) for name, tensor in learner.stream_weights()}
-    assert list(learner.weight_shapes().items()) == list(streamed.items())
-    assert streamed.keys() == published.keys()
-    engine = TransformersEngine(folder, PolicyTokenizer(folder), engine_settings(config, 0))
-    asyncio.run(engine.update_weights(published, 1))
-    whole = learner.get_weights()
+    return folder
+
+
+def load_engine(folder: Path, config: RunConfig) -> TransformersEngine:
+    return TransformersEngine(folder, PolicyTokenizer(folder), engine_settings(config, 0))
+
+
+def assert_engine_has(engine: TransformersEngine, learner: Learner) -> None:
+    expected = learner.get_weights()
     for name, parameter in engine._model.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), whole[name], err_msg=name)
+        np.testing.assert_array_equal(parameter.detach().float().numpy(), expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 1), ("float32", 3), ("bfloat16", 2)])
+def test_adapters_alone_are_published_and_an_engine_merges_them(
+    build: Build, tmp_path: Path, dtype: str, stage: int
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    config = lora_config(stage, env_runners={"max_context_tokens": 400}, policy={"dtype": dtype})
+    learner = build(config, GRPOLearner, folder)
+    engine = load_engine(folder, config)
+    for version in range(1, 4):
+        learner.update(make_groups(version))
+        published = learner.published_weights()
+        asyncio.run(engine.update_weights(published, version))
+        assert_engine_has(engine, learner)
+    assert published.pop("lora_base").item() == learner.adapter_base
+    shapes = {name: tensor.shape for name, tensor in published.items()}
+    assert list(learner.weight_shapes().items()) == list(shapes.items())
+    adapted = [tuple(p.shape) for name, p in engine._model.named_parameters() if is_adapted(name)]
+    assert sum(tensor.size for tensor in published.values()) == sum(4 * (rows + columns) for rows, columns in adapted)
     published.pop(next(iter(published)))
-    with pytest.raises(EngineError, match="lacks 1 parameters"):
-        asyncio.run(engine.update_weights(published, 2))
+    with pytest.raises(EngineError, match="lacks 1 adapters"):
+        asyncio.run(engine.update_weights({**published, "lora_base": np.asarray(learner.adapter_base)}, 4))
+    assert_engine_has(engine, learner)
 
 
-def test_an_engine_that_may_not_keep_weights_is_sent_all_of_them(build: Build) -> None:
-    learner = build(lora_config(env_runners={"engine": "vllm"}))
+def test_an_engine_follows_to_the_policy_that_a_stage_begins_with(build: Build, tmp_path: Path) -> None:
+    """Also one that was loaded, or restarted, from the policy before it."""
+    folder = tiny_folder(tmp_path / "tiny")
+    config = lora_config(env_runners={"max_context_tokens": 400})
+    first = build(config, GRPOLearner, folder)
+    engine = load_engine(folder, config)
+    first.update(make_groups(0))
+    asyncio.run(engine.update_weights(first.published_weights(), 1))
+    first.save_policy(tmp_path / "policy_sft")
+    second = build(config, GRPOLearner, tmp_path / "policy_sft")
+    second.update(make_groups(1))
+    for one in (engine, load_engine(folder, config)):
+        asyncio.run(one.update_weights(second.published_weights(), 2))
+        assert_engine_has(one, second)
+    shutil.rmtree(tmp_path / "policy_sft")
+    with pytest.raises(EngineError, match=r"policy_sft, which adapters .* put --run-dir and policy\.model on a file"):
+        asyncio.run(engine.update_weights(second.published_weights(), 3))
+
+
+def test_an_engine_of_a_users_own_is_sent_merged_weights(build: Build) -> None:
+    learner = build(lora_config(env_runners={"engine": "my_engine:MyEngine"}))
     learner.update(make_groups(0))
     assert learner.published_weights().keys() == learner.get_weights().keys()
-    assert engine_settings(learner.config, 0).adapted_modules == ()
+
+
+def test_peft_loads_the_adapter_of_a_checkpoint(build: Build, tmp_path: Path) -> None:
+    learner = build(lora_config())
+    learner.update(make_groups(0))
+    learner.update(make_groups(1))
+    copy = learner.take_policy()
+    assert copy.adapter is not None
+    copy.write(tmp_path / "merged")
+    copy.adapter.write(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    ids = torch.arange(1, 20)[None]
+    before = base(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    torch.testing.assert_close(adapted(ids).logits, merged, atol=1e-4, rtol=1e-4)
+    assert (before - merged).abs().max() > 0.1
+    config = adapted.peft_config["default"]
+    assert config.base_model_name_or_path == str(tmp_path / "policy") and config.r == 4
 
 
 @pytest.mark.parametrize(

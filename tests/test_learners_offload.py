@@ -11,9 +11,10 @@ import torch
 from learners_common import make_config, make_groups, make_policy
 
 from learners.batching import pack
+from learners.engine import init_distributed, shared_loading
 from learners.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.models import PolicyModel
+from learners.models import PolicyModel, pair_cost
 from learners.offload import OffloadedTensors
 from learners.ppo import PPOLearner
 from learners.reference import make_reference
@@ -183,3 +184,20 @@ def test_a_resting_reference_is_copied_to_the_device_for_a_use(build: Build, pol
         for parameter, (address, value) in zip(policy.parameters(), before, strict=True):
             assert parameter.data_ptr() != address and torch.equal(parameter, value)
     assert [parameter.data_ptr() for parameter in policy.parameters()] == [address for address, _ in before]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_shared_out_as_it_is_loaded(policy_dir: Path, dtype: torch.dtype) -> None:
+    init_distributed(0, 1)
+    with shared_loading(2, dtype, on_host=False):
+        whole = PolicyModel(policy_dir, dtype, 1.0)
+    with shared_loading(3, dtype, on_host=False):
+        shared = PolicyModel(policy_dir, dtype, 1.0)
+    expected = dict(whole.named_parameters())
+    for name, parameter in shared.named_parameters():
+        assert parameter.numel() == 0, "nothing of it is whole"
+        share = vars(parameter)["ds_tensor"].flatten()[: expected[name].numel()]
+        assert torch.equal(share, expected[name].flatten()), name
+    for name, buffer in shared.named_buffers():
+        assert torch.equal(buffer, whole.get_buffer(name)), name
+    assert pair_cost(shared.model) == pair_cost(whole.model)

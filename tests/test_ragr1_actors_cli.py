@@ -10,8 +10,10 @@ from small_world import a_persons_environment, make_config, make_files
 from typer.testing import CliRunner
 
 from ragr1_actors import cli
+from ragr1_actors.config import AlgorithmConfig
 from ragr1_actors.errors import UserError
 from ragr1_actors.metrics import read_metrics
+from ragr1_actors.run_directory import change_learners, create_run_directory, open_run_directory
 
 
 def invoke(*arguments: str) -> str:
@@ -95,6 +97,32 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
     assert "--run-dir" in invoke("train", "quickstart", "--resume")
     assert "holds no run" in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path))
     assert "neither the directory of a run nor a checkpoint" in invoke("ask", str(tmp_path), "Where?")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.lr=1", "got training.lr; a resumed run keeps its configuration but for learners.key=value"),
+        ("learners.lora={rank: 4}", "got learners.lora; a resumed run keeps"),
+        ("learners.num_learner=2", "did you mean 'num_learners'?"),
+        ("learners.zero_stage=4", "learners.zero_stage: got 4"),
+        ("quickstart", "got quickstart; a resumed run keeps"),
+    ],
+)
+def test_a_resumed_run_takes_other_learners_and_nothing_else(tmp_path: Path, override: str, message: str) -> None:
+    config = AlgorithmConfig.from_recipe("quickstart").freeze()
+    create_run_directory(config, tmp_path)
+    assert message in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path), override)
+    assert open_run_directory(tmp_path) == config
+
+
+def test_other_learners_are_kept_in_the_runs_configuration(tmp_path: Path) -> None:
+    config = AlgorithmConfig.from_recipe("quickstart").freeze()
+    create_run_directory(config, tmp_path)
+    changed = change_learners(tmp_path, config, ["learners.num_learners=3", "learners.zero_stage=2"])
+    assert (changed.learners.num_learners, changed.learners.zero_stage) == (3, 2)
+    assert open_run_directory(tmp_path) == changed
+    assert changed.model_copy(update={"learners": config.learners}) == config
 
 
 def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:

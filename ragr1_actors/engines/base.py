@@ -25,9 +25,6 @@ class EngineSettings:
     device: str = "cpu"
     version: int = 0
     """Policy version of the weights in the folder."""
-    adapted_modules: tuple[str, ...] = ()
-    """With ``learners.lora``, for the engines in ``KEEPING_ENGINES``: the linear layers whose weights an update holds,
-    such as ``q_proj``; the other weights stay. Empty: an update holds every weight."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
@@ -61,7 +58,9 @@ class Engine(Protocol):
         """Swap the weights in. Requests under way go on with the new ones over a recomputed cache.
 
         Args:
-            weights: every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied.
+            weights: every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
+                engines in ``MERGING_ENGINES``, with ``learners.lora``: adapters, and under ``BASE_KEY`` what they are
+                merged into, see ``engines/adapters.py``.
             version: recorded with every token sampled from now on.
         """
         ...

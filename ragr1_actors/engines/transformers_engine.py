@@ -24,11 +24,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from cluster.weight_group import NO_GROUP, Invitation, WeightGroup
+from ragr1_actors.engines.adapters import merged_weights
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.kv_cache import RowCache
 from ragr1_actors.engines.sampler import sample, uniform
 from ragr1_actors.engines.turn_text import TurnText
 from ragr1_actors.errors import EngineError, TransferError
+from ragr1_actors.lora_settings import BASE_KEY, AdapterBase
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
 
@@ -80,7 +82,6 @@ class TransformersEngine:
         self._cache = RowCache(model.config, model.dtype, self._device)
         self._max_rows = settings.max_rows
         self._version = settings.version
-        self._adapted_modules = settings.adapted_modules
         self._sessions: dict[str, _Session] = {}
         self._resident: list[_Session] = []  # index is the row
         self._num_active = 0
@@ -129,11 +130,14 @@ class TransformersEngine:
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in between two passes, and compute every trajectory's cache anew when it goes on."""
-        state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items()}
-        self._model.load_state_dict(state, strict=False)
-        missing = {name for name in dict(self._model.named_parameters()) if self._is_updated(name)} - state.keys()
-        if missing:
-            raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
+        state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items() if name != BASE_KEY}
+        if BASE_KEY in weights:
+            self._merge(state, str(weights[BASE_KEY]))
+        else:
+            self._model.load_state_dict(state, strict=False)
+            missing = dict(self._model.named_parameters()).keys() - state.keys()
+            if missing:
+                raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
         self._take_over(version)
 
     @property
@@ -155,26 +159,32 @@ class TransformersEngine:
         """
         if self._weight_group is None:
             raise TransferError(NO_GROUP)
-        named = self._model.named_parameters(remove_duplicate=False)
-        parameters = {name: parameter for name, parameter in named if self._is_updated(name)}
+        base = self._weight_group.invitation.base
+        parameters = {} if base else dict(self._model.named_parameters(remove_duplicate=False))
+        adapters: dict[str, Tensor] = {}
         self._is_whole.clear()
         self._weight_group.begin()
         while not self._weight_group.is_complete:
             arrived = self._weight_group.take()
             for name, value in arrived:
-                if name in parameters:
+                if base:
+                    adapters[name] = value
+                elif name in parameters:
                     parameters.pop(name).data.copy_(value)
             if not arrived:
                 await asyncio.sleep(_POLL_S)
         if parameters:
             raise TransferError(f"weight update lacks {len(parameters)} parameters, {min(parameters)} among them")
+        if base:
+            self._merge(adapters, base)
         self._take_over(version)
 
-    def _is_updated(self, name: str) -> bool:
-        """Whether a parameter comes with every update."""
-        module, _, kind = name.rpartition(".")
-        modules = self._adapted_modules
-        return not modules or (kind == "weight" and module.rpartition(".")[2] in modules)
+    def _merge(self, adapters: Mapping[str, Tensor], base: str) -> None:
+        """Overwrite the weights that have an adapter; the others never change."""
+        parameters = dict(self._model.named_parameters())
+        found = AdapterBase.model_validate_json(base)
+        for name, value in merged_weights(adapters, found, self._model.dtype, adapted_only=True):
+            parameters[name].data.copy_(value)
 
     def _take_over(self, version: int) -> None:
         """Go on with weights that are whole; every trajectory's cache is computed anew."""

@@ -47,6 +47,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from cluster.weight_group import Invitation
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.errors import EngineDeadError, EngineError, TransferError
+from ragr1_actors.lora_settings import BASE_KEY
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
 
@@ -112,9 +113,10 @@ class VLLMEngine:
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in; requests under way stand still meanwhile and go on over a recomputed cache."""
         path = _shared_file()
+        tensors = {name: np.ascontiguousarray(weight) for name, weight in weights.items() if name != BASE_KEY}
         try:
-            await asyncio.to_thread(save_file, {n: np.ascontiguousarray(w) for n, w in weights.items()}, path)
-            await self._engine.collective_rpc("stage_policy", args=(str(path),))
+            await asyncio.to_thread(save_file, tensors, path)
+            await self._engine.collective_rpc("stage_policy", args=(str(path), str(weights.get(BASE_KEY, ""))))
             await self._stage(poll_s=0.0)
             await self._swap(self._take, version)
         except VLLMEngineDeadError as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,18 +27,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from cluster.weight_group import NO_GROUP, Invitation, WeightGroup, Weights
-from ragr1_actors.errors import TransferError
+from ragr1_actors.engines.adapters import MergedSource, Source, merged_weights
+from ragr1_actors.errors import EngineError, TransferError
+from ragr1_actors.lora_settings import AdapterBase
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
-
-
-class _Source(Protocol):
-    """Where weights come from, some at a time."""
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    def take(self) -> Weights: ...
 
 
 class PolicyLoader:
@@ -48,7 +41,7 @@ class PolicyLoader:
     device: torch.device
     model_runner: Any
     vllm_config: Any
-    _source: _Source | None = None
+    _source: Source | None = None
     """What is being staged."""
     _names: set[str] | None = None
     _host_weights: dict[str, torch.Tensor] | None = None
@@ -56,13 +49,13 @@ class PolicyLoader:
     _twin: _Twin | None = None
     _weight_group: WeightGroup | None = None
 
-    def stage_policy(self, path: str) -> None:
-        """Begin with the weights in the safetensors file ``path``."""
+    def stage_policy(self, path: str, base: str) -> None:
+        """Begin with what is in the safetensors file ``path``: weights, or the adapters of ``base``, if that is any."""
         weights = load_file(path)  # a map of the file: nothing is read yet
         self._names = self._names or set(weights)
         if set(weights) != self._names:  # what is not in it would stay as it was two updates ago
             raise ValueError(f"update of {len(weights)} parameters, expected the {len(self._names)} of the first one")
-        self._source = _File(weights)
+        self._source = self._merging(_File(weights), base)
         self._begin()
 
     def stage_broadcast(self) -> str:
@@ -73,9 +66,19 @@ class PolicyLoader:
             self._weight_group.begin()
         except TransferError as error:
             return str(error)
-        self._source = self._weight_group
+        self._source = self._merging(self._weight_group, self._weight_group.invitation.base)
         self._begin()
         return ""
+
+    def _merging(self, source: Source, base: str) -> Source:
+        if not base:
+            return source
+        return MergedSource(source, AdapterBase.model_validate_json(base), **self._policy_form)
+
+    @property
+    def _policy_form(self) -> dict[str, Any]:
+        config = self.vllm_config.model_config
+        return {"dtype": config.dtype, "is_tied": config.hf_text_config.tie_word_embeddings}
 
     def _begin(self) -> None:
         self._host_weights = None
@@ -92,7 +95,7 @@ class PolicyLoader:
         assert self._source is not None, "stage_some() before stage_policy()"
         try:
             arrived = self._source.take()
-        except TransferError as error:
+        except (TransferError, EngineError) as error:
             self._source = None
             return False, str(error)
         if self._host_weights is not None:
@@ -132,8 +135,11 @@ class PolicyLoader:
         if self._weight_group is None:
             return NO_GROUP
         try:
-            self.model_runner.reload_weights(weights_iterator=self._weight_group.receive(), is_checkpoint_format=True)
-        except TransferError as error:
+            weights, base = self._weight_group.receive(), self._weight_group.invitation.base
+            if base:
+                weights = merged_weights(dict(weights), AdapterBase.model_validate_json(base), **self._policy_form)
+            self.model_runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+        except (TransferError, EngineError) as error:
             # vLLM counts what a layer has been given: without this, the next update would begin at what this one left
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
             return str(error)
