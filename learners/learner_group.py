@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
     from learners.learner import Learner
 
 T = TypeVar("T")
+ActorOptions = Callable[[int], Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +91,18 @@ class _History:
 class LearnerGroup:
     """All the ranks. Every method returns once every rank is done."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None) -> None:
         """Start the actors of ``config.learners``; with ``num_learners = 0`` learn in this process.
+
+        Args:
+            config: of the run.
+            actor_options: by rank, what Ray is told of an actor beside its resources, such as where it is to sit.
 
         Raises:
             FleetError: an actor did not start.
         """
         self.config = config
+        self._actor_options = actor_options
         self.num_restarts = 0
         """Times the group was started anew, ``learners.max_restarts`` at most."""
         self.num_builds = 0
@@ -120,9 +126,9 @@ class LearnerGroup:
         actor_class = ray.remote(num_cpus=settings.num_cpus_per_learner, num_gpus=settings.num_gpus_per_learner)(
             LearnerWorker
         )
-        self._actors = [
-            actor_class.remote(self.config, rank, settings.num_learners) for rank in range(settings.num_learners)
-        ]
+        for rank in range(settings.num_learners):
+            options = self._actor_options(rank) if self._actor_options is not None else {}
+            self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
         host, port = self._call_once("prepare")[0]
         self._call_once("join", host, port)
 

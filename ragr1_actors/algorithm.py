@@ -2,20 +2,24 @@
 
 One ``train()``::
 
-    TaskSampler ──issue──► EnvRunnerGroup ──finished groups──► GroupBuffer ──batch──► LearnerGroup.update
-         ▲                      ▲    ▲ queries                     │ stale, failed          │
-         │                      │    ▼                             │                        │ weights
-         └── again ─────────────│──RetrieverGroup ◄────────────────┘                        │
-                                └──────────────── Transport.publish(version + 1) ◄──────────┘
+    TaskSampler ──issue──► EnvRunnerGroup ──finished groups──► GroupBuffer ──batch──► make_room, LearnerGroup.update
+         ▲                      ▲    ▲ queries                     │ stale, failed               │
+         │                      │    ▼                             │                             │ weights
+         └── again ─────────────│──RetrieverGroup ◄────────────────┘                             │
+                                └──────────────── Transport.publish(version + 1) ◄───────────────┘
 
 =================  =============================  ==============================  ================================
 part               consumes                       produces                        waits for
 =================  =============================  ==============================  ================================
 EnvRunnerGroup     issues                         groups, in completion order     its engines and its documents
 GroupBuffer        groups                         batches of train_batch_size     enough groups no older than the lag
+make_room          devices that runners share     the same, for the learners      every runner's sleep
 LearnerGroup       references of record batches   weights, metrics                the batch
 publish            weights                        policy version + 1              every runner's swap
 =================  =============================  ==============================  ================================
+
+``make_room`` is of use only where runners and learners sit on one device and take turns there: what it puts to sleep,
+``publish`` wakes (``cluster/weight_sync.py``). A checkpoint is such a turn of the learners, too.
 
 With dynamic sampling the buffer sets groups aside whose rewards are all alike, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is out at a time: synchronous training is the same path. With a lag of n,
@@ -35,6 +39,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from cluster.placement import Placement
 from cluster.weight_sync import make_transport
 from learners.learner_group import LearnerGroup
 from learners.sft import segment as segment_trajectory
@@ -104,10 +109,15 @@ class Algorithm:
         self._sampler = TaskSampler(self.workspace.train_tasks, config.debugging.seed)
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config) if learns else 0)
         self._retrievers = RetrieverGroup.create(self.workspace.index_dir, config.retrieval)
-        self._learners = LearnerGroup(config)
+        self._placement = Placement(config)
+        self._learners = LearnerGroup(config, self._placement.options)
         self._saver = CheckpointSaver(self._store, self._learners)
-        self._env_runners = EnvRunnerGroup(config, self.workspace.policy_dir, self._retrievers.retriever())
+        self._env_runners = EnvRunnerGroup(
+            config, self.workspace.policy_dir, self._retrievers.retriever(), actor_options=self._placement.options
+        )
         self._transport = make_transport(config, self._learners, self._env_runners)
+        if self._transport.shares_devices:  # an engine takes what is free when it starts
+            self._env_runners.wait_until_ready()
         # all fleets load at once: only now wait for them
         if learns and self._store.latest() is None:
             self._build_learner("sft" if config.sft.num_steps else config.training.algorithm, self._stage_dir)
@@ -137,6 +147,7 @@ class Algorithm:
         if self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(groups)])
         self.num_decisions = Counter(segment.category.value for segment in segments)
+        self._transport.make_room()
         self._build_learner("sft", self.workspace.policy_dir)
         for step, batch in enumerate(self._demonstration_batches(groups)):
             if step == self.config.sft.num_steps:
@@ -200,6 +211,7 @@ class Algorithm:
         lag = self.policy_version - np.mean(versions) if versions else 0.0
         # learner, books and logs move together: a resumed run would train a task twice, or have an iteration unlogged
         with self._guard.held():
+            self._transport.make_room()
             learner_metrics = self._learners.update([group.batch for group in batch])
             learned = time.perf_counter()
             set_aside = self._buffer.drop_set_aside()
@@ -272,7 +284,7 @@ class Algorithm:
 
     def _build_learner(self, name: str, policy_dir: str) -> None:
         if self._learner_name != name:
-            with self._guard.held():  # in between there is no learner to save
+            with self._guard.held(), self._transport.room():  # in between there is no learner to save
                 self._saver.finish()
                 self._learners.build(name, policy_dir)
                 self._learner_name = name
@@ -329,7 +341,8 @@ class Algorithm:
             "extra": extra or {},
         }
         with self._guard.held():
-            self._saver.begin(self.iteration, state, score)
+            with self._transport.room():
+                self._saver.begin(self.iteration, state, score)
             if wait:
                 self._saver.finish()
         return self.run_dir / "checkpoints" / f"step_{self.iteration}"
@@ -352,6 +365,7 @@ class Algorithm:
         self._sampler.set_state(state.sampler.model_dump())
         if self._is_pretrained():
             self._stage_dir = str(self._sft_dir)
+        self._transport.make_room()
         in_sft = bool(self.config.sft.num_steps) and not self._is_pretrained()
         learner = "sft" if in_sft else self.config.training.algorithm
         self._build_learner(learner, self._stage_dir)
@@ -378,3 +392,4 @@ class Algorithm:
             self._env_runners.stop()
             self._learners.stop()
             self._retrievers.stop()
+            self._placement.remove()

@@ -108,9 +108,9 @@ class EnvRunnerSettings(Section):
     """Below 1 the learner scores every batch anew, one forward pass more: the engine's log-probs are of the nucleus."""
     max_task_retries: int = Field(3, ge=0)
     """Times a task is issued again after a failure of the machinery."""
-    weight_transport: Literal["auto", "object_store", "broadcast"] = "object_store"
+    weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "object_store"
     """How new weights come from the learner: ``cluster/weight_sync.py`` has the table. ``auto`` broadcasts where both
-    sides have whole GPUs, which has not been run there yet."""
+    sides have whole GPUs, and takes ``ipc`` where they share one; neither has been run on GPUs yet."""
 
 
 RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")

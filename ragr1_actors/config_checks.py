@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from ragr1_actors.errors import ConfigError
+from ragr1_actors.weight_transport import check_transport
 
 if TYPE_CHECKING:  # config imports this module
     from ragr1_actors.config import RunConfig
@@ -128,6 +129,7 @@ def check_settings(config: RunConfig) -> None:
             "pair is of one group"
         )
     _check_offload(config)
+    check_transport(config)
 
 
 def _check_offload(config: RunConfig) -> None:

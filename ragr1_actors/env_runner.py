@@ -12,18 +12,19 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cluster.weight_group import Invitation
+from cluster.weight_stream import Invitation
 from envs.base import EnvContext, TextEnv
 from envs.registry import ENVS
 from envs.rewards import exact_match, token_f1
 from ragr1_actors.config import RunConfig
-from ragr1_actors.engines.base import Engine, EngineSettings, ReceivingEngine
+from ragr1_actors.engines.base import ColocatedEngine, Engine, EngineSettings, ReceivingEngine
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.errors import ConfigError, EngineDeadError
@@ -33,6 +34,7 @@ from ragr1_actors.schema import groups_to_record_batch
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.weight_transport import WakeTag, choose_transport
 from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
@@ -92,8 +94,14 @@ class EnvRunner:
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
         runner = cls(config, policy_dir, retriever, engine)
-        if config.env_runners.weight_transport == "broadcast":
-            _ = runner.receiving_engine  # now, and not when the first version is published
+        transport = choose_transport(config)  # said now, and not when the first version is published
+        if (transport == "broadcast" and not isinstance(engine, ReceivingEngine)) or (
+            transport == "ipc" and not (isinstance(engine, ColocatedEngine) and engine.num_weight_ranks == 1)
+        ):
+            raise ConfigError(
+                f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
+                "take part; set it to object_store"
+            )
         return runner
 
     @classmethod
@@ -141,16 +149,14 @@ class EnvRunner:
 
     @property
     def receiving_engine(self) -> ReceivingEngine:
-        """The engine, as one that takes part in broadcasts.
+        """The engine, where it takes part in broadcasts or sits on a learner's device."""
+        assert isinstance(self._engine, ReceivingEngine), "load() has checked it"
+        return self._engine
 
-        Raises:
-            ConfigError: it is none.
-        """
-        if not isinstance(self._engine, ReceivingEngine):
-            raise ConfigError(
-                f"got env_runners.weight_transport broadcast, in which the engine {self._config.env_runners.engine} "
-                "cannot take part; set it to object_store"
-            )
+    @property
+    def colocated_engine(self) -> ColocatedEngine:
+        """The engine, where it sits on a learner's device."""
+        assert isinstance(self._engine, ColocatedEngine), "load() has checked it"
         return self._engine
 
     async def close(self) -> None:
@@ -162,9 +168,22 @@ class EnvRunnerActor:
     """``EnvRunner`` as a Ray actor. It ends with its engine: Ray starts both anew."""
 
     def __init__(self, config: RunConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
-        """Build the runner in the actor's process, with the actor's share of the cores."""
+        """Build the runner in the actor's process, with the actor's share of the cores.
+
+        Started anew beside a learner on its device, it does so in ``catch_up``: that device may be the learner's now.
+        """
+        import ray
+
         set_threads(config)
-        self._runner = EnvRunner.load(config, policy_dir, retriever, version)
+        self._load = partial(EnvRunner.load, config, policy_dir, retriever, version)
+        waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
+        self._loaded: EnvRunner | None = None if waits else self._load()
+
+    @property
+    def _runner(self) -> EnvRunner:
+        if self._loaded is None:  # nobody has heard yet that it was started anew
+            _exit("it has no engine yet")
+        return self._loaded
 
     async def ping(self) -> None:
         """Answer: the engine is loaded and alive; raises ``EngineDeadError`` where it is not."""
@@ -179,6 +198,12 @@ class EnvRunnerActor:
         """Swap the policy's weights in."""
         await _or_exit(self._runner.update_weights(weights, version))
 
+    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Come back into use after a restart, with the newest weights."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        await self.update_weights(weights, version)
+
     async def num_weight_ranks(self) -> int:
         """Return how many ranks of a weight group this runner is."""
         return self._runner.receiving_engine.num_weight_ranks
@@ -188,8 +213,16 @@ class EnvRunnerActor:
         await _or_exit(self._runner.receiving_engine.join_weight_group(invitation, first_rank))
 
     async def receive_weights(self, version: int) -> None:
-        """Take part in a broadcast; see ``ReceivingEngine.receive_weights``."""
+        """Take over what a learner sends; see ``ReceivingEngine.receive_weights``."""
         await _or_exit(self._runner.receiving_engine.receive_weights(version))
+
+    async def sleep(self) -> None:
+        """Give the device's memory back; see ``ColocatedEngine.sleep``."""
+        await _or_exit(self._runner.colocated_engine.sleep())
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """Take it again; see ``ColocatedEngine.wake_up``."""
+        await _or_exit(self._runner.colocated_engine.wake_up(tag))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
@@ -201,8 +234,12 @@ async def _or_exit(work: Awaitable[T]) -> T:
     try:
         return await work
     except EngineDeadError as error:
-        print(f"env runner {os.getpid()} exits: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        _exit(str(error))
+
+
+def _exit(reason: str) -> NoReturn:
+    print(f"env runner {os.getpid()} exits: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def engine_settings(config: RunConfig, version: int) -> EngineSettings:
@@ -214,6 +251,7 @@ def engine_settings(config: RunConfig, version: int) -> EngineSettings:
         dtype=config.policy.dtype,
         device="cuda" if settings.num_gpus_per_env_runner else "cpu",
         version=version,
+        sleeps=choose_transport(config) == "ipc",
         options=settings.engine_options,
     )
 

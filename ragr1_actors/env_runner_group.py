@@ -26,11 +26,13 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.placement import ActorOptions, anywhere
 from cluster.weight_sync import Receiver
 from ragr1_actors.config import RunConfig
 from ragr1_actors.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
 from ragr1_actors.errors import FleetError, RagR1Error
 from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.weight_transport import WakeTag
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -61,7 +63,7 @@ class FinishedGroup:
 
 @dataclass(slots=True)
 class _Runner:
-    name: str
+    index: int
     handle: Any
     is_healthy: bool = True
     is_lost: bool = False
@@ -74,8 +76,12 @@ class _Runner:
     probed_at: float = field(default_factory=time.monotonic)
 
     @property
+    def name(self) -> str:
+        return f"env runner {self.index}"
+
+    @property
     def receiver(self) -> Receiver:
-        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.handle)
+        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.index, self.handle)
 
 
 class _Newest:
@@ -100,8 +106,22 @@ class _InFlight:
 class EnvRunnerGroup:
     """N runners as actors, or one in the driver where ``num_env_runners = 0``."""
 
-    def __init__(self, config: RunConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> None:
-        """Start the runners and wait until every engine is loaded.
+    def __init__(
+        self,
+        config: RunConfig,
+        policy_dir: str | Path,
+        retriever: Retriever,
+        version: int = 0,
+        actor_options: ActorOptions = anywhere,
+    ) -> None:
+        """Start the runners, which load while the caller goes on.
+
+        Args:
+            config: of the run.
+            policy_dir: Hugging Face folder or hub name.
+            retriever: what environments search with.
+            version: of the policy in ``policy_dir``.
+            actor_options: by index, where a runner is to sit.
 
         Raises:
             FleetError: a runner did not start.
@@ -128,9 +148,9 @@ class EnvRunnerGroup:
             max_task_retries=0,  # the group hands the request to another runner
             max_concurrency=4 * self._max_in_flight,
         )
-        for _ in range(settings.num_env_runners):
-            handle = actor_class.remote(config, str(policy_dir), retriever, version)
-            self._runners.append(_Runner(f"env runner {len(self._runners)}", handle))
+        for index in range(settings.num_env_runners):
+            placed = actor_class.options(**actor_options(index))
+            self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; runners load while the caller does something else."""
@@ -247,10 +267,21 @@ class EnvRunnerGroup:
             return
         self.expect(version, lambda: weights)
         lacking = [r for r in self._runners if r.is_healthy and (receivers is None or r.receiver.name in receivers)]
-        updates = {r.handle.update_weights.remote(weights, version): r for r in lacking}
-        for update, runner in updates.items():
+        self._wait({r.handle.update_weights.remote(weights, version): r for r in lacking})
+
+    def sleep(self) -> None:
+        """Have the engines give their devices' memory back, weights and cache; see ``ColocatedEngine``."""
+        self._wait({r.handle.sleep.remote(): r for r in self._runners if r.is_healthy})
+
+    def wake_up(self, tag: WakeTag) -> None:
+        """Have the engines take their memory again: first the weights', then the cache's, when they go on."""
+        self._wait({r.handle.wake_up.remote(tag): r for r in self._runners if r.is_healthy})
+
+    def _wait(self, calls: dict[Any, _Runner]) -> None:
+        """Wait for a call of each of some runners. Those that die of it, or hang, are started again."""
+        for call, runner in calls.items():
             try:
-                ray.get(update, timeout=START_TIMEOUT_S)
+                ray.get(call, timeout=START_TIMEOUT_S)
             except RayActorError as error:
                 self._mark_dead(runner, error)
             except GetTimeoutError as error:
@@ -322,7 +353,8 @@ class EnvRunnerGroup:
                 runner.probed_at = now
                 if self._newest is not None and not runner.is_healthy:
                     newest = self._newest
-                    runner.probe = runner.handle.update_weights.remote(newest.weights, newest.version)
+                    weights = newest.weights  # before the call: the others may have to be put to sleep for it
+                    runner.probe = runner.handle.catch_up.remote(weights, newest.version)
                 else:
                     runner.probe = runner.handle.ping.remote()
             if runner.probe is not None:

@@ -158,6 +158,7 @@ def selection_config(
     )  # nothing of the world is used
     builder.retrieval(index=str(index) if index else config.retrieval.index or run_index)
     builder.evaluation(num_tasks=ALL_TASKS).learners(num_learners=0).checkpointing(keep_trajectories=False)
+    builder.env_runners(weight_transport="object_store")  # no weights come
     return builder.freeze()
 
 

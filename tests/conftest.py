@@ -43,14 +43,17 @@ def ray_temp_dir() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
-    """A local Ray cluster of four (logical) CPUs, shared by the session; yields the module ``ray``."""
+    """A local Ray cluster, shared by the session; yields the module ``ray``.
+
+    Its four CPUs and two GPUs are only counted: who asks for a part of a GPU must not use it.
+    """
     import ray
 
     worker_env: dict[str, Any] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     ray.init(
         address="local",
         num_cpus=4,
-        num_gpus=0,
+        num_gpus=2,
         include_dashboard=False,
         object_store_memory=200_000_000,
         log_to_driver=False,

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.weight_group import Invitation, WeightGroup, Weights, WeightSpec, listen
+from cluster.weight_group import WeightGroup, listen
+from cluster.weight_stream import Invitation, Weights, WeightSpec
 from ragr1_actors.errors import TransferError
 
 CPU = torch.device("cpu")

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.weight_sync import BroadcastTransport, ObjectStoreTransport, choose_transport, make_transport
+from cluster.weight_sync import ColocatedTransport, DirectTransport, ObjectStoreTransport, make_transport
 from learners.learner_group import LearnerGroup
 from ragr1_actors.config import AlgorithmConfig, RunConfig
 from ragr1_actors.env_runner import EnvRunner, GroupRequest
@@ -25,6 +26,7 @@ from ragr1_actors.errors import ConfigError, FleetError
 from ragr1_actors.task_sampler import Issue
 from ragr1_actors.tiny_policy import make_tiny_policy
 from ragr1_actors.types import Task
+from ragr1_actors.weight_transport import choose_transport
 from retrieval.base import Passage
 
 BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one in several
@@ -98,8 +100,8 @@ class Setup:
         self.fleet = EnvRunnerGroup(make_config(), policy_dir, OnePassage())
         self.fleet.wait_until_ready()
 
-    def transport(self, timeout_s: float = 60.0) -> BroadcastTransport:
-        return BroadcastTransport(self.learners, self.fleet, "gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+    def transport(self, timeout_s: float = 60.0) -> DirectTransport:
+        return DirectTransport(self.learners, self.fleet, "gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
     def assert_all_have(self, version: int, learners: LearnerGroup | None = None) -> None:
         expected = (learners or self.learners).get_weights()
@@ -246,7 +248,7 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
     config = make_config({"num_learners": 2, "zero_stage": 3, "num_cpus_per_learner": 0.5})
     learners = LearnerGroup(config)
     learners.build("grpo", setup.policy_dir)
-    transport = BroadcastTransport(learners, setup.fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    transport = DirectTransport(learners, setup.fleet, "gloo", bucket_bytes=BUCKET_BYTES)
     for version in (1, 2):
         transport.publish(version)
         setup.assert_all_have(version, learners)
@@ -273,7 +275,7 @@ def test_adapters_are_broadcast_and_merged_into_what_the_stage_began_with(setup:
     learners.build("grpo", setup.policy_dir)
     fleet = EnvRunnerGroup(config, setup.policy_dir, OnePassage())
     fleet.wait_until_ready()
-    transport = BroadcastTransport(learners, fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    transport = DirectTransport(learners, fleet, "gloo", bucket_bytes=BUCKET_BYTES)
     before = learners.get_weights()
     for version in (1, 2, 3):
         if version == 3:
@@ -314,7 +316,10 @@ def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
         ({}, {}, "object_store"),
         ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "broadcast"),
         ({"engine": "my:Own", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
-        ({"engine": "vllm", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "object_store"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "ipc"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 0.7}, {"num_gpus_per_learner": 0.5}, "object_store"),
+        ({"engine": "my:Own", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "object_store"),
+        ({"weight_transport": "ipc"}, {}, "ipc"),
         ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {}, "object_store"),
         ({"num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1, "num_learners": 0}, "object_store"),
         ({"num_env_runners": 0, "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
@@ -327,14 +332,13 @@ def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
         ),
     ],
 )
-def test_what_has_not_been_run_is_not_chosen_but_for_gpus_on_both_sides(
-    runners: dict[str, Any], learners: dict[str, Any], expected: str
-) -> None:
+def test_auto_goes_by_where_the_parts_sit(runners: dict[str, Any], learners: dict[str, Any], expected: str) -> None:
     assert config_with({}, {}).env_runners.weight_transport == "object_store"
     config = config_with({"weight_transport": "auto", **runners}, learners)
     assert choose_transport(config) == expected
-    made: Any = make_transport(config, None, None)  # type: ignore[arg-type]
-    assert isinstance(made, BroadcastTransport if expected == "broadcast" else ObjectStoreTransport)
+    made: Any = make_transport(config, MagicMock(), MagicMock())
+    classes = {"object_store": ObjectStoreTransport, "broadcast": DirectTransport, "ipc": ColocatedTransport}
+    assert type(made) is classes[expected]
     if expected == "broadcast":
         assert made._backend == ("nccl" if "num_gpus_per_env_runner" in runners else "gloo")
 

@@ -1,6 +1,7 @@
-"""vLLM takes part in broadcasts, on a CPU over gloo: `make test-vllm`.
+"""vLLM takes part in broadcasts over gloo, and in pairs over shared memory, on a CPU: `make test-vllm`.
 
-Both ways: into the twin of the model, as a CPU engine does, and in place, as on a GPU.
+Both ways: into the twin of the model, as a CPU engine does, and in place, as on a GPU. What sleeps is the scheduler: on
+a CPU, vLLM gives no memory back.
 """
 
 import asyncio
@@ -17,8 +18,10 @@ pytest.importorskip("vllm")
 
 from test_vllm_engine import LONG, TEXTS, Reference, Weights
 
-from cluster.weight_group import Invitation, WeightGroup, WeightSpec, listen
-from ragr1_actors.engines.base import EngineSettings, ReceivingEngine
+from cluster.weight_group import WeightGroup, listen
+from cluster.weight_pair import PairListener, WeightPair
+from cluster.weight_stream import Invitation, WeightSpec, WeightStream
+from ragr1_actors.engines.base import ColocatedEngine, EngineSettings, ReceivingEngine
 from ragr1_actors.engines.vllm_engine import VLLMEngine
 from ragr1_actors.errors import TransferError
 from ragr1_actors.tiny_policy import make_tiny_policy
@@ -38,7 +41,8 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(policy_dir: Path) -> AsyncIterator[VLLMEngine]:
-    engine = VLLMEngine(policy_dir, PolicyTokenizer(policy_dir), EngineSettings(max_rows=16, max_context_tokens=1024))
+    settings = EngineSettings(max_rows=16, max_context_tokens=1024, sleeps=True)
+    engine = VLLMEngine(policy_dir, PolicyTokenizer(policy_dir), settings)
     await engine.check()
     yield engine
     await engine.close()
@@ -69,11 +73,21 @@ async def join(engine: VLLMEngine, weights: Weights) -> WeightGroup:
     return sender
 
 
-async def broadcast(engine: VLLMEngine, sender: WeightGroup, weights: Weights, version: int) -> None:
+async def join_pair(engine: VLLMEngine, weights: Weights) -> WeightPair:
+    """Return the sender of a pair whose receiver is the engine's worker, in a process of its own."""
+    assert isinstance(engine, ColocatedEngine)
+    layout = tuple(WeightSpec(name, tuple(value.shape), "float32") for name, value in sendable(weights))
+    listener = PairListener(Invitation("", 0, 2, layout, True, "ipc", 20_000), torch.device("cpu"))
+    joining = asyncio.to_thread(WeightPair.sender, listener)
+    sender, _ = await asyncio.gather(joining, engine.join_weight_group(listener.invitation, 1))
+    return sender
+
+
+async def broadcast(engine: VLLMEngine, sender: WeightStream, weights: Weights, version: int) -> None:
     await asyncio.gather(asyncio.to_thread(sender.send, sendable(weights)), engine.receive_weights(version))
 
 
-async def lose(engine: VLLMEngine, sender: WeightGroup, weights: Weights) -> None:
+async def lose(engine: VLLMEngine, sender: WeightStream, weights: Weights) -> None:
     """Begin a broadcast of which only a part arrives."""
 
     def some() -> Any:
@@ -145,6 +159,60 @@ async def test_half_a_broadcast_is_made_good_by_an_update(
         assert set(completion.policy_versions) == {version}
         assert gaps(reference, weights, prompt, completion, version).max() < 1e-4
         sender.close()
+
+
+@in_both_ways
+async def test_an_engine_that_slept_goes_on_with_the_weights_of_its_learner(
+    engine: VLLMEngine, reference: Reference, prompt: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_receives_in_place", in_place)
+    sets = {version: reference.weights(seed=version) for version in (30, 31, 32)}
+    sender = await join_pair(engine, sets[30])
+    await broadcast(engine, sender, sets[30], 30)
+    for version in (31, 32):
+        turns = [
+            asyncio.create_task(engine.generate([*prompt, index], Sampling(300, seed=index), request_id=str(index)))
+            for index in range(4)
+        ]
+        await asyncio.sleep(0.3)
+        await engine.sleep()
+        late = asyncio.create_task(engine.generate(prompt, Sampling(20, seed=9), request_id="late"))
+        await asyncio.sleep(1.0)  # the learner learns
+        await engine.wake_up("weights")
+        await broadcast(engine, sender, sets[version], version)
+        done, _ = await asyncio.wait([*turns, late], timeout=2.0)
+        assert not done, "the cache has no room yet"
+        await engine.wake_up("kv_cache")
+        await engine.wake_up("kv_cache")  # of one that is awake already
+        for index, completion in enumerate(await asyncio.gather(*turns)):
+            assert set(completion.policy_versions) == {version - 1, version}
+            for one in (version - 1, version):
+                assert gaps(reference, sets[one], [*prompt, index], completion, one).max(initial=0) < 1e-4
+        completion = await late
+        assert set(completion.policy_versions) == {version}
+        assert gaps(reference, sets[version], prompt, completion, version).max() < 1e-4
+    sender.close()
+
+
+@in_both_ways
+async def test_an_engine_that_sleeps_and_gets_half_of_it_is_given_all_before_it_wakes(
+    engine: VLLMEngine, reference: Reference, prompt: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_receives_in_place", in_place)
+    before, torn, after = (reference.weights(seed=seed) for seed in (40, 41, 42))
+    await engine.update_weights(before, 40)
+    sender = await join_pair(engine, before)
+    await engine.sleep()
+    await engine.wake_up("weights")
+    await lose(engine, sender, torn)
+    turn = asyncio.create_task(engine.generate(prompt, Sampling(40, seed=1), request_id="a"))
+    await engine.update_weights(after, 42)
+    done, _ = await asyncio.wait([turn], timeout=2.0)
+    assert not done
+    await engine.wake_up("kv_cache")
+    completion = await turn
+    assert set(completion.policy_versions) == {42}
+    assert gaps(reference, after, prompt, completion, 42).max() < 1e-4
 
 
 async def test_an_engine_in_no_group_says_so(engine: VLLMEngine, reference: Reference) -> None:

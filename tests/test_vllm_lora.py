@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 from test_vllm_broadcast import gaps, in_both_ways
 from test_vllm_engine import LONG, TEXTS, Reference, Weights
 
-from cluster.weight_group import Invitation, WeightGroup, WeightSpec, listen
+from cluster.weight_group import WeightGroup, listen
+from cluster.weight_stream import Invitation, WeightSpec
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.vllm_engine import VLLMEngine
 from ragr1_actors.errors import TransferError

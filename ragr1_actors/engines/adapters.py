@@ -25,7 +25,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from cluster.weight_group import Weights
+from cluster.weight_stream import Weights
 from ragr1_actors.errors import EngineError
 from ragr1_actors.lora_settings import AdapterBase
 

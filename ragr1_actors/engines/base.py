@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from numpy.typing import NDArray
 
 from ragr1_actors.types import Completion, OnText, Sampling
+from ragr1_actors.weight_transport import WakeTag
 
 if TYPE_CHECKING:  # pulls in torch
-    from cluster.weight_group import Invitation
+    from cluster.weight_stream import Invitation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class EngineSettings:
     device: str = "cpu"
     version: int = 0
     """Policy version of the weights in the folder."""
+    sleeps: bool = False
+    """Whether the engine has to give its device's memory to a learner between two batches: see ``ColocatedEngine``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
@@ -80,7 +83,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivingEngine(Protocol):
-    """What an engine has besides, where ``env_runners.weight_transport`` is to be ``broadcast``."""
+    """What an engine has besides, where ``env_runners.weight_transport`` is to be ``broadcast`` or ``ipc``."""
 
     @property
     def num_weight_ranks(self) -> int:
@@ -96,10 +99,26 @@ class ReceivingEngine(Protocol):
         ...
 
     async def receive_weights(self, version: int) -> None:
-        """Take part in one broadcast; otherwise ``Engine.update_weights``.
+        """Take over what is sent to the group next; otherwise ``Engine.update_weights``.
 
         Raises:
             TransferError: not everything arrived. Until ``update_weights`` brings all of it, the engine goes on with
                 the weights it had, or with none where they are being overwritten: its requests wait.
+        """
+        ...
+
+
+@runtime_checkable
+class ColocatedEngine(ReceivingEngine, Protocol):
+    """What an engine has besides, where it is to sit on one device with a learner: ``weight_transport`` ``ipc``."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back, weights and cache. Requests under way, and new ones, stand still."""
+        ...
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """Take memory again: for ``weights``, which are to be received then, and afterwards for the ``kv_cache``.
+
+        With the cache the requests go on; what they had in it is computed anew. An engine that is awake stays as it is.
         """
         ...

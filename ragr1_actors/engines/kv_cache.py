@@ -53,6 +53,10 @@ class RowCache(Cache):
         data[:, :, :old_rows, :, :old_length] = self._data[:, :, :, :, :old_length]
         self._data = data
 
+    def clear(self) -> None:
+        """Hold nothing, and no memory."""
+        self._data = self._allocate(0, 0)
+
     def swap(self, row_a: int, row_b: int, length: int) -> None:
         """Exchange the first ``length`` columns of two rows."""
         if row_a != row_b and length:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from cluster.weight_group import NO_GROUP, Invitation, WeightGroup
+from cluster.weight_stream import NO_GROUP, Invitation, WeightStream, join
 from ragr1_actors.engines.adapters import merged_weights
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.engines.kv_cache import RowCache
 from ragr1_actors.engines.sampler import sample, uniform
+from ragr1_actors.engines.session import Session
 from ragr1_actors.engines.turn_text import TurnText
 from ragr1_actors.errors import EngineError, TransferError
 from ragr1_actors.lora_settings import BASE_KEY, AdapterBase
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.weight_transport import WakeTag
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
@@ -41,23 +42,6 @@ _POLL_S = 0.001
 """Between two looks for a bucket of weights."""
 _TAIL_TOKENS = 16
 """Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """A trajectory's place in the engine."""
-
-    request_id: str
-    row: int
-    tokens: list[int] = field(default_factory=list)
-    num_cached: int = 0  # tokens whose keys and values are in the cache
-    sampling: Sampling = field(default_factory=lambda: Sampling(0))
-    num_prompt: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    future: asyncio.Future[Completion] | None = None
-    on_text: OnText | None = None
-    turn_text: TurnText | None = None  # where on_text wants it
 
 
 class TransformersEngine:
@@ -82,14 +66,16 @@ class TransformersEngine:
         self._cache = RowCache(model.config, model.dtype, self._device)
         self._max_rows = settings.max_rows
         self._version = settings.version
-        self._sessions: dict[str, _Session] = {}
-        self._resident: list[_Session] = []  # index is the row
+        self._sessions: dict[str, Session] = {}
+        self._resident: list[Session] = []  # index is the row
         self._num_active = 0
-        self._waiting: list[_Session] = []
+        self._waiting: list[Session] = []
         self._loop_task: asyncio.Task[None] | None = None
-        self._weight_group: WeightGroup | None = None
+        self._weight_group: WeightStream | None = None
         self._is_whole = asyncio.Event()  # not while weights are being overwritten
         self._is_whole.set()
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
         self._stop_candidates: dict[tuple[str, ...], frozenset[int]] = {}
 
     async def generate(
@@ -98,7 +84,7 @@ class TransformersEngine:
         """Continue ``prompt_token_ids``; see ``Engine.generate``."""
         session = self._sessions.get(request_id)
         if session is None:
-            session = self._sessions[request_id] = _Session(request_id, row=-1)
+            session = self._sessions[request_id] = Session(request_id, row=-1)
         if session.future is not None:
             raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
         session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
@@ -150,7 +136,7 @@ class TransformersEngine:
         if self._weight_group is not None:
             self._weight_group.close()
             self._weight_group = None
-        self._weight_group = await asyncio.to_thread(WeightGroup, invitation, first_rank, self._device)
+        self._weight_group = await asyncio.to_thread(join, invitation, first_rank, self._device)
 
     async def receive_weights(self, version: int) -> None:
         """Overwrite the weights in place, bucket by bucket; requests stand still meanwhile.
@@ -187,14 +173,28 @@ class TransformersEngine:
             parameters[name].data.copy_(value)
 
     def _take_over(self, version: int) -> None:
-        """Go on with weights that are whole; every trajectory's cache is computed anew."""
+        """Go on with weights that are whole."""
         self._version = version
+        self._forget()
+        self._is_whole.set()
+
+    def _forget(self) -> None:
+        """Have every trajectory's cache computed anew."""
         for session in self._resident:
             session.num_cached = 0
-        running = self._resident[: self._num_active]
+        self._waiting.extend(self._resident[: self._num_active])
         self._num_active = 0
-        self._waiting.extend(running)
-        self._is_whole.set()
+
+    async def sleep(self) -> None:
+        """Drop the cache; the weights stay. See ``ColocatedEngine.sleep``."""
+        self._is_awake.clear()
+        self._forget()
+        self._cache.clear()
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """See ``ColocatedEngine.wake_up``."""
+        if tag == "kv_cache":
+            self._is_awake.set()
 
     async def check(self) -> None:
         """Nothing here can die but with its process."""
@@ -212,8 +212,9 @@ class TransformersEngine:
         """Run passes until nothing waits or runs. Coroutines waiting on a result run between two passes."""
         try:
             while self._waiting or self._num_active:
-                if not self._is_whole.is_set():
+                if not (self._is_whole.is_set() and self._is_awake.is_set()):
                     await self._is_whole.wait()
+                    await self._is_awake.wait()
                     continue
                 # prefills are worth most in bulk; the active rows need not wait for more than a few
                 if self._waiting and (len(self._waiting) * 4 >= self._num_active or self._is_full()):
@@ -243,15 +244,15 @@ class TransformersEngine:
         resident[row_a], resident[row_b] = resident[row_b], resident[row_a]
         resident[row_a].row, resident[row_b].row = row_a, row_b
 
-    def _activate(self, session: _Session) -> None:
+    def _activate(self, session: Session) -> None:
         self._swap(session.row, self._num_active)
         self._num_active += 1
 
-    def _deactivate(self, session: _Session) -> None:
+    def _deactivate(self, session: Session) -> None:
         self._num_active -= 1
         self._swap(session.row, self._num_active)
 
-    def _find_row(self, session: _Session) -> bool:
+    def _find_row(self, session: Session) -> bool:
         """Give the session a row: a new one, or that of an idle trajectory, which will compute its prefix again."""
         if session.row >= 0:
             return True
@@ -272,7 +273,7 @@ class TransformersEngine:
 
     def _prefill(self) -> None:
         """Compute what the waiting requests' contexts lack, and sample their first tokens."""
-        batch: list[_Session] = []
+        batch: list[Session] = []
         longest = 0
         for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
             if not self._find_row(session):
@@ -301,7 +302,7 @@ class TransformersEngine:
                 self._deactivate(session)
 
     @torch.no_grad()
-    def _forward(self, sessions: list[_Session], rows: slice | Tensor, num_new: int) -> None:
+    def _forward(self, sessions: list[Session], rows: slice | Tensor, num_new: int) -> None:
         """Run the model over each session's uncached tokens, padded on the left to ``num_new``, and sample."""
         length = max(len(session.tokens) for session in sessions)
         self._cache.reserve(len(self._resident), length)
@@ -327,10 +328,10 @@ class TransformersEngine:
         ).logits[:, -1]
         self._take(sessions, logits)
 
-    def _take(self, sessions: list[_Session], logits: Tensor) -> None:
+    def _take(self, sessions: list[Session], logits: Tensor) -> None:
         """Sample one token for each session and finish those that are done."""
         steps = np.array([len(s.tokens) - s.num_prompt for s in sessions], dtype=np.uint64)
-        seeds = np.array([_seed(s) for s in sessions], dtype=np.uint64)
+        seeds = np.array([s.seed for s in sessions], dtype=np.uint64)
         tokens, logprobs = sample(
             logits,
             torch.tensor([s.sampling.temperature for s in sessions], device=self._device),
@@ -342,11 +343,11 @@ class TransformersEngine:
             session.logprobs.append(logprob)
             session.versions.append(self._version)
             reason = self._finish_reason(session, token)
-            _tell(session)
+            session.tell()
             if reason is not None:
                 self._finish(session, reason)
 
-    def _finish_reason(self, session: _Session, token: int) -> FinishReason | None:
+    def _finish_reason(self, session: Session, token: int) -> FinishReason | None:
         if token in self._tokenizer.eos_token_ids:
             return FinishReason.STOP
         stop = session.sampling.stop
@@ -364,7 +365,7 @@ class TransformersEngine:
             self._stop_candidates[stop] = self._tokenizer.tokens_containing({string[-1] for string in stop})
         return self._stop_candidates[stop]
 
-    def _finish(self, session: _Session, reason: FinishReason) -> None:
+    def _finish(self, session: Session, reason: FinishReason) -> None:
         token_ids = session.tokens[session.num_prompt :]
         completion = Completion(
             token_ids, session.logprobs, session.versions, self._tokenizer.decode(token_ids), reason
@@ -372,24 +373,6 @@ class TransformersEngine:
         if session.future is not None and not session.future.done():
             session.future.set_result(completion)
         session.future = None
-
-
-def _tell(session: _Session) -> None:
-    """Show a request its text so far."""
-    if session.on_text is None or session.turn_text is None or session.future is None or session.future.done():
-        return
-    try:
-        if session.turn_text.grow(session.tokens[session.num_prompt :]):
-            session.on_text(session.turn_text.text)
-    except Exception as error:  # the caller's own code: it ends its own request and no other
-        session.future.set_exception(error)
-        session.future = None
-
-
-def _seed(session: _Session) -> int:
-    # an unseeded request still needs a number; its own name is as good as any
-    seed = session.sampling.seed
-    return (hash(session.request_id) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
 
 
 def _common_prefix(old: Sequence[int], new: Sequence[int]) -> int:

@@ -12,6 +12,9 @@
     receive_weights, CPU:   stage, bucket by bucket (generation goes on) ──► pause ──► take, version ──► resume
                      GPU:   pause ──► receive in place, bucket by bucket, version ──► resume
 
+    sleep ──► pause, weights and cache dropped     wake_up: weights ──► either of these, without pause and resume
+                                                            kv_cache ──► resume
+
 One ``AsyncLLM`` is one engine of one runner; tensor and pipeline parallelism are vLLM's own, several engines are the
 fleet's. A trajectory stays with its engine, so the prefix cache holds its context from one turn to the next.
 """
@@ -44,12 +47,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from cluster.weight_group import Invitation
+from cluster.weight_stream import Invitation
 from ragr1_actors.engines.base import EngineSettings
 from ragr1_actors.errors import EngineDeadError, EngineError, TransferError
 from ragr1_actors.lora_settings import BASE_KEY
 from ragr1_actors.tokenizer import PolicyTokenizer
 from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.weight_transport import WakeTag
 
 SHARED_MEMORY = Path("/dev/shm")
 WORKER_EXTENSION = "ragr1_actors.engines.vllm_worker.PolicyLoader"
@@ -70,6 +74,7 @@ class VLLMEngine:
         self._first_version = settings.version
         self._receives_in_place = settings.device != "cpu"
         """A CPU engine has a twin of the model, which packing asks for; a GPU has no room for one."""
+        self._sleeps = False
         self.num_weight_ranks = _num_workers(settings)
         self.last_pause_s = 0.0
         """How long the newest ``update_weights`` kept generation waiting."""
@@ -133,7 +138,7 @@ class VLLMEngine:
         _raise_first(said)
 
     async def receive_weights(self, version: int) -> None:
-        """Take part in one broadcast; see ``ReceivingEngine.receive_weights``."""
+        """Take over what is sent next; see ``ReceivingEngine.receive_weights``."""
         try:
             if self._receives_in_place:
                 await self._swap(self._receive, version)
@@ -157,11 +162,13 @@ class VLLMEngine:
         """Pause, have the weights taken over, resume. Where that fails, generation stays paused."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        # the cache is dropped: what is under way is computed again, by the new weights
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        if not self._sleeps:
+            # the cache is dropped: what is under way is computed again, by the new weights
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         await take()
         await self._engine.update_weight_version(str(version))
-        await self._engine.resume_generation()
+        if not self._sleeps:
+            await self._engine.resume_generation()
         self.last_pause_s = loop.time() - started
 
     async def _take(self) -> None:
@@ -169,6 +176,24 @@ class VLLMEngine:
 
     async def _receive(self) -> None:
         _raise_first(await self._engine.collective_rpc("receive_policy"))
+
+    async def sleep(self) -> None:
+        """Drop weights and cache, vLLM's level 2. On a CPU vLLM only pauses; it says so in its log."""
+        try:
+            await self._engine.sleep(level=2, mode="keep")
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError("vLLM's processes died before they slept; its own log says why") from error
+        self._sleeps = True
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """See ``ColocatedEngine.wake_up``."""
+        if not self._sleeps:
+            return
+        try:
+            await self._engine.wake_up([tag])
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError("vLLM's processes died before they woke up; its own log says why") from error
+        self._sleeps = tag == "weights"
 
     async def check(self) -> None:
         """Ask vLLM whether its processes are there; the first time, have them generate a token too.
@@ -213,6 +238,8 @@ def _start(policy_dir: str | Path, settings: EngineSettings) -> AsyncLLM:
         "enable_log_requests": False,
         "disable_log_stats": True,
     }
+    if settings.sleeps and settings.device != "cpu":  # a CPU's vLLM refuses it, and need not be told
+        arguments["enable_sleep_mode"] = True
     if settings.device == "cpu":
         arguments["enforce_eager"] = True  # else minutes of compilation, by a compiler that may not be there
         # A seeded request whose prompt is computed in pieces ends the CPU worker: its generator cannot be rewound

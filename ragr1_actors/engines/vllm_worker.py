@@ -6,7 +6,7 @@ Two steps, so that generation stands still for the second only::
     stage_broadcast, stage_some ... weights are packed into a twin of the model, as packing is what takes time there
     take_policy                     GPU: the weights are loaded in place.  CPU: model and twin exchange tensors
 
-    receive_policy                  GPU, broadcast: both in one, as its memory would not hold them twice
+    receive_policy                  GPU, broadcast or ipc: both in one, as its memory would not hold them twice
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from cluster.weight_group import NO_GROUP, Invitation, WeightGroup, Weights
+from cluster.weight_stream import NO_GROUP, Invitation, Weights, WeightStream, join
 from ragr1_actors.engines.adapters import MergedSource, Source, merged_weights
 from ragr1_actors.errors import EngineError, TransferError
 from ragr1_actors.lora_settings import AdapterBase
@@ -47,7 +47,7 @@ class PolicyLoader:
     _host_weights: dict[str, torch.Tensor] | None = None
     """What ``take_policy`` loads, where there is no twin."""
     _twin: _Twin | None = None
-    _weight_group: WeightGroup | None = None
+    _weight_group: WeightStream | None = None
 
     def stage_policy(self, path: str, base: str) -> None:
         """Begin with what is in the safetensors file ``path``: weights, or the adapters of ``base``, if that is any."""
@@ -122,7 +122,7 @@ class PolicyLoader:
             self._weight_group.close()
             self._weight_group = None
         try:
-            self._weight_group = WeightGroup(Invitation.from_json(invitation), first_rank + self.rank, self.device)
+            self._weight_group = join(Invitation.from_json(invitation), first_rank + self.rank, self.device)
         except TransferError as error:
             return str(error)
         return ""

@@ -1,0 +1,292 @@
+"""Learner and engine on one device: real runners and learner ranks, pair by pair, over shared memory of the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import test_cluster_weight_sync
+from small_world import SHORT, make_files
+from small_world import make_config as make_run_config
+from test_cluster_weight_sync import BUCKET_BYTES, OnePassage, drain, read, request
+
+from cluster.placement import Placement
+from cluster.weight_sync import ColocatedTransport
+from learners.learner_group import LearnerGroup
+from ragr1_actors.algorithm import Algorithm
+from ragr1_actors.config import AlgorithmConfig, RunConfig
+from ragr1_actors.env_runner import EnvRunner
+from ragr1_actors.env_runner_group import EnvRunnerGroup
+from ragr1_actors.errors import ConfigError, FleetError
+from ragr1_actors.tiny_policy import make_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def by_value(ray_local: ModuleType) -> ModuleType:
+    """Ray, whose actors cannot import the tests."""
+    for module in (sys.modules[__name__], test_cluster_weight_sync):
+        ray_local.cloudpickle.register_pickle_by_value(module)
+    return ray_local
+
+
+def make_config(zero_stage: int = 0, **env_runners: Any) -> RunConfig:
+    config = AlgorithmConfig().env_runners(num_env_runners=2, num_cpus_per_env_runner=0.5, max_context_tokens=400)
+    config.env_runners(**{"max_new_tokens_per_turn": 40, "weight_transport": "ipc", **env_runners})
+    config.training(group_size=2, lr=0.01, options={"drop_zero_variance": False}).debugging(num_threads=1)
+    config.environment(prompt="{question}", max_turns=3)
+    return config.learners(num_learners=2, num_cpus_per_learner=0.5, zero_stage=zero_stage).freeze()
+
+
+class Setup:
+    """Two runners and two learner ranks, and what takes turns between them."""
+
+    def __init__(self, config: RunConfig, policy_dir: Path) -> None:
+        self.placement = Placement(config)
+        self.learners = LearnerGroup(config, self.placement.options)
+        self.fleet = EnvRunnerGroup(config, policy_dir, OnePassage(), actor_options=self.placement.options)
+        self.transport = ColocatedTransport(self.learners, self.fleet, bucket_bytes=BUCKET_BYTES)
+        self.learners.build("grpo", policy_dir)
+        self.fleet.wait_until_ready()
+        self.version = 0
+
+    def iterate(self) -> dict[str, float]:
+        """Sample, learn and publish, as ``Algorithm.train`` does; check that engines stand still for the learners."""
+        for index in range(4):
+            self.fleet.submit(request(index))
+        batch = drain(self.fleet)
+        assert {one.summary.oldest_version for one in batch} == {self.version}
+        self.transport.make_room()
+        self.fleet.submit(request(9))  # a request that comes too early waits
+        metrics = self.learners.update([one.batch for one in batch])
+        self.version += 1
+        self.transport.publish(self.version)
+        [late] = drain(self.fleet)
+        assert late.summary.oldest_version == self.version
+        return metrics
+
+    def assert_all_have_it(self) -> None:
+        """Of what the learners have now. They come to their devices for that, and leave again."""
+        expected = self.learners.get_weights()
+        self.learners.offload_states()
+        found = self.fleet.foreach_env_runner(read)
+        assert len(found) == 2
+        for has, weights in found:
+            assert has == self.version
+            for name, weight in weights.items():
+                np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+    def heal(self) -> None:
+        deadline = time.monotonic() + 120
+        while self.fleet.num_healthy < 2:
+            assert time.monotonic() < deadline, "the runner did not come back"
+            self.fleet._probe()
+            time.sleep(0.2)
+
+
+@contextmanager
+def made(config: RunConfig, folder: Path) -> Iterator[Setup]:
+    make_tiny_policy(folder, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+    setup = Setup(config, folder)
+    try:
+        yield setup
+    finally:
+        setup.fleet.stop()
+        setup.learners.stop()
+        setup.placement.remove()
+
+
+def is_offloaded(learner: Any) -> bool:
+    return learner.policy._offloaded is not None
+
+
+def die_at_the_first_bucket(runner: EnvRunner) -> None:
+    engine: Any = runner.receiving_engine
+    take = engine._weight_group.take
+
+    def take_some() -> Any:
+        arrived = take()
+        if arrived:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return arrived
+
+    engine._weight_group.take = take_some
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_learners_and_engines_take_turns(
+    by_value: ModuleType, tmp_path: Path, zero_stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(make_config(zero_stage), tmp_path) as setup:
+        for version in range(3):
+            metrics = setup.iterate()
+            assert metrics["logprob_gap_max"] < 1e-4 and metrics["grad_norm"] > 0, (version, metrics)
+            assert all(setup.learners.foreach_learner(is_offloaded)), "the engines have the devices"
+            setup.assert_all_have_it()
+        assert (setup.transport.num_groups, setup.transport.num_fallbacks) == (1, 0)
+
+        with setup.transport.room(), setup.transport.room():  # as for a checkpoint
+            setup.learners.get_state()
+        assert all(setup.learners.foreach_learner(is_offloaded))
+        setup.assert_all_have_it()
+
+        by_value.get(setup.fleet._runners[0].handle.apply.remote(die_at_the_first_bucket))
+        with caplog.at_level(logging.WARNING):
+            started = time.monotonic()
+            setup.iterate()
+        assert time.monotonic() - started < 50, "it took a deadline"
+        assert setup.transport.num_fallbacks == 1 and "version 4 goes to 1 of 2 env runners" in caplog.text
+        setup.heal()
+        setup.assert_all_have_it()
+        setup.iterate()
+        setup.assert_all_have_it()
+        # once more without it, when it came back and the learners had to have room for its weights
+        assert (setup.transport.num_groups, setup.transport.num_fallbacks) == (3, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_learner_rank_that_dies_is_gone_round(by_value: ModuleType, tmp_path: Path) -> None:
+    with made(make_config(), tmp_path) as setup:
+        setup.iterate()
+        os.kill(setup.learners.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
+        setup.iterate()
+        setup.assert_all_have_it()
+        assert (setup.learners.num_restarts, setup.transport.num_groups, setup.transport.num_fallbacks) == (1, 2, 0)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_with_evaluations_and_checkpoints(
+    by_value: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its learner agrees with the engines in every iteration, and goes on where it was."""
+    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+    sections = make_run_config(make_files(tmp_path), {**SHORT, "num_steps": 3}).model_dump()
+    sections["env_runners"] |= {"num_env_runners": 2, "num_cpus_per_env_runner": 0.5, "weight_transport": "ipc"}
+    sections["learners"] |= {"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 1}
+    sections["training"]["options"] = {"drop_zero_variance": False}
+    config = AlgorithmConfig(sections).freeze()
+
+    def train(algorithm: Algorithm, version: int) -> None:
+        metrics = algorithm.train()
+        assert metrics["learner/logprob_gap_max"] < 1e-4 and metrics["learner/num_steps"] == 1, metrics
+        assert (metrics["loop/policy_version"], metrics["loop/weight_fallbacks"]) == (version, 0)
+        assert algorithm.evaluate().num_tasks == 8
+
+    algorithm = Algorithm(config, tmp_path / "run")
+    try:
+        assert algorithm.evaluate().num_tasks == 8
+        algorithm.pretrain(lambda step, metrics: algorithm.save(wait=False) and None)
+        for version in (2, 3):
+            train(algorithm, version)
+            algorithm.save(wait=version == 3)
+            algorithm.evaluate()
+    finally:
+        algorithm.stop()
+    assert by_value.util.placement_group_table() == {} or all(
+        group["state"] == "REMOVED" for group in by_value.util.placement_group_table().values()
+    )
+    algorithm = Algorithm(config, tmp_path / "run")
+    try:
+        algorithm.restore()
+        train(algorithm, 4)
+    finally:
+        algorithm.stop()
+
+
+# -- where they sit ----------------------------------------------------------------------------------------------------
+
+
+def place(_: Any) -> tuple[list[str], str]:
+    """Of a runner or a learner: its GPUs and its placement group."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_accelerator_ids()["GPU"], context.get_placement_group_id()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_value: ModuleType, tmp_path: Path) -> None:
+    """The GPUs are only counted; an engine that recites and a rank that has built nothing use none."""
+    make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
+    sections = make_config(num_gpus_per_env_runner=0.4).model_dump()
+    sections["learners"]["num_gpus_per_learner"] = 0.5
+    placement = Placement(AlgorithmConfig(sections).freeze())
+    sections["env_runners"] |= {"engine": "benchmarks.fleet:PacedEngine", "weight_transport": "object_store"}
+    config = AlgorithmConfig(sections).freeze()
+    learners = LearnerGroup(config, placement.options)
+    fleet = EnvRunnerGroup(config, tmp_path, OnePassage(), actor_options=placement.options)
+    fleet.wait_until_ready()
+
+    def places() -> list[Any]:
+        ranks = by_value.get([actor.__ray_call__.remote(place) for actor in learners._actors])
+        runners = fleet.foreach_env_runner(place)
+        assert ranks == runners
+        assert sorted(gpu for [gpu], _ in runners) == ["0", "1"] and runners[0][1]
+        return runners
+
+    before = places()
+    assert by_value.available_resources().get("GPU", 0) == 0, "nobody else is to sit on them"
+    by_value.kill(fleet._runners[0].handle, no_restart=False)
+    for actor in learners._actors:
+        by_value.kill(actor)
+    learners._actors = []
+    learners._start_actors()
+    by_value.get(fleet._runners[0].handle.ping.remote())
+    assert places() == before
+    fleet.stop()
+    learners.stop()
+    placement.remove()
+
+
+@pytest.mark.ray
+def test_where_there_is_no_room_it_is_said(by_value: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.placement.START_TIMEOUT_S", 1.0)
+    sections = make_config(num_gpus_per_env_runner=0.5).model_dump()
+    sections["learners"] |= {"num_gpus_per_learner": 0.5, "num_learners": 3}
+    sections["env_runners"]["num_env_runners"] = 3
+    config = AlgorithmConfig(sections).freeze()
+    with pytest.raises(FleetError, match=r"no room for 3 pairs of an env runner and a learner, each .*'GPU': 1.0"):
+        Placement(config)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"env_runners": {"num_env_runners": 0}}, "num_env_runners=0 .*expected actors on both sides"),
+        ({"learners": {"num_learners": 0}}, "learners.num_learners=0, expected actors on both sides"),
+        ({"learners": {"num_learners": 2}}, "num_env_runners=1 and learners.num_learners=2, expected as many of each"),
+        ({"training": {"max_policy_lag": 1}}, "max_policy_lag=1, expected 0: runners sleep"),
+        ({"learners": {"num_gpus_per_learner": 0.5}}, "num_gpus_per_env_runner=0 .*expected a part of a GPU on both"),
+        (
+            {"env_runners": {"num_gpus_per_env_runner": 0.6}, "learners": {"num_gpus_per_learner": 0.5}},
+            "expected at most 1 together",
+        ),
+        ({"env_runners": {"engine_options": {"tensor_parallel_size": 2}}}, "tensor_parallel_size=2, expected 1"),
+    ],
+)
+def test_what_cannot_share_a_device_is_refused_before_a_run_directory_is_made(
+    sections: dict[str, dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    config = AlgorithmConfig(sections)
+    config.env_runners(weight_transport="auto").freeze()
+    config.env_runners(weight_transport="ipc")
+    with pytest.raises(ConfigError, match=rf"^env_runners\.weight_transport: got ipc with .*{message}.*set it to auto"):
+        config.build_algo(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
