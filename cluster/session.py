@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ragr1_actors.errors import UserError
+from ragr1_actors.errors import FleetError, UserError
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Of a local session: trajectories and weights of small policies."""
@@ -38,6 +38,7 @@ class Session:
 
         Raises:
             UserError: the cluster does not answer, or wants another token; this machine has too few GPUs.
+            FleetError: a local session's processes did not start.
         """
         import ray
 
@@ -63,6 +64,10 @@ class Session:
                 f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster asks for a token, set "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's"
             ) from error
+        except Exception as error:  # Ray's own, where one of the processes that it starts does not come up
+            if type(error) is not Exception:
+                raise
+            raise FleetError(f"Ray did not start: {error} Try again where this machine is less busy.") from error
         self._started = True
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         if not address and self._num_gpus > num_gpus:

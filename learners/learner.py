@@ -42,7 +42,7 @@ from learners.policy_folder import PolicyCopy
 from learners.published import gather, policy_shapes, policy_weights
 from learners.reference import Reference, make_reference
 from learners.schedule import Schedule
-from learners.train_batch import TrainBatch, select
+from learners.train_batch import TrainBatch, check_columns, check_loss, select
 from learners.zero import AdamWSettings
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import DataError
@@ -182,7 +182,7 @@ class Learner(ABC):
             if self._sampled_from_a_nucleus or (self._corrects_sampling and steps_an_update > 1):
                 self._decouple(batch, meter)
             batch.columns.update(self.prepare(batch))
-            batch.columns.update(self.compute_advantages(batch))
+            batch.columns.update(check_columns(self.compute_advantages(batch), batch, type(self).__name__))
             rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
             for _ in range(self.schedule.num_epochs):
                 for indices in self.minibatches(batch, rng):
@@ -231,7 +231,7 @@ class Learner(ABC):
                 meter.add_gap(outputs.logprobs, chosen["old_logprobs"], chosen.get("is_fresh"))
             if self._corrects_sampling and "engine_logprobs" not in columns:  # an update of one step
                 chosen |= {"engine_logprobs": chosen["old_logprobs"], "old_logprobs": outputs.logprobs.detach()}
-            token_loss = self.compute_loss(outputs, chosen)
+            token_loss = check_loss(self.compute_loss(outputs, chosen), outputs, type(self).__name__)
             loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
             self.policy.backward(poisoned(loss, outputs.logprobs) * self.world_size)

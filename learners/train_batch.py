@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from learners.batching import FlatTrajectories, flatten
-from learners.meter import Columns
+from learners.meter import Columns, TokenLoss
+from learners.models import TokenOutputs
+from ragr1_actors.errors import ConfigError
 from ragr1_actors.types import Trajectory, TrajectoryGroup
 
 
@@ -57,3 +59,37 @@ def select(
         if not is_fresh.all():
             columns["is_fresh"] = torch.from_numpy(is_fresh)
     return TrainBatch(trajectories, group_ids, flat, columns)
+
+
+def check_columns(columns: Columns, batch: TrainBatch, learner: str) -> Columns:
+    """Return what a learner's ``compute_advantages`` returned.
+
+    Raises:
+        ConfigError: it is something else than a value for every MODEL token.
+    """
+    method, num_tokens = f"{learner}.compute_advantages", len(batch.flat.model_positions)
+    if not isinstance(columns, dict):
+        raise ConfigError(f"{method} returned {type(columns).__name__}, expected a dict of names to tensors")
+    for name, column in columns.items():
+        _check_shape(f"{method}: {name}", column, num_tokens)
+    return columns
+
+
+def check_loss(token_loss: TokenLoss, outputs: TokenOutputs, learner: str) -> TokenLoss:
+    """Return what a learner's ``compute_loss`` returned.
+
+    Raises:
+        ConfigError: it is something else than a value for every MODEL token.
+    """
+    method = f"{learner}.compute_loss"
+    if not isinstance(token_loss, TokenLoss):
+        raise ConfigError(f"{method} returned {type(token_loss).__name__}, expected a learners.meter.TokenLoss")
+    for name, values in {"loss": token_loss.loss, **token_loss.metrics}.items():
+        _check_shape(f"{method}: {name}", values, len(outputs.logprobs))
+    return token_loss
+
+
+def _check_shape(where: str, values: torch.Tensor, num_tokens: int) -> None:
+    found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    if found != [num_tokens]:
+        raise ConfigError(f"{where} is {found}, expected a tensor of [{num_tokens}], one value a MODEL token")

@@ -80,7 +80,7 @@ def _check_learner(training: TrainingSettings) -> None:
     if name == "sft":
         raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
     if name not in LEARNERS:
-        learner = _load(key, name, LEARNERS)
+        learner = _load(key, name, {known: LEARNERS[known] for known in LEARNERS if known != "sft"})
         from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it
 
         _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.session import Session
+from ragr1_actors.errors import FleetError
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys
@@ -49,3 +52,16 @@ def test_actors_may_share_the_cores_of_a_small_machine() -> None:
 @pytest.mark.slow
 def test_gpus_that_are_not_there_are_named() -> None:
     assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)
+
+
+@pytest.mark.ray
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(FleetError, match=r"Ray did not start: The current node timed out"), Session():
+        pass

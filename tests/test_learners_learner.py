@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from learners.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.meter import Meter
+from learners.meter import Meter, TokenLoss
 from learners.ppo import PPOLearner
 from learners.schedule import Schedule
 from learners.sft import SFTLearner, segment
 from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import DataError, LearnerError
+from ragr1_actors.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 
 Build = Callable[..., Learner]
@@ -232,3 +232,21 @@ def test_schedules() -> None:
 
 def test_a_meter_without_steps_reports_zeros() -> None:
     assert Meter().reduce(torch.device("cpu"))["tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("compute_advantages", None, r"compute_advantages returned NoneType, expected a dict"),
+        ("compute_advantages", {"advantages": torch.ones(3)}, r"advantages is \[3\], expected a tensor of \[\d+\]"),
+        ("compute_advantages", {"advantages": [1.0]}, r"advantages is list, expected a tensor"),
+        ("compute_loss", torch.zeros(()), r"compute_loss returned Tensor, expected a learners\.meter\.TokenLoss"),
+        ("compute_loss", TokenLoss(torch.zeros(())), r"compute_loss: loss is \[\], expected a tensor"),
+    ],
+)
+def test_a_custom_learner_that_returns_something_else_is_told(
+    build: Build, method: str, returned: object, message: str
+) -> None:
+    custom = type("MyLearner", (GRPOLearner,), {method: lambda *_: returned})
+    with pytest.raises(ConfigError, match=message):
+        build(custom).update(make_groups(0))

@@ -185,3 +185,8 @@ def test_a_module_that_cannot_be_imported_says_where(
     for name in (":MyEnv", "..a:MyEnv", "no_such_module_at_all:MyEnv"):
         with pytest.raises(ConfigError):
             load_object(name, {})
+
+
+def test_stage_1_is_not_offered_as_an_algorithm_of_stage_2() -> None:
+    with pytest.raises(ConfigError, match=r"got 'grp0', expected one of .*, reinforce_pp, rloo or my_module:MyName"):
+        check_names(AlgorithmConfig().training(algorithm="grp0").freeze())
