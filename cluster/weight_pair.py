@@ -9,9 +9,11 @@
                                    ▲                          │    a socket: whoever dies, the other hears of it at once
                                    └── a byte: it is empty ───┘
 
-A bucket is memory that torch shares: by a CUDA IPC handle on a GPU, on a CPU by a name, as torch's sharing strategy
-``file_system`` does. Nothing else differs. Handles are numbers and bytes, which are in the ``Invitation``: torch's own
-way of sending them would unpickle them. The socket's folder is closed to other users.
+A bucket is memory that both processes open: on a GPU by torch's CUDA IPC handle, on a CPU as a file in shared memory,
+which has no name any more once both have it. Nothing else differs. Handles are numbers and bytes, which are in the
+``Invitation``: torch's own way of sending them would unpickle them; and its sharing strategy ``file_system`` keeps a
+process beside the sender, without which a receiver that lets go is ended by torch. The folder of socket and files is
+closed to other users.
 
 A byte is sent when what was computed before is done, on a GPU too, so that neither side needs the other's streams.
 
@@ -33,6 +35,7 @@ from cluster.weight_stream import Handle, Invitation, Pending, WeightStream, fir
 from ragr1_actors.errors import TransferError
 
 _BYTE = b"\1"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class PairListener:
@@ -49,14 +52,17 @@ class PairListener:
             TransferError: this device's memory cannot be shared.
         """
         size = max(invitation.bucket_sizes, default=1)
-        try:
-            storages = [_shared_storage(size, device) for _ in range(2)]
-            handles = tuple(_handle(storage) for storage in storages)
-        except RuntimeError as error:
-            raise TransferError(f"the memory of {device} cannot be shared: {first_sentence(error)}") from error
+        # a socket's path may have 107 characters
+        folder = tempfile.mkdtemp(prefix="ragr1-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else "/tmp")
+        self._folder = Path(folder)
         self.device = device
-        self.buckets = [_bytes_of(storage) for storage in storages]
-        self._folder = Path(tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"))  # a socket's path may have 107 characters
+        try:
+            shared = [_share(size, device, self._folder / f"bucket_{index}") for index in range(2)]
+        except RuntimeError as error:
+            shutil.rmtree(folder)
+            raise TransferError(f"the memory of {device} cannot be shared: {first_sentence(error)}") from error
+        self.buckets = [_bytes_of(storage) for storage, _ in shared]
+        handles = tuple(handle for _, handle in shared)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self._folder / "weights"))
         self._socket.listen(1)
@@ -193,27 +199,28 @@ class _Answer(Pending):
 # -- memory that another process may open ------------------------------------------------------------------------------
 
 
-def _shared_storage(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+def _share(num_bytes: int, device: torch.device, file: Path) -> tuple[torch.UntypedStorage, Handle]:
+    """Return memory and a handle for one receiver; on a GPU, torch keeps the memory until that has let go."""
+    storage: Any
+    fields: tuple[Any, ...]
     if device.type == "cpu":
-        return torch.UntypedStorage._new_using_filename_cpu(num_bytes)
-    return torch.UntypedStorage(num_bytes, device=device)
-
-
-def _handle(storage: torch.UntypedStorage) -> Handle:
-    """For one receiver: torch counts, and keeps the memory until it has let go."""
-    share: Any = storage
-    fields = share._share_filename_cpu_() if storage.device.type == "cpu" else share._share_cuda_()
-    return tuple(field.hex() if isinstance(field, bytes) else field for field in fields)
+        storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=num_bytes)
+        fields = (str(file).encode(), num_bytes)
+    else:
+        storage = torch.UntypedStorage(num_bytes, device=device)
+        fields = storage._share_cuda_()
+    return storage, tuple(field.hex() if isinstance(field, bytes) else field for field in fields)
 
 
 def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
-    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in handle]
+    fields: list[Any] = [bytes.fromhex(field) if isinstance(field, str) else field for field in handle]
     storage_class: Any = torch.UntypedStorage
+    opened: torch.UntypedStorage
     if device.type == "cpu":
-        opened: torch.UntypedStorage = storage_class._new_shared_filename_cpu(*fields)
+        file, num_bytes = fields
+        opened = storage_class.from_file(file.decode(), shared=True, nbytes=num_bytes)
         return opened
-    index = torch.cuda.current_device() if device.index is None else device.index
-    fields[0] = index  # the same GPU may have another number there
+    fields[0] = torch.cuda.current_device() if device.index is None else device.index  # it may be another here
     torch.cuda.init()
     opened = storage_class._new_shared_cuda(*fields)
     return opened

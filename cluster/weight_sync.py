@@ -9,7 +9,7 @@ object store   learner rank 0 ──► object store ──► runners, anywhere
 broadcast      learner rank 0 ──► every engine worker, in   learners and engines on GPUs of their   CPU (``gloo``);
                buckets, by NCCL (GPUs) or ``gloo`` (CPUs);  own                                     NCCL has not
                one host copy less a runner, bf16 as bf16
-ipc            learner rank i ──► the engine of runner i,   learner and engine on one GPU, which    CPU (named shared
+ipc            learner rank i ──► the engine of runner i,   learner and engine on one GPU, which    CPU (shared
                through buckets that both have open          each leaves while the other works       memory); CUDA IPC
                                                                                                     and sleep have not
 ============== ============================================ ======================================= ==================

@@ -141,15 +141,15 @@ class EnvRunnerGroup:
             self._loop = asyncio.new_event_loop()
             return
         actor_class: Any = ray.remote(EnvRunnerActor)
-        actor_class = actor_class.options(
-            num_cpus=settings.num_cpus_per_env_runner,
-            num_gpus=settings.num_gpus_per_env_runner,
-            max_restarts=-1,
-            max_task_retries=0,  # the group hands the request to another runner
-            max_concurrency=4 * self._max_in_flight,
-        )
         for index in range(settings.num_env_runners):
-            placed = actor_class.options(**actor_options(index))
+            placed = actor_class.options(
+                num_cpus=settings.num_cpus_per_env_runner,
+                num_gpus=settings.num_gpus_per_env_runner,
+                max_restarts=-1,
+                max_task_retries=0,  # the group hands the request to another runner
+                max_concurrency=4 * self._max_in_flight,
+                **actor_options(index),
+            )
             self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
 
     def wait_until_ready(self) -> None:
