@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ragr1_actors.errors import UserError
+from ragr1_actors.errors import FleetError, UserError
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Of a local session: trajectories and weights of small policies."""
@@ -38,6 +38,7 @@ class Session:
 
         Raises:
             UserError: the cluster does not answer, or wants another token; this machine has too few GPUs.
+            FleetError: a local session did not come up.
         """
         import ray
 
@@ -62,6 +63,11 @@ class Session:
             raise UserError(
                 f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster asks for a token, set "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's"
+            ) from error
+        except Exception as error:  # Ray's own kind for processes of its own that do not come up
+            cause = " ".join(str(error).split())
+            raise FleetError(
+                f"Ray did not start at {address or 'this machine'}: {cause}; where it is busy, try again later"
             ) from error
         self._started = True
         num_gpus = ray.cluster_resources().get("GPU", 0.0)

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from cluster.session import Session
+from ragr1_actors.errors import FleetError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -48,3 +52,13 @@ def test_actors_may_share_the_cores_of_a_small_machine() -> None:
 @pytest.mark.slow
 def test_gpus_that_are_not_there_are_named() -> None:
     assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)
+
+
+def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(FleetError, match=r"^Ray did not start at this machine: The current node timed out during"):
+        Session().__enter__()
