@@ -38,7 +38,7 @@ class Session:
 
         Raises:
             UserError: the cluster does not answer, or wants another token; this machine has too few GPUs.
-            FleetError: a local session's processes did not start.
+            FleetError: a local session did not come up.
         """
         import ray
 
@@ -67,7 +67,8 @@ class Session:
         except Exception as error:  # Ray's own, where one of the processes that it starts does not come up
             if type(error) is not Exception:
                 raise
-            raise FleetError(f"Ray did not start: {error} Try again where this machine is less busy.") from error
+            cause = " ".join(str(error).split())
+            raise FleetError(f"Ray did not start: {cause} Try again where this machine is less busy.") from error
         self._started = True
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         if not address and self._num_gpus > num_gpus:

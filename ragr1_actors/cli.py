@@ -60,7 +60,7 @@ def train(
             _console.print(f"{run_dir} is finished; see it with: ragr1 report {run_dir}", soft_wrap=True)
             return
         config = change_learners(run_dir, config, overrides or [])
-        check_names(config)
+        check_names(config, has_index=(run_dir / "index").is_dir())
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)

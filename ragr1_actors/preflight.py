@@ -16,15 +16,22 @@ from ragr1_actors.engines.base import Engine
 from ragr1_actors.engines.registry import ENGINES
 from ragr1_actors.errors import ConfigError
 from ragr1_actors.plugins import load_object
+from retrieval.manifest import Manifest
+from retrieval.registry import needs_index
 
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 
 
-def check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     """Say at once which name in a recipe is nothing that there is; the libraries behind known ones are not imported.
+
+    Args:
+        config: of a run.
+        has_index: the run has made its index; the corpus is not needed any more.
 
     Raises:
         ConfigError: names the key, what stands there and what was expected.
+        DataError: ``retrieval.index`` names a directory without an index.
     """
     check_environment(config.environment.env)
     _check_reward(config.environment.reward)
@@ -35,6 +42,11 @@ def check_names(config: RunConfig) -> None:
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
         if file not in ("", "world"):
             _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
+    retrieval = config.retrieval
+    if needs_index(retrieval.type) and retrieval.index:
+        Manifest.read(retrieval.index)
+    elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
+        _check_file("retrieval.corpus", retrieval.corpus, "world or a corpus file")
     if config.environment.tasks == "":
         raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
 

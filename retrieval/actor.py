@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.manifest import Manifest
-from retrieval.wire import WireHits, compress, pack
+from retrieval.wire import RowHits, WireHits, compress, pack
 
 if TYPE_CHECKING:
     from retrieval.retriever import LocalRetriever
@@ -97,6 +97,13 @@ class RetrieverActor:
         hits = compress(pack(found, rows, self._retriever.version))
         self._meter.add(len(queries), time.monotonic() - started)
         return hits
+
+    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
+        """Return where ``search_batch`` finds its passages, before any reranking."""
+        started = time.monotonic()
+        ranking = self._retriever.rank(queries, k, vectors)
+        self._meter.add(len(queries), time.monotonic() - started)
+        return RowHits(self._retriever.version, ranking.scores, ranking.rows)
 
 
 class EncoderActor:

@@ -14,6 +14,7 @@ from typing import Any
 from ragr1_actors.answers import normalize_answer
 from ragr1_actors.types import Task
 from retrieval.base import Passage
+from retrieval.splitter import whole_id
 
 NUM_EXAMPLES = 20
 
@@ -79,7 +80,7 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
 
     Answers and passages are normalised as for exact match (``normalize_answer``), and an answer stands in a passage
     where all its words do, one after the other: "art" does not stand in "party". That it stands there does not say that
-    the passage answers the question: short answers stand in many.
+    the passage answers the question: short answers stand in many. A supporting passage that was split is there too.
     """
     answers = {answer for task in tasks for answer in _answers(task) - _YES_NO}
     wanted_ids = {passage_id for task in tasks for passage_id in task.supporting_ids}
@@ -89,8 +90,7 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
     lengths = _lengths_by_first_word(answers)
     for passage in corpus:
         num_passages += 1
-        if passage.id in wanted_ids:
-            found_ids.add(passage.id)
+        found_ids |= wanted_ids & {passage.id, whole_id(passage.id)}
         words = normalize_answer(f"{passage.title}{_BARRIER}{passage.text}").split()
         found_answers.update(answer for answer in _runs(words, lengths) if answer in answers)
     return _summarise(tasks, num_passages, found_answers, found_ids)

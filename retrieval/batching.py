@@ -126,6 +126,7 @@ class Batcher(Generic[A]):
         self._is_dispatching = False
         self._slots: dict[str, _Slots[A]] = {}
         self._num_queries = self._num_coalesced = self._num_batches = self._num_failed = 0
+        self._num_waiting_again = 0
 
     def counts(self) -> BatcherCounts:
         """Return what has been done."""
@@ -276,14 +277,26 @@ class Batcher(Generic[A]):
     async def _acquire(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
         """Take a slot of a replica that is up, another one than before if there is one.
 
+        Batches that failed elsewhere come first: their callers have waited longest.
+
         Returns:
             None when none was up for ``timeout_s``.
         """
+        if not avoid:
+            return await self._wait_for_slot(avoid, num_queries)
+        self._num_waiting_again += 1
+        try:
+            return await self._wait_for_slot(avoid, num_queries)
+        finally:
+            self._num_waiting_again -= 1
+            self._announce()
+
+    async def _wait_for_slot(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
         while True:
             up = [slots for slots in self._slots.values() if slots.is_up]
             others = [slots for slots in up if slots not in avoid]
             free = [slots for slots in others or up if slots.num_batches < BATCHES_PER_REPLICA]
-            if free:
+            if free and (avoid or not self._num_waiting_again):
                 idle = [slots for slots in free if slots.num_batches == 0]
                 # The less loaded of two at random: near the best of all, and not the same for every client.
                 pair = self._random.sample(idle or free, min(2, len(idle or free)))

@@ -29,7 +29,7 @@ from retrieval.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
 from retrieval.embedding_fleet import fill_store
 from retrieval.embeddings import EmbeddingStore, StoreHeader, publish
 from retrieval.index_types import BM25, FLAT, HYBRID, INDEX_TYPES, parse_options
-from retrieval.manifest import BM25_FOLDER, FileRecord, Manifest, Shard, fingerprint_file
+from retrieval.manifest import BM25_FOLDER, ENCODER_FOLDER, FileRecord, Manifest, Shard, fingerprint_file
 from retrieval.progress import progress_bar
 from retrieval.texts import valid_unicode
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from retrieval.encoder import Encoder
 
 STATIC = "static"
-_STATIC_FOLDER = "encoder"
 _STORE_FOLDER = "embeddings"
 _PARTIAL = ".partial"
 # The index keeps less of a number than half precision does.
@@ -219,7 +218,7 @@ def _make_static(corpus: Corpus, directory: Path, seed: int, workers: _Workers) 
     from retrieval.encoder import passage_text
     from retrieval.static_encoder import make_static_encoder
 
-    folder, partial = directory / _STATIC_FOLDER, directory / f"{_STATIC_FOLDER}{_PARTIAL}"
+    folder, partial = directory / ENCODER_FOLDER, directory / f"{ENCODER_FOLDER}{_PARTIAL}"
     if not folder.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
         publish(make_static_encoder(partial, map(passage_text, corpus), seed=seed), folder)
@@ -244,7 +243,7 @@ def _build_shards(
     fill_store(
         store,
         directory,
-        str(directory / _STATIC_FOLDER) if arguments.encoder == STATIC else arguments.encoder,
+        str(directory / ENCODER_FOLDER) if arguments.encoder == STATIC else arguments.encoder,
         workers.num_actors,
         num_cpus_per_actor=workers.num_cpus_per_actor,
         num_gpus_per_actor=workers.num_gpus_per_actor,
@@ -297,7 +296,7 @@ def _describe(directory: Path, count: int, encoder: Encoder | None, arguments: B
         manifest,
         metric="inner_product",
         vector_type=arguments.vector_type,
-        encoder=_STATIC_FOLDER if arguments.encoder == STATIC else arguments.encoder,
+        encoder=ENCODER_FOLDER if arguments.encoder == STATIC else arguments.encoder,
         encoder_fingerprint=encoder.fingerprint,
         pooling=encoder.pooling,
         query_prompt=encoder.query_prompt,

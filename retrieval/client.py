@@ -13,6 +13,8 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,14 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from cluster.fleet import find_actors, last_line
-from ragr1_actors.errors import RetrievalError
+from ragr1_actors.errors import DataError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.batching import Batcher, BatcherCounts
+from retrieval.corpus import Corpus
+from retrieval.manifest import Manifest
 from retrieval.pooled import PooledRetriever, PoolSettings
-from retrieval.wire import expand, merge
+from retrieval.ranking import Ranking, merge_rankings
+from retrieval.wire import RowHits, WireHits, expand, merge
 
 REFRESH_S = 2.0
 """Between two looks at who is in the fleet, while anybody searches."""
@@ -36,7 +41,9 @@ Vector = NDArray[np.float32]
 class RetrieverClient:
     """The retriever of an env runner: batches, routes, retries, remembers. Pickles as its arguments."""
 
-    def __init__(self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings) -> None:
+    def __init__(
+        self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings, index_dir: str = ""
+    ) -> None:
         """Search the fleet of that name.
 
         Names rather than handles: an actor that was given handles cannot be restarted once their owner's node is gone.
@@ -46,11 +53,14 @@ class RetrieverClient:
             num_shards: actors of one replica.
             encoder_fleet: of the encoders; empty where each retriever encodes.
             settings: of the pool.
+            index_dir: of the fleet's index. Where this node has it too, answers bring rows and the passages are read
+                here; where it has not, or this is empty, they bring the passages.
 
         Raises:
             RetrievalError: no whole replica is there.
         """
-        self._arguments = (fleet, num_shards, encoder_fleet, settings)
+        self._arguments = (fleet, num_shards, encoder_fleet, settings, index_dir)
+        self._corpus = _LocalCorpus.open(index_dir) if index_dir else None
         self._fleet, self._num_shards, self._encoder_fleet = fleet, num_shards, encoder_fleet
         self._encoders: Batcher[Vector] | None = None
         if encoder_fleet:
@@ -108,7 +118,7 @@ class RetrieverClient:
         for name in names:
             members[name.rpartition(".")[0]].append(name)
         return {
-            member: known.get(member) or _RemoteReplica(shards, self._encoders)
+            member: known.get(member) or _RemoteReplica(shards, self._encoders, self._corpus)
             for member, shards in members.items()
             if len(shards) == self._num_shards
         }
@@ -130,19 +140,52 @@ class _RemoteEncoder:
 class _RemoteReplica:
     """``Replica`` over the shard actors of one copy of the index."""
 
-    def __init__(self, shards: Sequence[str], encoders: Batcher[Vector] | None) -> None:
+    def __init__(
+        self, shards: Sequence[str], encoders: Batcher[Vector] | None, corpus: _LocalCorpus | None = None
+    ) -> None:
         self._shards = [_NamedActor(name) for name in sorted(shards)]
         self._encoders = encoders
+        self._corpus = corpus
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
         vectors = None
         if self._encoders is not None:
             vectors = np.stack(await self._encoders.ask(queries, 0))
-        packed = await asyncio.gather(*[shard.call("search_batch", queries, k, vectors) for shard in self._shards])
+        if self._corpus is not None:
+            found: list[RowHits] = await self._call("rank_batch", queries, k, vectors)
+            if all(hits.index_version == self._corpus.index_version for hits in found):
+                return self._corpus.hits(found, k)
+            self._corpus = None  # the replica's node has another index under this path
+        packed: list[WireHits] = await self._call("search_batch", queries, k, vectors)
         return merge([expand(hits) for hits in packed], k)
 
     async def ping(self) -> None:
-        await asyncio.gather(*[shard.call("ping") for shard in self._shards])
+        await self._call("ping")
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalCorpus:
+    """The passages of the fleet's index, mapped in this process."""
+
+    corpus: Corpus
+    index_version: str
+
+    @classmethod
+    def open(cls, index_dir: str) -> _LocalCorpus | None:
+        """Map the corpus; None where this node does not have it, or not whole."""
+        try:
+            manifest = Manifest.read(index_dir)
+            manifest.corpus.check(Path(index_dir))
+            return cls(Corpus.open(index_dir), manifest.version)
+        except (DataError, OSError):
+            return None
+
+    def hits(self, shards: Sequence[RowHits], k: int) -> list[Hits]:
+        ranking = merge_rankings([Ranking(hits.scores, hits.rows) for hits in shards], k)
+        return self.corpus.hits(ranking, self.index_version)
 
 
 class _NamedActor:

@@ -26,7 +26,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ragr1_actors.errors import DataError
-from retrieval.base import Passage
+from retrieval.base import Hits, Passage
+from retrieval.ranking import ABSENT, Ranking
 from retrieval.readers import read_passages as read_passages
 from retrieval.texts import hash_text, valid_unicode
 
@@ -104,7 +105,7 @@ class Corpus(Sequence[Passage]):
             return self._run(rows) if rows.step == 1 else self.take(rows)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)} passages")
-        return self._scalar(row % len(self))
+        return self.take([row % len(self)])[0]
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield the passages in row order."""
@@ -113,10 +114,33 @@ class Corpus(Sequence[Passage]):
 
     def take(self, rows: Sequence[int]) -> list[Passage]:
         """Return the passages of many rows, in that order."""
-        if len(rows) < TAKE_FROM:
-            return [self._scalar(row) for row in rows]
-        indices = pa.array(rows, pa.int64())
-        return _passages(column.take(indices) for column in self._columns)
+        return [Passage(*fields) for fields in zip(*self._fields(rows), strict=True)]
+
+    def hits(self, ranking: Ranking, index_version: str) -> list[Hits]:
+        """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``.
+
+        Args:
+            ranking: of rows of this corpus.
+            index_version: of the index that was searched.
+        """
+        if not ranking.rows.size:
+            return [Hits(index_version=index_version) for _ in ranking.rows]
+        unique, inverse = np.unique(ranking.rows, return_inverse=True)
+        num_absent = int(unique[0] == ABSENT)
+        ids, titles, texts = self._fields(unique[num_absent:].tolist())
+        places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
+        scores: list[list[float]] = ranking.scores.tolist()
+        return [
+            Hits(
+                [
+                    Passage(ids[place], titles[place], texts[place], score)
+                    for place, score in zip(row_places, row_scores, strict=True)
+                    if place >= 0
+                ],
+                index_version=index_version,
+            )
+            for row_places, row_scores in zip(places, scores, strict=True)
+        ]
 
     def row_of(self, passage_id: str) -> int:
         """Return the row of an id: a binary search in the mapped file.
@@ -137,9 +161,12 @@ class Corpus(Sequence[Passage]):
                 return row
         raise KeyError(passage_id)
 
-    def _scalar(self, row: int) -> Passage:
-        ids, titles, texts = self._columns
-        return Passage(ids[row].as_py(), titles[row].as_py(), texts[row].as_py())
+    def _fields(self, rows: Sequence[int]) -> list[list[str]]:
+        """Return ids, titles and texts of some rows."""
+        if len(rows) < TAKE_FROM:
+            return [[column[row].as_py() for row in rows] for column in self._columns]
+        indices = pa.array(rows, pa.int64())
+        return [column.take(indices).to_pylist() for column in self._columns]
 
     def _run(self, rows: range) -> list[Passage]:
         return _passages(column.slice(rows.start, len(rows)) for column in self._columns)

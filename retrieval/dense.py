@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragr1_actors.errors import DataError, RetrievalError
 from retrieval.base import Passage
 from retrieval.index import VectorIndex
-from retrieval.manifest import Manifest
+from retrieval.manifest import ENCODER_FOLDER, Manifest
 from retrieval.ranking import ABSENT, Ranking, merge_rankings
 
 if TYPE_CHECKING:
@@ -157,6 +157,8 @@ def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> En
     from retrieval.encoder import Encoder  # torch and sentence-transformers take seconds: only who encodes pays
 
     inside = directory / manifest.encoder
+    if manifest.encoder == ENCODER_FOLDER and not inside.is_dir():
+        raise DataError(f"no {inside}; copy the index as a whole or build it again")
     encoder = Encoder.load(inside if inside.is_dir() else manifest.encoder, device=device)
     manifest.check_encoder(encoder.name, encoder.fingerprint, encoder.dimension)
     return encoder

@@ -18,6 +18,7 @@ from retrieval.index_types import FLAT
 from retrieval.manifest import Manifest
 from retrieval.ranking import Ranking, merge_rankings
 from retrieval.retriever import LocalRetriever
+from retrieval.splitter import whole_id
 
 if TYPE_CHECKING:
     from retrieval.dense import DenseRanker
@@ -48,7 +49,8 @@ def evaluate_index(
 ) -> dict[str, Any]:
     """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
 
-    The question is the query. Tasks without ``supporting_ids`` count for the other measures only.
+    The question is the query. Of a passage that was split, any piece counts. Tasks without ``supporting_ids`` count
+    for the other measures only.
 
     Args:
         directory: of the index.
@@ -77,7 +79,7 @@ def evaluate_index(
         raise DataError(_NOTHING_KNOWN)
     num_threads = num_threads or os.cpu_count() or 1
     retriever = LocalRetriever(directory, num_threads, device=device, reranker=reranker, options=options)
-    measured: dict[str, Any] = _supporting_recall(retriever, known, ks) if known else {}
+    measured: dict[str, Any] = _supporting_recall(Path(directory), retriever, known, ks) if known else {}
     questions = [task.question for task in tasks]
     if exact or exact is None:
         measured |= _exact_recall(Path(directory), questions[:_MAX_EXACT_QUERIES], ks, exact, retriever, num_threads)
@@ -88,9 +90,12 @@ def evaluate_index(
     return measured
 
 
-def _supporting_recall(retriever: LocalRetriever, tasks: list[Task], ks: Sequence[int]) -> dict[str, float]:
+def _supporting_recall(
+    directory: Path, retriever: LocalRetriever, tasks: list[Task], ks: Sequence[int]
+) -> dict[str, float]:
+    corpus = Corpus.open(directory)
     found = [
-        [passage.id for passage in passages]
+        [_evidence_id(passage.id, corpus) for passage in passages]
         for start in range(0, len(tasks), _BLOCK)
         for passages in retriever.search_batch([task.question for task in tasks[start : start + _BLOCK]], max(ks))
     ]
@@ -105,6 +110,16 @@ def _supporting_recall(retriever: LocalRetriever, tasks: list[Task], ks: Sequenc
         )
         for k in ks
     }
+
+
+def _evidence_id(passage_id: str, corpus: Corpus) -> str:
+    """Return the id of the passage that was split into this piece, which tasks know it by; else its own id."""
+    whole = whole_id(passage_id)
+    try:
+        corpus.row_of(whole)
+    except KeyError:
+        return whole
+    return passage_id  # the whole one is there too: this is another passage of the same title
 
 
 def _exact_recall(

@@ -115,7 +115,9 @@ class RetrieverGroup:
             )
         pool = PoolSettings(self._settings.timeout_s, self._settings.max_retries, self._settings.cache_size)
         encoder_fleet = self._encoders.name if self._encoders else ""
-        return RetrieverClient(self._retrievers.name, self._settings.num_shards, encoder_fleet, pool)
+        # A reranker orders passages, not rows.
+        index_dir = "" if self._settings.reranker else str(self._index_dir)
+        return RetrieverClient(self._retrievers.name, self._settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
         """Grow or shrink the fleets while they are used; clients see it within ``client.REFRESH_S``.

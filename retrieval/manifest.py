@@ -23,6 +23,7 @@ from ragr1_actors.errors import DataError
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 BM25_FOLDER = "bm25"
+ENCODER_FOLDER = "encoder"
 
 _WHOLE_UP_TO = 64 * 2**20
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16

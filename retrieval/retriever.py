@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from retrieval.base import Hits, Passage
 from retrieval.corpus import Corpus
 from retrieval.index_types import parse_options
 from retrieval.manifest import Manifest
-from retrieval.ranking import ABSENT, Ranker, Ranking
+from retrieval.ranking import Ranker, Ranking
 
 if TYPE_CHECKING:
     from retrieval.dense import DenseRanker
@@ -139,8 +139,12 @@ class LocalRetriever:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
             RetrievalError: vectors that are none.
         """
-        ranking = self._ranker.rank(queries, _check_depth(k), vectors)
-        return ranking, self._passages(ranking)
+        ranking = self.rank(queries, k, vectors)
+        return ranking, list(self._corpus.hits(ranking, self.version))
+
+    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
+        """Return what ``search_rows`` does, without the passages."""
+        return self._ranker.rank(queries, _check_depth(k), vectors)
 
     def encode(self, queries: list[str]) -> NDArray[np.float32]:
         """Return the vectors of queries: float32 ``[len(queries), dimension]``.
@@ -178,26 +182,6 @@ class LocalRetriever:
         if self.dense is None:
             return words
         return HybridRanker([self.dense, words], depth=self._options["fusion_depth"])
-
-    def _passages(self, ranking: Ranking) -> list[list[Passage]]:
-        if not ranking.rows.size:
-            return [Hits(index_version=self.version) for _ in ranking.rows]
-        unique, inverse = np.unique(ranking.rows, return_inverse=True)
-        num_absent = int(unique[0] == ABSENT)
-        passages = self._corpus.take(unique[num_absent:].tolist())
-        places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
-        scores: list[list[float]] = ranking.scores.tolist()
-        return [
-            Hits(
-                [
-                    replace(passages[place], score=score)
-                    for place, score in zip(row_places, row_scores, strict=True)
-                    if place >= 0
-                ],
-                index_version=self.version,
-            )
-            for row_places, row_scores in zip(places, scores, strict=True)
-        ]
 
 
 def _open(directory: Path, num_threads: int, others: dict[str, Any]) -> LocalRetriever:

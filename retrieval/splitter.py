@@ -31,6 +31,11 @@ def split_passages(passages: Iterable[Passage], num_words: int = DEFAULT_WORDS) 
     return (piece for passage in passages for piece in _pieces(passage, run))
 
 
+def whole_id(passage_id: str) -> str:
+    """Return the id that a piece's passage had: ``"Riga"`` for ``"Riga#1"``; any other id as it is."""
+    return _NUMBERED.sub("", passage_id)
+
+
 def _pieces(passage: Passage, run: re.Pattern[str]) -> Iterator[Passage]:
     matches = run.finditer(passage.text)
     first = list(islice(matches, 2))

@@ -38,6 +38,16 @@ class CompressedHits(NamedTuple):
     data: bytes
 
 
+class RowHits(NamedTuple):
+    """Where the hits of a batch stand, for a client whose node has the corpus too: nothing else has to travel."""
+
+    index_version: str
+    scores: NDArray[np.float32]
+    """``[num_queries, depth]``"""
+    rows: NDArray[np.int64]
+    """``[num_queries, depth]``, of the corpus; ``ABSENT`` where fewer were found."""
+
+
 WireHits = PackedHits | CompressedHits
 
 

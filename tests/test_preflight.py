@@ -14,7 +14,7 @@ from learners.grpo import GRPOLearner
 from learners.learner import Learner
 from ragr1_actors.config import RETRIEVAL_TYPES, AlgorithmConfig
 from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.errors import ConfigError
+from ragr1_actors.errors import ConfigError, DataError
 from ragr1_actors.plugins import load_object
 from ragr1_actors.preflight import check_names
 from ragr1_actors.types import Task
@@ -111,6 +111,16 @@ def refusal(key: str, value: str) -> str:
 )
 def test_something_of_the_wrong_kind_is_named(key: str, name: str, message: str) -> None:
     assert message in refusal(key, f"{HERE}:{name}")
+
+
+def test_evidence_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    missing = str(tmp_path / "corpus.json")
+    assert refusal("retrieval.corpus", missing).endswith("expected world or a corpus file")
+    config = AlgorithmConfig().retrieval(corpus=missing)
+    check_names(config.freeze(), has_index=True)
+    check_names(config.retrieval(type="replay").freeze())
+    with pytest.raises(DataError, match=r"no index in .*corpus\.json: manifest\.json is missing"):
+        check_names(AlgorithmConfig().retrieval(index=missing).freeze())
 
 
 def test_what_fits_is_taken() -> None:

@@ -52,6 +52,12 @@ def test_answers_stand_in_a_passage_as_whole_words(answer: str, stands: bool) ->
     assert audit.missing_answers == (() if stands else (MissingTask("t", "Where?", (answer,)),))
 
 
+def test_a_supporting_passage_that_was_split_is_there() -> None:
+    pieces = [Passage("Riga#0", "Riga", "one"), Passage("Riga#1", "Riga", "two"), Passage("Oslo", "Oslo", "three")]
+    audit = audit_corpus(pieces, [task("one", support=("Riga", "Oslo")), task("one", support=("Riga#1", "Rome"))])
+    assert (audit.num_support_all, audit.num_support_partly) == (1, 1)
+
+
 def test_any_gold_answer_counts_and_yes_and_no_stand_apart() -> None:
     tasks = [task("Paris", "Riga"), task("Yes."), task("no", "yes"), task("no", "Paris"), task("yes", "Riga"), task()]
     audit = audit_corpus(CORPUS, tasks)

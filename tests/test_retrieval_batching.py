@@ -115,6 +115,18 @@ async def test_a_failed_batch_goes_to_another_replica() -> None:
     assert all(replica.batches for replica in replicas[1:])
 
 
+async def test_a_failed_batch_comes_before_what_has_waited_less() -> None:
+    dead, alive = FakeReplica(delay_s=0.05), FakeReplica(delay_s=0.1)
+    dead.works = False
+    search = batcher(dead, alive).search
+    first = asyncio.gather(*[search([f"{k}x{i}" for i in range(8)], k) for k in range(1, 5)])  # both have their two
+    await asyncio.sleep(0.02)
+    later = asyncio.gather(*[search([f"{k}x"], k) for k in range(5, 11)])
+    await asyncio.gather(first, later)
+    assert len(dead.batches) == 2
+    assert sorted(alive.batches[2:4]) == sorted(dead.batches)
+
+
 async def test_a_dead_replica_is_probed_and_used_again() -> None:
     replicas = [FakeReplica(0.001), FakeReplica(0.001)]
     replicas[0].works = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,10 @@ def test_queries_are_encoded_by_the_encoder_of_the_index(index_dir: Path) -> Non
     assert found.rows[:, 0].tolist() == [0, 1, 2, 3, 4, ABSENT]
     assert np.array_equal(found.rows, ranker.rank([""] * 6, 2, vectors).rows)
     assert np.allclose(ranker.encode_passages(PASSAGES), np.concatenate(list(ranker.blocks())), atol=1e-6)
+
+
+def test_an_encoder_that_was_not_copied_along_is_named(index_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(index_dir, copy, ignore=shutil.ignore_patterns("encoder"))
+    with pytest.raises(DataError, match=r"^no .*/copy/encoder; copy the index as a whole"):
+        DenseRanker(copy, Manifest.read(copy))

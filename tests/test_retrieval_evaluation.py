@@ -14,6 +14,7 @@ from retrieval import evaluation
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.evaluation import evaluate_index
+from retrieval.splitter import split_passages
 
 TASKS = [
     Task("a", "Where was Ana Bell born?", ("x",), supporting_ids=("p0",)),
@@ -44,6 +45,17 @@ def test_recall_against_supporting_facts(tmp_path: Path) -> None:
     assert evaluate_index(index_dir, TASKS, ks=(1,), exact=None) == {"recall@1": 0.75}
     asked = evaluate_index(index_dir, TASKS[:1], ks=(1,), exact=True)
     assert asked == {"recall@1": 1.0, "exact_recall@1": 1.0, "exact_queries": 1, "exact_vectors": "of the index"}
+
+
+def test_any_piece_of_a_split_passage_is_its_evidence(tmp_path: Path) -> None:
+    text = "Ana Bell was born in town0 . The town lies by the sea"
+    others = [Passage("Ana", "Ana", "one"), Passage("Ana#2", "Ana", "Ana of the hills")]  # one title, two passages
+    passages = split_passages([Passage("p0", "Ana Bell", text), *others], 7)
+    index_dir = build_index(passages, tmp_path / "index", index_type="bm25", progress=False)
+    tasks = [Task("a", "Ana Bell town0", ("x",), supporting_ids=("p0",))]
+    assert evaluate_index(index_dir, tasks, ks=(1,)) == {"recall@1": 1.0}
+    tasks = [Task("b", "the hills", ("x",), supporting_ids=("Ana",))]
+    assert evaluate_index(index_dir, tasks, ks=(1,)) == {"recall@1": 0.0}
 
 
 def test_recall_against_exact_search_says_where_the_vectors_are_from(towns: Path) -> None:

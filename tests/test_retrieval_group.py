@@ -18,8 +18,10 @@ from ragr1_actors.errors import ConfigError, DataError, FleetError, RetrievalErr
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.client import RetrieverClient
+from retrieval.corpus import Corpus
 from retrieval.group import RetrieverGroup
 from retrieval.pooled import PoolSettings
+from retrieval.ranking import Ranking
 from retrieval.retriever import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
@@ -62,6 +64,30 @@ async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGro
     assert await client.search(queries, 3) == LocalRetriever(index_dir).search_batch(queries, 3)
     assert await client.search([], 3) == []
     assert len((await client.search(["Person1"], 1000))[0]) == len(PASSAGES)
+
+
+@pytest.mark.ray
+async def test_a_client_reads_the_passages_itself_where_its_node_has_the_index(
+    group: RetrieverGroup, index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert group._retrievers is not None
+    other = build_index(PASSAGES[::-1], tmp_path / "other", index_type="bm25", progress=False)
+    expected = LocalRetriever(index_dir).search_batch(NAMES[:5], 3)
+    num_read = 0
+    read = Corpus.hits
+
+    def count(self: Corpus, ranking: Ranking, index_version: str) -> list[Hits]:
+        nonlocal num_read
+        num_read += len(ranking.rows)
+        return read(self, ranking, index_version)
+
+    monkeypatch.setattr(Corpus, "hits", count)
+    assert await group.retriever().search(NAMES[:5], 3) == expected
+    assert num_read == 5
+    for place in ("", str(tmp_path / "nowhere"), str(other)):
+        client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(), place)
+        assert await client.search(NAMES[:5], 3) == expected
+    assert num_read == 5
 
 
 @pytest.mark.ray
