@@ -1,7 +1,7 @@
 # make train    teach a small model to search     make test   run the tests
 # make claims   multi-query against single-query  make check  formatting, lint, types, import rules
 # make test-vllm   the tests that need vLLM, over its CPU build, in an environment of their own
-# make bench NAME=rollout   the project against its goals, in the same environment; NAME=learner needs no vLLM
+# make bench NAME=rollout   the project against its goals, in the same environment; of its names, only rollout needs vLLM
 #
 # Each target makes what it needs in .venv, once; stamp files there say what stands, and a changed pyproject.toml renews
 # it. ARGS is passed on: make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
@@ -24,7 +24,7 @@ test: .venv/.installed-dev
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
-BENCH_ENV := $(if $(filter learner,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
+BENCH_ENV := $(if $(filter learner retrieval,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
 bench: $(BENCH_ENV)
 	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 

@@ -66,6 +66,8 @@ from retrieval.group import RetrieverGroup
 
 OnProgress = Callable[[int, dict[str, float]], None]
 """Called with the number of steps done and the newest metrics."""
+HOPELESS_TASKS = 64
+"""Given up on before any came to its end: what fails is not the tasks."""
 
 
 class Algorithm:
@@ -279,8 +281,10 @@ class Algorithm:
             self._buffer.add(group)
         else:
             self._sampler.give_up(issue)
-            if self._sampler.num_failed >= len(self.workspace.train_tasks):
-                raise FleetError(f"every task failed; the last one with: {summary.errors[-1]}")
+            num_tasks, num_failed = len(self.workspace.train_tasks), self._sampler.num_failed
+            is_hopeless = num_failed >= HOPELESS_TASKS and not self._sampler.num_trained and not len(self._buffer)
+            if num_failed >= num_tasks or is_hopeless:
+                raise FleetError(f"all of {num_failed} tasks failed; the last one with: {summary.errors[-1]}")
 
     def _build_learner(self, name: str, policy_dir: str) -> None:
         if self._learner_name != name:

@@ -14,6 +14,8 @@ from rich.console import Console
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 from test_ragr1_actors_cli import invoke
 
+from envs.search import SearchEnv
+from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore
 from ragr1_actors.config import RunConfig
 from ragr1_actors.errors import FleetError
@@ -22,7 +24,7 @@ from ragr1_actors.metrics import read_metrics
 from ragr1_actors.report import RunReport
 from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Task
+from ragr1_actors.types import Message, Task
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +51,31 @@ def never_a_number(task: Task, answer: str) -> float:
     return float("nan")
 
 
+class Unsearchable(SearchEnv):
+    """An environment that never begins."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        raise RuntimeError("no library today")
+
+
 def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_path: Path) -> None:
     config = make_config(files, {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", reward=f"{__name__}:never_a_number")
     with pytest.raises(FleetError, match=r"gave a reward of nan, expected a finite number; mend environment\.reward"):
         execute(config, tmp_path / "run")
+
+
+def test_a_failure_that_is_not_the_tasks_is_told_before_all_of_them_failed(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragr1_actors.algorithm.HOPELESS_TASKS", 3)
+    config = make_config(files, {"num_steps": 0}, num_iterations=1)
+    config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
+    config = changed(config, "env_runners", max_task_retries=0)
+    algorithm = Algorithm(config, tmp_path / "run")
+    with pytest.raises(FleetError, match=r"all of 3 tasks failed; the last one with: .*no library today"):
+        algorithm.train()
+    algorithm.stop()
 
 
 @pytest.fixture(scope="module")
