@@ -127,13 +127,14 @@ class Bench:
         if not self._wanted & _STUBS:
             return {}
         found: Samples = {metric: [] for metric in sorted(_STUBS)}
+        stub_index = self._world.stub_index()
         for _ in range(repeats):
             if "transport_64" in self._wanted:
-                found["transport_64"].append(asyncio.run(sides.transport(64, self._quick)))
+                found["transport_64"].append(asyncio.run(sides.transport(stub_index, 64, self._quick)))
             if "router_p50" in self._wanted:
-                found["router_p50"].append(asyncio.run(sides.router(self._quick)))
+                found["router_p50"].append(asyncio.run(sides.router(stub_index, self._quick)))
             if "scaling_retrievers" in self._wanted:
-                found["scaling_retrievers"].append(asyncio.run(sides.scaling(8, self._quick)))
+                found["scaling_retrievers"].append(asyncio.run(sides.scaling(stub_index, 8, self._quick)))
         return found
 
     def http(self, repeats: int) -> Samples:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import numpy as np
 
 from benchmarks import evidence
 from benchmarks.measurement import Sample, quotient
+from cluster.session import Session
 from ragr1_actors.config import RetrievalSettings
 from retrieval.manifest import Manifest
 
@@ -54,6 +54,14 @@ class World:
         self._encoder: Path | None = None
         self._made: dict[str, Path] = {}
 
+    def stub_index(self) -> Path:
+        """The index directory that stubs find in."""
+        from benchmarks.stubs import make_stub_index
+
+        if "stub" not in self._made:
+            self._made["stub"] = make_stub_index(self._directory)
+        return self._made["stub"]
+
     def index(self, index_type: str) -> Path:
         """The index directory of a type."""
         if self._encoder is None:
@@ -63,26 +71,10 @@ class World:
         return self._made[index_type]
 
 
-@contextmanager
-def ray_session() -> Iterator[None]:
-    """A local Ray of our own, with more logical CPUs than actors ask for."""
-    import ray
-
-    root = str(Path(__file__).resolve().parent.parent)
-    env = {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=512 * 2**20,
-        runtime_env={"env_vars": env},
-        _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def ray_session() -> Session:
+    """A local Ray of our own, with more logical CPUs than actors ask for, at the priority of the other side."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    return Session(16)
 
 
 async def load(ask: Ask, queries_per_call: int, duration_s: float, seed: int) -> Load:
@@ -216,7 +208,7 @@ def text_private_bytes(index_dir: Path) -> Sample:
     return Sample(found, found, 1.0)
 
 
-async def transport(num_queries: int, quick: bool) -> Sample:
+async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
     """Median time of a batch there and back: an actor and an HTTP server that both find at once."""
     import requests
 
@@ -225,9 +217,9 @@ async def transport(num_queries: int, quick: bool) -> Sample:
     from retrieval.pooled import PoolSettings
 
     asked = evidence.queries(num_queries)
-    stubs = start_stubs(1, 0.0)
+    stubs = start_stubs(index_dir, 1, 0.0)
     try:
-        client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+        client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
         ours = await _median_s(lambda: client.search(asked, TOP_K), quick)
     finally:
         stubs.stop()
@@ -240,23 +232,25 @@ async def transport(num_queries: int, quick: bool) -> Sample:
     return quotient(ours, theirs)
 
 
-async def router(quick: bool) -> Sample:
+async def router(index_dir: Path, quick: bool) -> Sample:
     """Median latency of one query through the client, against the bare actor call, taken in turns."""
     import ray
 
     from benchmarks.stubs import start_stubs
     from retrieval.client import RetrieverClient
+    from retrieval.corpus import Corpus
     from retrieval.pooled import PoolSettings
-    from retrieval.wire import expand, unpack
+    from retrieval.ranking import Ranking
 
-    stubs = start_stubs(1, 0.0)
+    stubs = start_stubs(index_dir, 1, 0.0)
     try:
-        client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+        client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
         (handle,) = (ray.get_actor(name) for name in stubs.handles)
-        asked = evidence.queries(1)
+        asked, corpus = evidence.queries(1), Corpus.open(index_dir)
 
         async def bare() -> Any:
-            return unpack(expand(await handle.search_batch.remote(asked, TOP_K)))
+            found = await handle.rank_batch.remote(asked, TOP_K)
+            return corpus.hits(Ranking(found.scores, found.rows), found.index_version)
 
         ours, theirs = [], []
         for _ in range(3 if quick else 10):
@@ -267,16 +261,16 @@ async def router(quick: bool) -> Sample:
     return quotient(median(ours), median(theirs))
 
 
-async def scaling(num_replicas: int, quick: bool) -> Sample:
+async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
     """Queries/s of a few replicas that take ``SERVICE_S`` a query, against as many times one's."""
     from benchmarks.stubs import start_stubs
     from retrieval.client import RetrieverClient
     from retrieval.pooled import PoolSettings
 
     async def measure(num_actors: int) -> float:
-        stubs = start_stubs(num_actors, SERVICE_S)
+        stubs = start_stubs(index_dir, num_actors, SERVICE_S)
         try:
-            client = RetrieverClient(stubs.name, 1, "", PoolSettings())
+            client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
             return await _queries_per_s(client, num_actors * CALLERS_PER_REPLICA, 2 if quick else 6)
         finally:
             stubs.stop()

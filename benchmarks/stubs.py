@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.evidence import PASSAGE_WORDS, words
+from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
-from retrieval.wire import WireHits, compress, pack
+from retrieval.corpus import CORPUS_FILE, IDS_FILE, write_corpus
+from retrieval.manifest import FileRecord, Manifest
+from retrieval.wire import RowHits
 
 
 def stub_passages(query: str, k: int) -> list[Passage]:
@@ -33,22 +37,35 @@ def _known_words() -> list[str]:
 
 
 class StubActor:
-    """A ``RetrieverActor`` in all but the search: a query takes a fixed time."""
+    """A ``RetrieverActor`` in all but the search: a query takes a fixed time and finds some rows of its index."""
 
-    def __init__(self, service_s: float) -> None:
+    def __init__(self, index_dir: str, service_s: float) -> None:
+        manifest = Manifest.read(index_dir)
+        self._count, self._version = manifest.count, manifest.version
         self._service_s = service_s
 
     def ping(self) -> None:
         """Answer."""
 
-    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> WireHits:
+    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
         if self._service_s:
             time.sleep(self._service_s * len(queries))
-        rows = np.arange(len(queries) * k).reshape(len(queries), k)
-        return compress(pack([stub_passages(query, k) for query in queries], rows, "stub"))
+        firsts = np.array([zlib.crc32(query.encode()) for query in queries])
+        rows = (firsts[:, None] + np.arange(k)) % self._count
+        return RowHits(self._version, np.tile(1 - np.arange(k, dtype=np.float32) / 10, (len(queries), 1)), rows)
 
 
-def start_stubs(num_actors: int, service_s: float) -> Any:
+def make_stub_index(directory: Path) -> Path:
+    """Write an index of passages without anything to search them by: it is the stubs that find."""
+    out = directory / "stub"
+    out.mkdir()
+    count = write_corpus(passages(NUM_PASSAGES_QUICK), out)
+    files = (FileRecord.of(out, IDS_FILE),)
+    Manifest(index_type="bm25", count=count, corpus=FileRecord.of(out, CORPUS_FILE), files=files).write(out)
+    return out
+
+
+def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
     """Return an ``ActorFleet`` of stubs that a ``RetrieverClient`` searches as any other."""
     import ray
 
@@ -58,7 +75,7 @@ def start_stubs(num_actors: int, service_s: float) -> Any:
 
     def start(member: str) -> Mapping[str, Any]:
         name = f"{member}.0"
-        return {name: actor_class.options(name=name, num_cpus=0).remote(service_s)}
+        return {name: actor_class.options(name=name, num_cpus=0).remote(str(index_dir), service_s)}
 
     fleet = ActorFleet("retriever", start)
     fleet.scale_to(num_actors)

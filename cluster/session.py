@@ -15,6 +15,10 @@ from ragr1_actors.errors import FleetError, UserError
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Of a local session: trajectories and weights of small policies."""
 
+_SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
+"""A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of the death,
+which nobody hears of where the actor is started again."""
+
 
 class Session:
     """Holds Ray for as long as a run needs it.
@@ -55,6 +59,7 @@ class Session:
                     num_cpus=max(os.cpu_count() or 1, math.ceil(self._num_cpus)),
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
+                    _system_config=_SYSTEM_CONFIG,
                     runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
                     _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
                     **common,

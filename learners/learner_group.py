@@ -343,7 +343,7 @@ class LearnerGroup:
                 if isinstance(cause, RagR1Error) or is_no_room(cause):
                     raise cause from None
                 rank = f"learner rank {refs.index(done[0])} of {len(refs)}"
-                if isinstance(cause, ray.exceptions.ActorDiedError):
+                if isinstance(cause, ray.exceptions.RayActorError):
                     raise _BrokenRankError(
                         f"{rank} died: its process was killed, crashed or ran out of memory"
                     ) from error

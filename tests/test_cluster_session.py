@@ -1,6 +1,7 @@
 """A session of its own in a process of its own: the other tests share one."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,11 +27,35 @@ except UserError as error:
 assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 """
 
+KILL = """
+import os, signal, time
+from cluster.session import Session
+class Sleeper:
+    def pid(self): return os.getpid()
+    def sleep(self): time.sleep(60)
+with Session():
+    import ray
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Sleeper).remote()
+    pid = ray.get(actor.pid.remote())
+    call = actor.sleep.remote()
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        print("failed after", time.monotonic() - killed)
+"""
+
 
 def run(num_cpus: float, num_gpus: float) -> str:
+    return run_script(SCRIPT, str(num_cpus), str(num_gpus))
+
+
+def run_script(*arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(num_cpus), str(num_gpus)],
+        [sys.executable, "-c", *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -63,3 +88,11 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(FleetError, match=r"^Ray did not start: The current node timed out during"), Session():
         pass
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_call_to_a_killed_actor_fails_at_once() -> None:
+    found = re.search(r"failed after ([\d.]+)", run_script(KILL))  # Ray says more
+    assert found is not None
+    assert float(found.group(1)) < 0.8
