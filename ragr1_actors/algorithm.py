@@ -42,10 +42,10 @@ import numpy as np
 from cluster.placement import Placement
 from cluster.weight_sync import make_transport
 from learners.learner_group import LearnerGroup
-from learners.sft import segment as segment_trajectory
 from ragr1_actors.buffer import GroupBuffer, max_set_aside
 from ragr1_actors.checkpoint import CheckpointStore, write_folder
 from ragr1_actors.config import RunConfig
+from ragr1_actors.demonstrated import learnable
 from ragr1_actors.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.errors import DataError, FleetError
@@ -57,7 +57,7 @@ from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.run_state import read_state
 from ragr1_actors.saving import CheckpointSaver
 from ragr1_actors.schema import groups_to_record_batch
-from ragr1_actors.summaries import eval_result, rollout_metrics, why_nothing_was_demonstrated
+from ragr1_actors.summaries import eval_result, rollout_metrics
 from ragr1_actors.task_sampler import Issue, TaskSampler
 from ragr1_actors.trajectory_files import keep_trajectories
 from ragr1_actors.types import Task, TrajectoryGroup
@@ -142,13 +142,10 @@ class Algorithm:
         """
         if self._is_pretrained():
             return
-        groups = self.collect_demonstrations()
-        segments = [segment for group in groups for t in group.trajectories for segment in segment_trajectory(t)]
-        if not segments:
-            raise FleetError(why_nothing_was_demonstrated(groups))
+        played = self.collect_demonstrations()
+        groups, self.num_decisions = learnable(played)
         if self.config.checkpointing.keep_trajectories:
-            keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(groups)])
-        self.num_decisions = Counter(segment.category.value for segment in segments)
+            keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(played)])
         self._transport.make_room()
         self._build_learner("sft", self.workspace.policy_dir)
         for step, batch in enumerate(self._demonstration_batches(groups)):

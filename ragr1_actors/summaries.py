@@ -10,7 +10,6 @@ from ragr1_actors.env_runner import GroupSummary
 from ragr1_actors.env_runner_group import FinishedGroup
 from ragr1_actors.metrics import TIME_PREFIX, mean_over
 from ragr1_actors.report import EvalResult
-from ragr1_actors.types import TrajectoryGroup
 
 
 def eval_result(answered: Sequence[GroupSummary], num_failed: int) -> EvalResult:
@@ -43,12 +42,3 @@ def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
         "rollout/queries_per_round": means["queries"] / means["rounds"] if means.get("rounds") else 0.0,
         "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
     }
-
-
-def why_nothing_was_demonstrated(groups: list[TrajectoryGroup]) -> str:
-    """Say why no demonstration can be learned from."""
-    errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
-    reason = (
-        f"the last one with: {errors[-1]}" if errors else "their prompts fill env_runners.max_context_tokens: raise it"
-    )
-    return f"all {len(groups)} demonstrations failed; {reason}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,26 @@ def always_right(task: Task, answer: str) -> float:
 
 def never_a_number(task: Task, answer: str) -> float:
     return float("nan")
+
+
+def sometimes_broken(task: Task, answer: str) -> float:
+    if len(task.question) % 2:
+        raise RuntimeError("reward boom")
+    return 1.0
+
+
+def test_demonstrations_that_failed_are_left_out_and_told(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(files, {"num_steps": 4, "num_demonstrations": 16, "batch_size": 1})
+    algorithm = Algorithm(
+        changed(config, "environment", eval_tasks="", reward=f"{__name__}:sometimes_broken"), tmp_path / "run"
+    )
+    losses: list[float] = []
+    algorithm.pretrain(lambda step, metrics: losses.append(metrics["loss"]))
+    algorithm.stop()
+    assert len(losses) == 4
+    assert re.search(r"\d+ of 16 demonstrations failed and are not learned from; .*reward boom", caplog.text)
 
 
 class Unsearchable(SearchEnv):
