@@ -23,7 +23,8 @@ def learnable(groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Cou
     kept: list[TrajectoryGroup] = []
     num_decisions: Counter[str] = Counter()
     for group in groups:
-        segments = [segment for trajectory in group.trajectories for segment in segment_trajectory(trajectory)]
+        whole = [trajectory for trajectory in group.trajectories if not trajectory.stop_reason.is_failure]
+        segments = [segment for trajectory in whole for segment in segment_trajectory(trajectory)]
         num_decisions.update(segment.category.value for segment in segments)
         if segments:
             kept.append(group)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from learners_common import make_groups
 from rich.console import Console
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 from test_ragr1_actors_cli import invoke
@@ -19,13 +20,14 @@ from envs.search import SearchEnv
 from ragr1_actors.algorithm import Algorithm
 from ragr1_actors.checkpoint import CheckpointStore
 from ragr1_actors.config import RunConfig
+from ragr1_actors.demonstrated import learnable
 from ragr1_actors.errors import FleetError
 from ragr1_actors.interrupt import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.metrics import read_metrics
 from ragr1_actors.report import RunReport
 from ragr1_actors.run_directory import create_run_directory
 from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Message, Task
+from ragr1_actors.types import Message, StopReason, Task
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +54,13 @@ def never_a_number(task: Task, answer: str) -> float:
     return float("nan")
 
 
-def sometimes_broken(task: Task, answer: str) -> float:
-    if len(task.question) % 2:
-        raise RuntimeError("reward boom")
-    return 1.0
-
-
-def test_demonstrations_that_failed_are_left_out_and_told(
-    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config(files, {"num_steps": 4, "num_demonstrations": 16, "batch_size": 1})
-    algorithm = Algorithm(
-        changed(config, "environment", eval_tasks="", reward=f"{__name__}:sometimes_broken"), tmp_path / "run"
-    )
-    losses: list[float] = []
-    algorithm.pretrain(lambda step, metrics: losses.append(metrics["loss"]))
-    algorithm.stop()
-    assert len(losses) == 4
-    assert re.search(r"\d+ of 16 demonstrations failed and are not learned from; .*reward boom", caplog.text)
+def test_demonstrations_that_failed_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    whole, failed = make_groups(0, num_groups=2)
+    broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)
+    kept, num_decisions = learnable([whole, replace(failed, trajectories=broken)])
+    assert kept == [whole]
+    assert num_decisions == learnable([whole])[1]
+    assert "1 of 2 demonstrations failed and are not learned from; the last one with: reward boom" in caplog.text
 
 
 class Unsearchable(SearchEnv):
