@@ -291,8 +291,10 @@ class EnvRunnerGroup:
     def stop(self) -> None:
         """End all runners. What is in flight is lost."""
         if self._local is not None:
-            for task in asyncio.all_tasks(self._loop):  # an interrupt leaves trajectories behind
+            left = asyncio.all_tasks(self._loop)  # by an interrupt
+            for task in left:
                 task.cancel()
+            self._loop.run_until_complete(_end(left))
             self._loop.run_until_complete(self._local.close())
             self._loop.close()
             self._local = None
@@ -380,3 +382,8 @@ class EnvRunnerGroup:
 def _cause(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+async def _end(cancelled: set[asyncio.Task[Any]]) -> None:
+    """Let tasks come to their ends: asyncio prints what nobody has waited for."""
+    await asyncio.gather(*cancelled, return_exceptions=True)

@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -226,3 +227,21 @@ def test_the_driver_samples_the_same_tokens_as_an_actor(
 def test_an_unknown_engine_is_named(policy_dir: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of transformers"):
         EnvRunnerGroup(make_config(num_env_runners=0, engine="vlm"), policy_dir, OnePassage())
+
+
+def test_an_interrupt_in_the_driver_leaves_nothing_behind_that_asyncio_prints(
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
+    monkeypatch.setattr("ragr1_actors.engines.transformers_engine.sample", interrupt)
+    for index in range(2):
+        local.submit(request(index))
+    with pytest.raises(KeyboardInterrupt):
+        local.collect()
+    local.stop()
+    del local
+    gc.collect()
+    assert "never retrieved" not in caplog.text
