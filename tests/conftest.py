@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 os.environ.pop("RAY_ADDRESS", None)
+# A shell has what it starts in the background ignore SIGINT, and so would all processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def move(learners: LearnerGroup, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in learner.policy.module.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
     learners.foreach_learner(change)
 
