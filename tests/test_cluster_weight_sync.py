@@ -218,6 +218,7 @@ def test_a_runner_that_hangs_holds_nobody_up_for_longer_than_the_deadline(setup:
     assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_runner_that_was_restarted_unseen_gets_the_version_all_the_same(setup: Setup) -> None:
     setup.wait_until_healed()

@@ -342,7 +342,14 @@ def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "dtype"),
-    [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")],
+    [
+        (0, "float32"),
+        (1, "float32"),
+        (2, "float32"),
+        (1, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.slow),
+        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_is_not_finite_is_skipped_and_counted(build: Build, stage: int, dtype: str) -> None:
     config = make_config(learners={"zero_stage": stage}, policy={"dtype": dtype}, training={"lr": 1e-3})

@@ -248,6 +248,7 @@ def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) 
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_and_correct_the_gap_as_one_does(two_ranks: LearnerGroup, policy_dir: Path) -> None:
     groups = make_groups(0, num_groups=3)
     for number, trajectory in enumerate(t for group in groups for t in group.trajectories):
@@ -303,6 +304,7 @@ def test_one_rank_without_trajectories_runs_a_dummy(two_ranks: LearnerGroup, pol
     assert metrics["padding_waste"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_one_error(ray_local: ModuleType, policy_dir: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         LearnerGroup(make_config()).build("nowhere", policy_dir)

@@ -157,7 +157,14 @@ def test_epochs_and_minibatches_are_steps(build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "dtype"),
-    [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")],
+    [
+        (0, "float32"),
+        (1, "float32"),
+        (2, "float32"),
+        (1, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.slow),
+        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_bitwise_the_same(build: Build, stage: int, dtype: str) -> None:
     config = make_config(

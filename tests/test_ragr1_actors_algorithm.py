@@ -127,6 +127,7 @@ def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_pat
     assert report["tasks"] == {"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_replayed_without_a_retriever(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_what_could_not_be_written_is_raised_when_somebody_looks(
     assert store.steps() == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])  # evaluated on what is trained
     config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT, num_iterations=4, lr=3e-2)

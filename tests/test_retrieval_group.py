@@ -90,6 +90,7 @@ async def test_a_client_reads_the_passages_itself_where_its_node_has_the_index(
     assert num_read == 5
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 async def test_a_client_travels_to_other_actors(ray_local: ModuleType, group: RetrieverGroup) -> None:
     class Asker:

@@ -85,6 +85,7 @@ def test_import_is_light() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""
     heavy = ("sentence_transformers", "faiss", "deepspeed")
