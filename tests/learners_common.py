@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -12,6 +13,16 @@ from ragr1_actors.config import AlgorithmConfig, RunConfig
 from ragr1_actors.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 
 VOCAB = 64
+
+
+STAGES_AND_DTYPES = [
+    (0, "float32"),
+    (1, "float32"),
+    (2, "float32"),
+    (1, "bfloat16"),
+    pytest.param(3, "float32", marks=pytest.mark.slow),
+    pytest.param(3, "bfloat16", marks=pytest.mark.slow),
+]
 
 
 def make_policy(directory: Path, *, tied: bool = True, kv_heads: int = 2, seed: int = 0) -> Path:

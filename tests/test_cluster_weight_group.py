@@ -32,6 +32,16 @@ def made(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield spec.name, value.T if value.dim() == 2 else value  # not contiguous
 
 
+def assert_are_made(arrived: dict[str, torch.Tensor], seed: int) -> None:
+    """Everything of ``made(seed)`` has arrived, in order, and what is tied under both names."""
+    assert torch.equal(arrived.pop("lm_head.weight"), arrived["model.embed_tokens.weight"])
+    expected = dict(made(seed))
+    assert list(arrived) == list(expected)
+    for name, tensor in expected.items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name], tensor), name
+
+
 class Ranks:
     """A sender and two receivers."""
 
@@ -57,13 +67,7 @@ def test_every_receiver_gets_what_was_sent(bucket_bytes: int) -> None:
             receiving = [pool.submit(list, receiver.receive()) for receiver in ranks.receivers]
             ranks.sender.send(made(seed))
             for got in receiving:
-                arrived = dict(got.result(timeout=60))
-                assert torch.equal(arrived.pop("lm_head.weight"), arrived["model.embed_tokens.weight"])
-                expected = dict(made(seed))
-                assert list(arrived) == list(expected)
-                for name, tensor in expected.items():
-                    assert arrived[name].dtype == tensor.dtype
-                    assert torch.equal(arrived[name], tensor), name
+                assert_are_made(dict(got.result(timeout=60)), seed)
     ranks.close()
 
 

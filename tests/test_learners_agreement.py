@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners_common import make_config, make_groups, make_policy
+from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
 from learners.grpo import GRPOLearner
@@ -340,17 +340,7 @@ def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
 # -- steps that are not taken ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        (0, "float32"),
-        (1, "float32"),
-        (2, "float32"),
-        (1, "bfloat16"),
-        pytest.param(3, "float32", marks=pytest.mark.slow),
-        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("stage", "dtype"), STAGES_AND_DTYPES)
 def test_a_step_that_is_not_finite_is_skipped_and_counted(build: Build, stage: int, dtype: str) -> None:
     config = make_config(learners={"zero_stage": stage}, policy={"dtype": dtype}, training={"lr": 1e-3})
     broken, plain = build(PPOLearner, config), build(PPOLearner, config)

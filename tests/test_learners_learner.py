@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners_common import make_config, make_groups, make_policy, make_trajectory
+from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy, make_trajectory
 from transformers import AutoModelForCausalLM
 
 from learners.grpo import GRPOLearner
@@ -155,17 +155,7 @@ def test_epochs_and_minibatches_are_steps(build: Build) -> None:
     assert metrics["tokens"] == 2 * sum(t.num_model_tokens for group in make_groups(0) for t in group.trajectories)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        (0, "float32"),
-        (1, "float32"),
-        (2, "float32"),
-        (1, "bfloat16"),
-        pytest.param(3, "float32", marks=pytest.mark.slow),
-        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("stage", "dtype"), STAGES_AND_DTYPES)
 def test_a_resumed_run_is_bitwise_the_same(build: Build, stage: int, dtype: str) -> None:
     config = make_config(
         training={"lr": 1e-3, "num_minibatches": 2, "weight_decay": 0.01},

@@ -101,6 +101,16 @@ async def lose(engine: VLLMEngine, sender: WeightStream, weights: Weights) -> No
         await receiving
 
 
+async def turns_under_way(engine: VLLMEngine, prompt: list[int]) -> list[asyncio.Task[Completion]]:
+    """Four long turns, of the prompt and a number each, that have begun."""
+    turns = [
+        asyncio.create_task(engine.generate([*prompt, index], Sampling(300, seed=index), request_id=str(index)))
+        for index in range(4)
+    ]
+    await asyncio.sleep(0.3)
+    return turns
+
+
 def gaps(reference: Reference, weights: Weights, prompt: list[int], completion: Completion, version: int) -> Any:
     """Log-probs of the reference less the engine's, of the tokens of one version."""
     reference.load(weights)
@@ -117,11 +127,7 @@ async def test_engine_and_learner_agree_after_broadcasts_in_the_middle_of_turns(
     sender = await join(engine, sets[10])
     await broadcast(engine, sender, sets[10], 10)
     for version in (11, 12):
-        turns = [
-            asyncio.create_task(engine.generate([*prompt, index], Sampling(300, seed=index), request_id=str(index)))
-            for index in range(4)
-        ]
-        await asyncio.sleep(0.3)
+        turns = await turns_under_way(engine, prompt)
         await broadcast(engine, sender, sets[version], version)
         num_mixed = 0
         for index, completion in enumerate(await asyncio.gather(*turns)):
@@ -170,11 +176,7 @@ async def test_an_engine_that_slept_goes_on_with_the_weights_of_its_learner(
     sender = await join_pair(engine, sets[30])
     await broadcast(engine, sender, sets[30], 30)
     for version in (31, 32):
-        turns = [
-            asyncio.create_task(engine.generate([*prompt, index], Sampling(300, seed=index), request_id=str(index)))
-            for index in range(4)
-        ]
-        await asyncio.sleep(0.3)
+        turns = await turns_under_way(engine, prompt)
         await engine.sleep()
         late = asyncio.create_task(engine.generate(prompt, Sampling(20, seed=9), request_id="late"))
         await asyncio.sleep(1.0)  # the learner learns
