@@ -47,6 +47,8 @@ PING_INTERVAL_S = 10.0
 """Between two pings of a healthy runner."""
 PING_TIMEOUT_S = 120.0
 """A runner that has not answered for this long hangs. A long prefill on a CPU may hold it for seconds."""
+MAX_FAILED_LOADS = 3
+"""In succession, of an engine that loads beside learners after its actor has started again."""
 RESTART_TIMEOUT_S = 300.0
 """How long the fleet waits for any runner to come back when none is left."""
 
@@ -69,6 +71,7 @@ class _Runner:
     is_lost: bool = False
     """It does not start any more."""
     num_deaths: int = 0
+    num_failed_loads: int = 0
     num_in_flight: int = 0
     num_finished: int = 0
     probe: Any = None
@@ -339,7 +342,8 @@ class EnvRunnerGroup:
             logger.warning(
                 "%s died (%s); %d of %d go on", runner.name, _cause(error), self.num_healthy, len(self._runners)
             )
-        if isinstance(error, RayActorError) and error.actor_init_failed and not runner.is_lost:
+        fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
+        if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
             runner.is_lost = True
             self._last_loss = f"{runner.name} did not start again: {_cause(error)}"
             logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
@@ -373,10 +377,11 @@ class EnvRunnerGroup:
             ray.get(probe)
         except RayError as error:  # dead, or still restarting: it is asked again
             if isinstance(error, RayTaskError):  # the actor lives on without its engine
-                ray.kill(runner.handle, no_restart=False)
+                runner.num_failed_loads += not runner.is_healthy
+                ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
             self._mark_dead(runner, error)
             return
-        runner.is_healthy = True
+        runner.is_healthy, runner.num_failed_loads = True, 0
 
 
 def _cause(error: RayError) -> str:

@@ -102,6 +102,8 @@ def select(
         UserError: a file, recipe or run that cannot be used; or no task would be kept.
         FleetError: every task failed.
     """
+    if not tasks.is_file():
+        raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
     if out.exists():
         raise DataError(f"{out} exists already; choose another --out, or delete it")
     if not out.absolute().parent.is_dir():

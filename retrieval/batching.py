@@ -31,8 +31,8 @@ MAX_BATCH = 512
 MIN_SHARE = 8
 """A queue is split over idle replicas in batches of at least this: smaller ones cost more than they spread."""
 HALVE_FROM = 64
-"""An idle replica's share of this many goes in two batches: callers who all wait for one batch would ask all at once
-again, and leave encoder and index to wait for each other. Smaller batches cost more than that."""
+"""A replica's share of this many goes in two batches where it has two stages, encoder and index, of which one would
+wait for the other. One stage takes it whole: a large batch costs less a query."""
 BATCHES_PER_REPLICA = 2
 """One is answered while the next one travels."""
 ROOM = 2 * MAX_BATCH
@@ -109,15 +109,19 @@ class BatcherCounts:
 class Batcher(Generic[A]):
     """Answers concurrent questions in batches, and hides replicas that fail."""
 
-    def __init__(self, replicas: Mapping[str, Replica[A]], *, timeout_s: float, max_retries: int) -> None:
+    def __init__(
+        self, replicas: Mapping[str, Replica[A]], *, timeout_s: float, max_retries: int, has_stages: bool = False
+    ) -> None:
         """Serve from ``replicas``.
 
         Args:
             replicas: by name, at least one; taken to be up until one fails.
             timeout_s: of one attempt at one replica, and of the wait for any to come up.
             max_retries: attempts after the first one.
+            has_stages: whether a replica can work on two batches at once; see ``HALVE_FROM``.
         """
         assert replicas, "a batcher needs a replica"
+        self._has_stages = has_stages
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._replicas = dict(replicas)
@@ -214,7 +218,7 @@ class Batcher(Generic[A]):
         """Take an idle replica's share of the queue, of one ``k``."""
         num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # its own replica is not idle any more
-        if share >= HALVE_FROM:
+        if self._has_stages and share >= HALVE_FROM:
             share = -(-share // 2)
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < min(share, MAX_BATCH) and self._queue[0].k == batch[0].k:

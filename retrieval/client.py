@@ -72,7 +72,7 @@ class RetrieverClient:
         if not replicas:
             raise RetrievalError(f"no whole replica of the fleet {fleet} runs")
         self._replicas = replicas
-        self._pool = PooledRetriever(replicas, settings)
+        self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
         self._next_look = time.monotonic() + REFRESH_S
         self._looking: asyncio.Task[None] | None = None
 

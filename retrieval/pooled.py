@@ -32,9 +32,13 @@ class PoolSettings:
 class PooledRetriever:
     """Searches replicas that all hold the same evidence."""
 
-    def __init__(self, replicas: Mapping[str, Replica[Hits]], settings: PoolSettings) -> None:
-        """Search ``replicas``, by name: at least one."""
-        self.batcher: Batcher[Hits] = Batcher(replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries)
+    def __init__(
+        self, replicas: Mapping[str, Replica[Hits]], settings: PoolSettings, *, has_stages: bool = False
+    ) -> None:
+        """Search ``replicas``, by name: at least one. ``has_stages`` is ``Batcher``'s."""
+        self.batcher: Batcher[Hits] = Batcher(
+            replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries, has_stages=has_stages
+        )
         self._cache = AnswerCache(settings.cache_size)
         self.num_cached = 0
         """Queries answered from the cache so far."""

@@ -215,6 +215,27 @@ def test_a_run_with_evaluations_and_checkpoints(
         algorithm.stop()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_runner_whose_engine_does_not_load_again_is_left_out(
+    by_value: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_policy(tmp_path / "policy", [" Riga is a city"], seed=0, vocab_size=400)
+    fleet = EnvRunnerGroup(make_config(), tmp_path / "policy", OnePassage())
+    fleet.wait_until_ready()
+    fleet.expect(0, dict)
+    (tmp_path / "policy" / "tokenizer.json").unlink()
+    by_value.kill(fleet._runners[0].handle, no_restart=False)
+    deadline = time.monotonic() + 120
+    while not fleet.metrics()["num_lost"]:
+        assert time.monotonic() < deadline, fleet.metrics()
+        fleet.submit(request(0))
+        assert len(drain(fleet)) == 1
+    assert fleet.load == [-1, 0]
+    assert "env runner 0 did not start again" in caplog.text and "1 of 2 go on" in caplog.text
+    fleet.stop()
+
+
 # -- where they sit ----------------------------------------------------------------------------------------------------
 
 

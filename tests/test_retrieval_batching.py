@@ -105,6 +105,14 @@ async def test_large_queues_are_cut_and_spread_over_idle_replicas() -> None:
     assert max(map(len, replica.batches)) <= MAX_BATCH
 
 
+@pytest.mark.parametrize(("has_stages", "sizes"), [(False, [96]), (True, [48, 48])])
+async def test_a_large_batch_is_halved_for_replicas_of_two_stages_alone(has_stages: bool, sizes: list[int]) -> None:
+    replica = FakeReplica(delay_s=0.01)
+    search = PooledRetriever({"one": replica}, PoolSettings(), has_stages=has_stages).search
+    await asyncio.gather(*[search([f"q{i}", f"r{i}", f"s{i}"], 2) for i in range(32)])
+    assert [len(batch) for batch in replica.batches] == sizes
+
+
 async def test_a_failed_batch_goes_to_another_replica() -> None:
     replicas = [FakeReplica(0.001) for _ in range(3)]
     replicas[0].works = False
