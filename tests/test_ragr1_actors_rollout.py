@@ -219,7 +219,7 @@ async def test_an_environment_that_does_not_look_is_not_shown_the_turn() -> None
             return Answer(completion)
 
         async def step(self, queries: list[str]) -> StepResult:
-            raise NotImplementedError
+            raise AssertionError(f"an answer is no search, got {queries}")
 
         async def submit(self, answer: str) -> StepResult:
             return StepResult(terminated=True)
