@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from test_vllm_engine import LONG, TEXTS, Reference, Weights
+from test_vllm_engine import LONG, TEXTS, Reference, Weights, turns_under_way
 
 from cluster.weight_group import WeightGroup, listen
 from cluster.weight_pair import PairListener, WeightPair
@@ -46,6 +46,13 @@ async def engine(policy_dir: Path) -> AsyncIterator[VLLMEngine]:
     await engine.check()
     yield engine
     await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def _awake_again(engine: VLLMEngine) -> AsyncIterator[None]:
+    """The engine of the module, whose sleep a test that failed does not leave to the next."""
+    yield
+    await engine.wake_up("kv_cache")
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +108,6 @@ async def lose(engine: VLLMEngine, sender: WeightStream, weights: Weights) -> No
         await receiving
 
 
-async def turns_under_way(engine: VLLMEngine, prompt: list[int]) -> list[asyncio.Task[Completion]]:
-    """Four long turns, of the prompt and a number each, that have begun."""
-    turns = [
-        asyncio.create_task(engine.generate([*prompt, index], Sampling(300, seed=index), request_id=str(index)))
-        for index in range(4)
-    ]
-    await asyncio.sleep(0.3)
-    return turns
-
-
 def gaps(reference: Reference, weights: Weights, prompt: list[int], completion: Completion, version: int) -> Any:
     """Log-probs of the reference less the engine's, of the tokens of one version."""
     reference.load(weights)
@@ -127,16 +124,17 @@ async def test_engine_and_learner_agree_after_broadcasts_in_the_middle_of_turns(
     sender = await join(engine, sets[10])
     await broadcast(engine, sender, sets[10], 10)
     for version in (11, 12):
-        turns = await turns_under_way(engine, prompt)
+        turns = await turns_under_way(engine, prompt, 4)
         await broadcast(engine, sender, sets[version], version)
-        num_mixed = 0
+        num_mixed, widest_wrong = 0, 0.0
         for index, completion in enumerate(await asyncio.gather(*turns)):
             assert set(completion.policy_versions) <= {version - 1, version}
             num_mixed += len(set(completion.policy_versions)) == 2
             for one in (version - 1, version):
                 assert gaps(reference, sets[one], [*prompt, index], completion, one).max(initial=0) < 1e-4
             wrong = gaps(reference, sets[10 if version == 12 else 12], [*prompt, index], completion, version)
-            assert wrong.max(initial=1) > 0.1
+            widest_wrong = max(widest_wrong, wrong.max(initial=0))
+        assert widest_wrong > 0.1  # an agreement on certainties would show nothing
         assert num_mixed, "the broadcast came before or after every turn"
     sender.close()
 
@@ -151,7 +149,7 @@ async def test_half_a_broadcast_is_made_good_by_an_update(
     sender = await join(engine, before)
     await lose(engine, sender, torn)
     turn = asyncio.create_task(engine.generate(prompt, Sampling(40, seed=1), request_id="a"))
-    done, _ = await asyncio.wait([turn], timeout=3.0)
+    done, _ = await asyncio.wait([turn], timeout=3.0 if in_place else 120.0)
     assert bool(done) is not in_place  # half of each policy is none
     await engine.update_weights(after, 22)
     completion = await turn
@@ -176,18 +174,21 @@ async def test_an_engine_that_slept_goes_on_with_the_weights_of_its_learner(
     sender = await join_pair(engine, sets[30])
     await broadcast(engine, sender, sets[30], 30)
     for version in (31, 32):
-        turns = await turns_under_way(engine, prompt)
+        turns = await turns_under_way(engine, prompt, 4)
         await engine.sleep()
         late = asyncio.create_task(engine.generate(prompt, Sampling(20, seed=9), request_id="late"))
         await asyncio.sleep(1.0)  # the learner learns
+        ended_before = {turn for turn in turns if turn.done()}
+        assert len(ended_before) < len(turns), "the engine slept after every turn"
         await engine.wake_up("weights")
         await broadcast(engine, sender, sets[version], version)
         done, _ = await asyncio.wait([*turns, late], timeout=2.0)
-        assert not done, "the cache has no room yet"
+        assert done == ended_before, "the cache has no room yet"
         await engine.wake_up("kv_cache")
         await engine.wake_up("kv_cache")  # of one that is awake already
         for index, completion in enumerate(await asyncio.gather(*turns)):
-            assert set(completion.policy_versions) == {version - 1, version}
+            versions = {version - 1} if turns[index] in ended_before else {version - 1, version}
+            assert set(completion.policy_versions) == versions
             for one in (version - 1, version):
                 assert gaps(reference, sets[one], [*prompt, index], completion, one).max(initial=0) < 1e-4
         completion = await late

@@ -21,7 +21,7 @@ from ragr1_actors.engines.vllm_engine import SHARED_MEMORY, VLLMEngine
 from ragr1_actors.errors import EngineDeadError, EngineError
 from ragr1_actors.tiny_policy import make_tiny_policy
 from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import FinishReason, Message, Sampling
+from ragr1_actors.types import Completion, FinishReason, Message, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 Weights = dict[str, Any]
@@ -88,6 +88,25 @@ def reference(policy_dir: Path) -> Reference:
     return Reference(policy_dir)
 
 
+async def turns_under_way(engine: VLLMEngine, prompt: list[int], count: int) -> list[asyncio.Task[Completion]]:
+    """Long turns, of the prompt and a number each, that have begun.
+
+    The odd ones are streamed and have been heard of; the even ones were asked for before them.
+    How many tokens they have is for the machine to say, and one that drew the end of sequence early is done.
+    """
+    turns, begun = [], []
+    for index in range(count):
+        told = asyncio.Event()
+        on_text = (lambda _, told=told: told.set()) if index % 2 else None
+        turn = engine.generate([*prompt, index], Sampling(600, seed=index), request_id=str(index), on_text=on_text)
+        turns.append(asyncio.create_task(turn))
+        if on_text:
+            begun.append(asyncio.create_task(told.wait()))
+    _, pending = await asyncio.wait(begun, timeout=120.0)
+    assert not pending, f"{len(pending)} of {len(begun)} turns said nothing in 120 s"
+    return turns
+
+
 async def test_engine_and_learner_agree_on_every_token_under_two_weight_sets(
     engine: VLLMEngine, reference: Reference, prompt: list[int]
 ) -> None:
@@ -111,11 +130,7 @@ async def test_an_update_in_the_middle_of_a_turn_loses_nothing_and_mixes_nothing
 ) -> None:
     before, after = reference.weights(seed=10), reference.weights(seed=11)
     await engine.update_weights(before, 10)
-    turns = [
-        asyncio.create_task(engine.generate([*prompt, index], Sampling(400, seed=index), request_id=str(index)))
-        for index in range(6)
-    ]
-    await asyncio.sleep(0.5)
+    turns = await turns_under_way(engine, prompt, 6)
     await engine.update_weights(after, 11)
     num_mixed = 0
     for index, completion in enumerate(await asyncio.gather(*turns)):
