@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
+from retrieval.actor import ChannelActor
 from retrieval.base import Passage
 from retrieval.corpus import CORPUS_FILE, IDS_FILE, write_corpus
 from retrieval.manifest import FileRecord, Manifest
@@ -36,18 +37,22 @@ def _known_words() -> list[str]:
     return words()
 
 
-class StubActor:
+class StubActor(ChannelActor):
     """A ``RetrieverActor`` in all but the search: a query takes a fixed time and finds some rows of its index."""
 
     def __init__(self, index_dir: str, service_s: float) -> None:
+        super().__init__()
         manifest = Manifest.read(index_dir)
         self._count, self._version = manifest.count, manifest.version
         self._service_s = service_s
-
-    def ping(self) -> None:
-        """Answer."""
+        self._server.open({"rank_batch": self._rank_batch})
 
     def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
+        """Find by a call of Ray's."""
+        found: RowHits = self._server.run(self._rank_batch, queries, k, vectors)
+        return found
+
+    def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         if self._service_s:
             time.sleep(self._service_s * len(queries))
         firsts = np.array([zlib.crc32(query.encode()) for query in queries])

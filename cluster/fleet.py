@@ -28,7 +28,7 @@ StartMember = Callable[[str], Mapping[str, ActorHandle[Any]]]
 
 
 class ActorFleet:
-    """Starts, counts and ends the members of a fleet. Every actor has a ``ping`` method."""
+    """Starts, counts and ends the members of a fleet. Every actor has ``ping``, and ``drain`` for before its end."""
 
     def __init__(self, kind: str, start_member: StartMember) -> None:
         """Hold no member yet.
@@ -63,6 +63,7 @@ class ActorFleet:
         while len(self._members) > num_members:
             _, actors = self._members.popitem()
             for handle in actors.values():
+                handle.drain.remote()
                 handle.__ray_terminate__.remote()
 
     def wait_until_ready(self, timeout_s: float) -> None:

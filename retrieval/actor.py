@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.channel import ChannelAddress, ChannelServer
 from retrieval.manifest import Manifest
 from retrieval.wire import RowHits, WireHits, compress, pack
 
@@ -56,7 +57,32 @@ class _Meter:
         }
 
 
-class RetrieverActor:
+class ChannelActor:
+    """An actor that is called over a channel, or by Ray's calls where there is no way to it."""
+
+    def __init__(self) -> None:
+        """Start the thread that loads and answers; ``_server.open`` lets clients in."""
+        self._server = ChannelServer()
+        self._meter = _Meter()
+
+    def ping(self) -> None:
+        """Answer; that this call runs at all says that everything is loaded and no call before it hangs."""
+        self._server.run(int)
+
+    def channel(self) -> ChannelAddress | None:
+        """Return where to connect, if anywhere."""
+        return self._server.address
+
+    def drain(self) -> None:
+        """Return once what was asked is answered, and every connection closed."""
+        self._server.drain()
+
+    def load(self) -> dict[str, float]:
+        """Return the queries and batches answered, and the seconds it took, of the seconds since the start."""
+        return self._meter.read()
+
+
+class RetrieverActor(ChannelActor):
     """What ``ray.remote`` makes an actor of. One call at a time: one search takes all of its threads."""
 
     def __init__(self, settings: ActorSettings) -> None:
@@ -65,28 +91,34 @@ class RetrieverActor:
         Raises:
             DataError: no usable index on this node.
         """
-        self._retriever = _open(settings)
+        super().__init__()
         self._reranks = bool(settings.reranker)
-        self._meter = _Meter()
+        self._server.run(self._load_index, settings)
+        self._server.open({"search_batch": self._search_batch, "rank_batch": self._rank_batch})
+
+    def info(self) -> dict[str, Any]:
+        """Return the index's manifest."""
+        return self._retriever.info()
+
+    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> WireHits:
+        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
+        hits: WireHits = self._server.run(self._search_batch, queries, k, vectors)
+        return hits
+
+    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
+        """Return where ``search_batch`` finds its passages, before any reranking."""
+        hits: RowHits = self._server.run(self._rank_batch, queries, k, vectors)
+        return hits
+
+    def _load_index(self, settings: ActorSettings) -> None:
+        self._retriever = _open(settings)
         manifest = Manifest.read(settings.index_dir)
         vectors = None
         if manifest.is_dense and not settings.encodes:
             vectors = np.eye(1, manifest.dimension, dtype=np.float32)
         self._retriever.search_rows(["warm up"], 1, vectors)
 
-    def ping(self) -> None:
-        """Answer; that this call runs at all says that the index is loaded and no search hangs."""
-
-    def info(self) -> dict[str, Any]:
-        """Return the index's manifest."""
-        return self._retriever.info()
-
-    def load(self) -> dict[str, float]:
-        """Return the queries and batches answered, and the seconds it took, of the seconds since the start."""
-        return self._meter.read()
-
-    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> WireHits:
-        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
+    def _search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> WireHits:
         started = time.monotonic()
         if self._reranks:
             found = self._retriever.search_batch(queries, k, vectors)
@@ -98,15 +130,14 @@ class RetrieverActor:
         self._meter.add(len(queries), time.monotonic() - started)
         return hits
 
-    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
-        """Return where ``search_batch`` finds its passages, before any reranking."""
+    def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         started = time.monotonic()
         ranking = self._retriever.rank(queries, k, vectors)
         self._meter.add(len(queries), time.monotonic() - started)
         return RowHits(self._retriever.version, ranking.scores, ranking.rows)
 
 
-class EncoderActor:
+class EncoderActor(ChannelActor):
     """An index's encoder without the index."""
 
     def __init__(self, settings: ActorSettings) -> None:
@@ -115,24 +146,25 @@ class EncoderActor:
         Raises:
             DataError: the encoder is not the one of the index.
         """
+        super().__init__()
+        self._server.run(self._load_encoder, settings)
+        self._server.open({"encode": self._encode})
+
+    def encode(self, queries: list[str]) -> NDArray[np.float32]:
+        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
+        vectors: NDArray[np.float32] = self._server.run(self._encode, queries)
+        return vectors
+
+    def _load_encoder(self, settings: ActorSettings) -> None:
         from retrieval.dense import open_encoder
         from retrieval.encoder import set_encoder_threads
 
         set_encoder_threads(settings.num_threads)
         manifest = Manifest.read(settings.index_dir)
         self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
-        self._meter = _Meter()
         self._encoder.encode_queries(["warm up"])
 
-    def ping(self) -> None:
-        """Answer: the encoder is loaded."""
-
-    def load(self) -> dict[str, float]:
-        """Return what ``RetrieverActor.load`` does, of encoding."""
-        return self._meter.read()
-
-    def encode(self, queries: list[str]) -> NDArray[np.float32]:
-        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
+    def _encode(self, queries: list[str]) -> NDArray[np.float32]:
         started = time.monotonic()
         vectors = self._encoder.encode_queries(queries)
         self._meter.add(len(queries), time.monotonic() - started)

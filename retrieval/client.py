@@ -5,11 +5,13 @@
     query ──► Batcher over encoders ──► vector ┐          (only where encoders are actors of their own)
                                                ▼
     query ──► Batcher over replicas ──► shard 0, shard 1 ... ──► merge ──► Hits
+                                           over channels
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,8 +24,9 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from cluster.channel import Channel
 from cluster.fleet import find_actors, last_line
-from ragr1_actors.errors import DataError, RetrievalError
+from ragr1_actors.errors import ChannelError, DataError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.batching import Batcher, BatcherCounts
 from retrieval.corpus import Corpus
@@ -34,6 +37,8 @@ from retrieval.wire import RowHits, WireHits, expand, merge
 
 REFRESH_S = 2.0
 """Between two looks at who is in the fleet, while anybody searches."""
+
+_log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
 
@@ -134,7 +139,7 @@ class _RemoteEncoder:
         return list(await self._actor.call("encode", queries))
 
     async def ping(self) -> None:
-        await self._actor.call("ping")
+        await self._actor.ping()
 
 
 class _RemoteReplica:
@@ -160,7 +165,7 @@ class _RemoteReplica:
         return merge([expand(hits) for hits in packed], k)
 
     async def ping(self) -> None:
-        await self._call("ping")
+        await asyncio.gather(*[shard.ping() for shard in self._shards])
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
@@ -189,17 +194,54 @@ class _LocalCorpus:
 
 
 class _NamedActor:
-    """An actor by name; Ray's errors become the one that a batcher knows."""
+    """An actor by name. It is called over its channel, or by Ray where that cannot be reached; errors become the one
+    that a batcher knows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._handle: Any = None
+        self._channel: Channel | None = None
+        self._is_unreachable = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
         try:
-            if self._handle is None:
-                self._handle = ray.get_actor(self._name)
-            return await getattr(self._handle, method).remote(*arguments)
+            channel = self._channel or await self._connect()
+            if channel is None:
+                return await getattr(self._handle, method).remote(*arguments)
+            return await channel.call(method, *arguments)
+        except ChannelError as error:
+            self._channel = None  # when it is started again, it will have another
+            raise RetrievalError(str(error)) from error
         except (RayError, ValueError) as error:  # ValueError: no actor of that name any more
-            cause = last_line(error) if isinstance(error, RayError) else str(error)
-            raise RetrievalError(cause) from error
+            raise RetrievalError(_reason(error)) from error
+
+    async def ping(self) -> None:
+        """Ask Ray, who knows of an actor that was started again."""
+        try:
+            self._handle = self._handle or ray.get_actor(self._name)
+            await self._handle.ping.remote()
+            self._is_unreachable = False  # it may have been started again elsewhere
+        except (RayError, ValueError) as error:
+            raise RetrievalError(_reason(error)) from error
+
+    async def _connect(self) -> Channel | None:
+        """Return the channel; None where there is no way, now or ever."""
+        self._handle = self._handle or ray.get_actor(self._name)
+        if self._is_unreachable:
+            return None
+        address = await self._handle.channel.remote()
+        if address is not None:
+            channel = Channel(address)
+            try:
+                await channel.connect()
+            except ChannelError as error:
+                _log.warning("searches go by way of Ray, which takes longer: %s", error)
+            else:
+                self._channel = channel
+                return channel
+        self._is_unreachable = True
+        return None
+
+
+def _reason(error: RayError | ValueError) -> str:
+    return last_line(error) if isinstance(error, RayError) else str(error)

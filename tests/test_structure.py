@@ -95,7 +95,7 @@ def test_an_env_runner_starts_without_what_it_never_uses() -> None:
 
 
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
-PICKLES_BETWEEN_ACTORS = {"retrieval/wire.py"}
+PICKLES_BETWEEN_ACTORS = {"cluster/channel.py", "retrieval/wire.py"}
 """What actors of one job send each other; no file is read with it."""
 
 
