@@ -11,8 +11,8 @@ recall_at_3           recall@3 of ``pq`` against the exact index                
 recall_at_10          the same at 10                                                    >= 0.98
 vector_bytes          bytes a vector of ``pq`` ÷ of float32                             <= 1/3
 text_private_bytes    private bytes a passage of a process that reads the corpus        <= 5
-transport_64          a batch of 64 queries over Ray ÷ over HTTP, nothing searched      <= 1/3
-router_p50            median latency of the fleet's client ÷ of the bare actor          <= 1.3
+transport_64          a batch of 64 through the client ÷ over HTTP, nothing searched    <= 1/3
+router_p50            median latency of the client ÷ of a bare call of Ray's            <= 1.3
 scaling_retrievers    queries/s of 8 replicas of 10 ms a query ÷ 8 times one's          >= 0.95
 kill_lost             wrong or missing answers after ``kill -9`` of one of two          0
 kill_p99              p99 in the 5 s after the kill ÷ before                            <= 2
