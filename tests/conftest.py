@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,6 +33,9 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 os.environ.pop("RAY_ADDRESS", None)
+# By default an example that takes 0.2 s, or a slow draw, fails: on a busy machine any of them may.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 # A shell has what it starts in the background ignore SIGINT, and so would all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

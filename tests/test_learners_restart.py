@@ -128,7 +128,6 @@ def test_a_rank_killed_in_an_update_changes_nothing(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     ray_with_tests: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

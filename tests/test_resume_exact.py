@@ -98,7 +98,6 @@ def test_in_the_driver(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_on_two_ranks(
     ray_local: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
