@@ -132,6 +132,12 @@ async def begin(env: SearchEnv, *partials: str) -> None:
         await asyncio.sleep(0)
 
 
+async def all_ended() -> None:
+    """Let what was begun come to its end."""
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0)
+
+
 async def test_a_search_begins_when_its_query_has_come_to_its_end() -> None:
     retriever = GatedRetriever([ANA])
     env = make_env(retriever)
@@ -141,7 +147,7 @@ async def test_a_search_begins_when_its_query_has_come_to_its_end() -> None:
     await begin(env, turn)
     assert retriever.calls == [["Ana Bell"]]
     retriever.gate.set()
-    await asyncio.sleep(0.02)
+    await all_ended()
     result = await env.step(["Ana Bell", "ana bell", "Bo Cole", "Cy Dow"])
     assert retriever.calls == [["Ana Bell"], ["Bo Cole", "Cy Dow"]]
     ana, bo, cy = result.retrievals
@@ -213,7 +219,7 @@ async def test_a_failure_of_an_early_search_is_heard_of_in_step_and_nowhere_else
         env = make_env(retriever)
         await begin(env, "<search>Bo Cole\nAna Bell\n")
         retriever.gate.set()
-        await asyncio.sleep(0.01)
+        await all_ended()
         if is_asked:
             with pytest.raises(RetrievalError, match="connection lost"):
                 await env.step(["Ana Bell", "Bo Cole"])
@@ -230,7 +236,8 @@ async def test_a_cancelled_step_cancels_its_searches() -> None:
     env = make_env(retriever)
     await begin(env, "<search>a\n")
     step = asyncio.create_task(env.step(["a", "b"]))
-    await asyncio.sleep(0.01)
+    while len(retriever.calls) < 2:
+        await asyncio.sleep(0)
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from small_world import wait_for
 
 from ragr1_actors.errors import RunDirectoryError
 from ragr1_actors.metrics import MetricsLogger
@@ -115,6 +116,7 @@ def test_peak_memory_sees_children() -> None:
         assert child.stdout.readline() == b"up\n"
         assert tree_rss_bytes() > before + 100 * 2**20
         assert tree_rss_bytes(child.pid) > 100 * 2**20
+        is_seen = wait_for(lambda: memory.peak_bytes > before + 100 * 2**20, 60, child)
         child.communicate()
-    assert memory.peak_bytes > before + 100 * 2**20
+    assert is_seen
     assert tree_rss_bytes() < memory.peak_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,17 +15,18 @@ from retrieval.pooled import PoolSettings
 
 
 class Blocking:
-    """A batch retriever that takes its time in whatever thread it is called."""
+    """A batch retriever that blocks whatever thread it is called in, until its ``gate`` is opened."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.threads: set[int] = set()
         self.error: Exception | None = None
+        self.gate = threading.Event()
 
     def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
         self.batches.append(queries)
         self.threads.add(threading.get_ident())
-        time.sleep(0.05)
+        assert self.gate.wait(20), "nobody opened the gate: the loop waits for the search"
         if self.error is not None:
             raise self.error
         return [[Passage(query, query, query)] for query in queries]
@@ -39,10 +39,9 @@ async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_o
     blocking = Blocking()
     background = BackgroundRetriever(blocking)
     asking = [asyncio.create_task(background.search([f"q{number}"], 1)) for number in range(30)]
-    num_turns = 0
-    while not all(task.done() for task in asking):
+    while not blocking.batches:
         await asyncio.sleep(0.001)
-        num_turns += 1
+    blocking.gate.set()
     found = [(await task)[0] for task in asking]
     background.close()
     assert [hits[0].id for hits in found] == [f"q{number}" for number in range(30)]
@@ -50,12 +49,12 @@ async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_o
     assert len(blocking.batches) < 10
     assert len(blocking.threads) == 1
     assert threading.get_ident() not in blocking.threads
-    assert num_turns > 2 * len(blocking.batches)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), RetrievalError("no vectors")])
 async def test_a_blocking_retriever_that_fails_is_a_sentence_and_goes_on(error: Exception) -> None:
     blocking = Blocking()
+    blocking.gate.set()
     background = BackgroundRetriever(blocking, PoolSettings(max_retries=1, timeout_s=5))
     blocking.error = error
     with pytest.raises(RetrievalError, match=str(error)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,17 +78,20 @@ def actor_processes() -> list[int]:
 
 
 @contextmanager
-def once_a_shard_is_there(store: EmbeddingStore, act: Callable[[], None]) -> Iterator[threading.Thread]:
-    """Call ``act`` from another thread as soon as the first shards are written."""
+def once_three_shards_are_there(act: Callable[[], None]) -> Iterator[None]:
+    """Call ``act`` when one of two actors is to be handed the fifth shard, however fast they are."""
+    calls: list[int] = []
+    hand_out = embedding_fleet._Fleet._hand_out
 
-    def watch() -> None:
-        if wait_for(lambda: len(list(store.directory.glob("*.npy"))) >= 3, 60):
+    def counted(fleet: Any, actor: Any, waiting: deque[int]) -> None:
+        calls.append(waiting[0])
+        if len(calls) == 5:
             act()
+        hand_out(fleet, actor, waiting)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield thread
-    thread.join()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(embedding_fleet._Fleet, "_hand_out", counted)
+        yield
 
 
 def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
         killed.append(actor_processes()[0])
         os.kill(killed[0], signal.SIGKILL)
 
-    with once_a_shard_is_there(store, kill):
+    with once_three_shards_are_there(kill):
         fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
     assert killed
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
@@ -164,7 +168,7 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
     store = world.store(tmp_path)
     with (
         pytest.raises(KeyboardInterrupt),
-        once_a_shard_is_there(store, lambda: os.kill(os.getpid(), signal.SIGINT)),
+        once_three_shards_are_there(lambda: os.kill(os.getpid(), signal.SIGINT)),
     ):
         fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
     assert wait_for(lambda: not actor_processes(), 20)
