@@ -138,7 +138,7 @@ def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup
     setup.wait_until_healed()
     transport = setup.transport()
     for version in (101, 102):
-        for index in range(60):
+        for index in range(180):  # seconds of work, of which the broadcast takes tenths
             setup.fleet.submit(request(index))
         before = setup.fleet.collect()
         move(setup.learners, version)

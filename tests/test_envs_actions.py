@@ -243,7 +243,7 @@ def test_time_is_linear_in_the_text_whatever_the_text(name: str) -> None:
         started = time.process_time()
         check(completion, query_format, 3)
         QueryStream(query_format).feed(completion)
-        assert time.process_time() - started < 1.0  # quadratic would be minutes
+        assert time.process_time() - started < 5.0  # quadratic would be minutes
 
 
 def test_a_stream_that_comes_character_by_character_is_read_once() -> None:

@@ -163,7 +163,7 @@ def test_a_runner_that_hangs_is_ended_and_replaced(
     ray_local: ModuleType, group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragr1_actors.env_runner_group.PING_INTERVAL_S", 0.1)
-    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_TIMEOUT_S", 8.0)
     pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
     num_restarts = group.num_restarts
     os.kill(pid, signal.SIGSTOP)
@@ -185,7 +185,7 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     fleet.wait_until_ready()
     shutil.rmtree(tmp_path / "policy")  # a runner that dies cannot start again
     kill_one(ray_local, fleet)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not fleet.metrics()["num_lost"]:
         fleet.submit(request(0))
         assert len(drain(fleet)) == 1

@@ -146,7 +146,7 @@ async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGrou
 @pytest.mark.slow
 async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
     assert group._retrievers is not None
-    client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(timeout_s=1.0, max_retries=2))
+    client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(timeout_s=4.0, max_retries=2))
     pid = await asyncio.to_thread(_pid, group.handles[0])
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -176,9 +176,7 @@ async def test_where_no_channel_opens_calls_go_by_way_of_ray(
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index_dir: Path) -> None:
-    group = RetrieverGroup.create(
-        index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=0.5, max_retries=1)
-    )
+    group = RetrieverGroup.create(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=4, max_retries=1))
     group.wait_until_ready()
     client = group.retriever()
     assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"

@@ -167,7 +167,7 @@ async def test_wrong_methods_types_paths_and_sizes_are_refused() -> None:
 async def test_garbage_and_half_requests_on_the_socket_leave_the_server_up(caplog: pytest.LogCaptureFixture) -> None:
     retriever = TwoPassages()
     async with (
-        RetrievalServer(retriever, port=0, limits=Limits(body_timeout_s=0.1)) as server,
+        RetrievalServer(retriever, port=0, limits=Limits(body_timeout_s=0.5)) as server,
         aiohttp.ClientSession(base_url=server.url) as session,
     ):
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
