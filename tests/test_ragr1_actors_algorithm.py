@@ -86,7 +86,7 @@ def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     rewards = [metrics["rollout/reward"] for metrics in history]
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
-    assert first < 0.7
+    assert first < 0.75  # there is room above it
     assert last > first + 0.2, rewards
     assert history[0]["learner/logprob_gap_max"] < 1e-4  # engine and learner agree on every token at lag 0
     assert history[-1]["tasks/trained"] == 20 * 8 + sum(metrics["loop/set_aside_groups"] for metrics in history)

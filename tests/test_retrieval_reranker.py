@@ -128,7 +128,7 @@ def test_nothing_found_long_texts_and_odd_queries(reranker: Reranker) -> None:
     # What is cut off does not count.
     cut = [Passage("a", "", "lamp " * 100 + end) for end in ("coin", "riga")]
     ((first, second),) = reranker.rerank(["where"], [cut], 2)
-    assert first.score == second.score
+    assert first.score == pytest.approx(second.score, abs=1e-5)  # two rows of a batch may be summed in two ways
 
 
 def test_half_precision_orders_alike(folder: Path, reranker: Reranker) -> None:
