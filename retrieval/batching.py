@@ -85,14 +85,16 @@ class _Call(Generic[A]):
             self.answered.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
 class _Waiting(Generic[A]):
     """One query in the queue and everybody who waits for it."""
 
-    query: str
-    k: int
-    calls: list[tuple[_Call[A], int]]
-    """Each with the query's place in it."""
+    __slots__ = ("calls", "k", "query")
+
+    def __init__(self, query: str, k: int) -> None:
+        self.query = query
+        self.k = k
+        self.calls: list[tuple[_Call[A], int]] = []
+        """Each with the query's place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class Batcher(Generic[A]):
         for index, query in enumerate(queries):
             waiting = self._asked.get((query, k))
             if waiting is None:
-                waiting = self._asked[query, k] = _Waiting(query, k, [])
+                waiting = self._asked[query, k] = _Waiting(query, k)
                 self._queue.append(waiting)
             else:
                 self._num_coalesced += 1
@@ -220,9 +222,11 @@ class Batcher(Generic[A]):
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # its own replica is not idle any more
         if self._has_stages and share >= HALVE_FROM:
             share = -(-share // 2)
-        batch = [self._queue.popleft()]
-        while self._queue and len(batch) < min(share, MAX_BATCH) and self._queue[0].k == batch[0].k:
-            batch.append(self._queue.popleft())
+        queue, size = self._queue, min(share, MAX_BATCH)
+        batch = [queue.popleft()]
+        k = batch[0].k
+        while queue and len(batch) < size and queue[0].k == k:
+            batch.append(queue.popleft())
         return batch
 
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:

@@ -37,6 +37,8 @@ class AnswerCache:
 
     def put(self, query: str, k: int, found: Hits) -> None:
         """Remember an answer. One of another index version makes all that was remembered worthless."""
+        if not self._max_queries:
+            return
         if found.index_version != self._version:
             self._answers.clear()
             self._version = found.index_version

@@ -168,6 +168,8 @@ class _RemoteReplica:
         await asyncio.gather(*[shard.ping() for shard in self._shards])
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        if len(self._shards) == 1:
+            return [await self._shards[0].call(method, *arguments)]
         return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
 
 

@@ -53,16 +53,19 @@ class PooledRetriever:
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
         clean = [normalise(query) for query in queries]
-        answers = {query: self._cache.get(query, k) for query in clean}
-        missing = [query for query, cached in answers.items() if cached is None]
-        self.num_cached += len(clean) - sum(answers[query] is None for query in clean)
+        asked = dict.fromkeys(clean)
+        cached = {query: hits for query in asked if (hits := self._cache.get(query, k)) is not None}
+        missing = [query for query in asked if query not in cached]
+        found: dict[str, Hits] = {}
         if missing:
-            found = await self.batcher.ask(missing, k)
-            for query, hits in zip(missing, found, strict=True):
+            found = dict(zip(missing, await self.batcher.ask(missing, k), strict=True))
+            for query, hits in found.items():
                 self._cache.put(query, k, hits)
-            answers |= zip(missing, found, strict=True)
+        known = cached | found
         # those who ask the same must not share a list
-        return [_copy(answers[query], is_cached=query not in missing) for query in clean]
+        answers: list[list[Passage]] = [_copy(known[query], is_cached=query in cached) for query in clean]
+        self.num_cached += sum(query in cached for query in clean)
+        return answers
 
     async def wait_for_room(self) -> None:
         """Return once fewer queries wait than the replicas that are up should have before them."""
@@ -73,6 +76,5 @@ class PooledRetriever:
         return self.batcher.counts()
 
 
-def _copy(found: Hits | None, *, is_cached: bool) -> Hits:
-    assert found is not None
+def _copy(found: Hits, *, is_cached: bool) -> Hits:
     return Hits(found, is_cached=is_cached, index_version=found.index_version)
