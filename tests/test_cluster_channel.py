@@ -29,6 +29,7 @@ class Actor:
     server: ChannelServer
     threads: set[str] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
+    has_begun: threading.Event = field(default_factory=threading.Event)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
     def double(self, values: Any) -> Any:
@@ -36,6 +37,8 @@ class Actor:
         return 2 * values
 
     def wait(self, number: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.has_begun.set()
         assert self.may_go_on.wait(30)
         self.order.append(number)
         return number
@@ -82,21 +85,24 @@ async def test_what_a_method_raises_is_said_and_the_channel_serves_on(actor: Act
     assert await channel.call("double", 1) == 2
 
 
-async def test_calls_at_a_time_have_a_connection_each_and_one_order(actor: Actor) -> None:
+async def test_calls_at_a_time_have_a_connection_each_and_wait_for_their_turn(actor: Actor) -> None:
     channel = Channel(actor.address)
-    calls = []
-    for number in range(5):
-        calls.append(asyncio.create_task(channel.call("wait", number)))
-        await until(lambda number=number: actor.server._worker._work_queue.qsize() == number)  # the first one is begun
+    calls = [asyncio.create_task(channel.call("wait", number)) for number in range(5)]
+    await until(actor.has_begun.is_set)
+    answering = asyncio.create_task(asyncio.to_thread(actor.server.run, actor.double, 4))
+    await asyncio.sleep(0.05)
+    assert actor.order == [] and not answering.done()
     actor.may_go_on.set()
-    assert await asyncio.gather(*calls) == actor.order == [0, 1, 2, 3, 4]
+    assert await asyncio.gather(*calls) == sorted(actor.order) == [0, 1, 2, 3, 4]
+    assert await answering == 8
+    assert len(actor.threads) == 1
     assert len(channel._idle) == 5
 
 
 async def test_a_call_that_is_given_up_spoils_no_other(actor: Actor) -> None:
     channel = Channel(actor.address)
     given_up = asyncio.create_task(channel.call("wait", 0))
-    await until(lambda: actor.server._writers)
+    await until(actor.has_begun.is_set)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
@@ -109,14 +115,15 @@ def test_a_channel_serves_one_event_loop_after_another(actor: Actor) -> None:
     channel = Channel(actor.address)
     for number in range(3):
         assert asyncio.run(channel.call("double", number)) == 2 * number
-        assert len(actor.server._writers) == 1
+        assert len(actor.server._clients) == 1
 
 
 def test_what_is_asked_is_answered_before_the_end(actor: Actor) -> None:
     async def use() -> None:
         channel = Channel(actor.address)
         calls = [asyncio.create_task(channel.call("wait", number)) for number in range(4)]
-        await until(lambda: actor.server._worker._work_queue.qsize() == 3)
+        await until(actor.has_begun.is_set)
+        await asyncio.sleep(0.05)  # the others are sent, which takes no server
         draining = asyncio.create_task(asyncio.to_thread(actor.server.drain))
         await asyncio.sleep(0.05)
         assert not draining.done()
@@ -152,11 +159,35 @@ def test_nothing_of_a_stranger_is_unpickled(actor: Actor, tmp_path: Path, is_kno
 
 def test_a_stranger_who_goes_away_is_forgotten(actor: Actor) -> None:
     host, port, token = actor.address
-    for said in (b"", token[:5], token, token + b"\x05"):
+    for said in (b"", token[:5], token, token + b"\x05", token + struct.pack("<Q", 2**60) + bytes(1000)):
         with socket.create_connection((host, port), timeout=30) as stranger:
             stranger.sendall(said)
-    asyncio.run(until(lambda: not actor.server._writers))
+            asyncio.run(until(lambda: actor.server._clients))
+        asyncio.run(until(lambda: not actor.server._clients))
     assert asyncio.run(Channel(actor.address).call("double", 2)) == 4
+
+
+def test_a_stranger_who_says_nothing_is_sent_away(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, port, _ = actor.address
+    with socket.create_connection((host, port), timeout=30) as stranger:
+        asyncio.run(until(lambda: actor.server._clients))
+        monkeypatch.setattr("cluster.channel._HELLO_TIMEOUT_S", 0.0)
+        with socket.create_connection((host, port), timeout=30):
+            assert receive_some(stranger) == b""
+
+
+def test_a_client_that_does_not_read_keeps_nobody_waiting(actor: Actor) -> None:
+    host, port, token = actor.address
+    frame = pickle.dumps(("double", (bytes(2**20),)))
+    with socket.create_connection((host, port), timeout=30) as lazy:
+        lazy.sendall(token + struct.pack("<Q", len(frame)) + frame)
+        lazy.sendall(20 * (struct.pack("<Q", len(frame)) + frame))
+        channel = Channel(actor.address)
+        for number in range(5):
+            assert asyncio.run(channel.call("double", number)) == 2 * number
+        num_bytes = 0
+        while num_bytes < 21 * 2**21:
+            num_bytes += len(lazy.recv(2**20))  # all of it comes once it is read
 
 
 async def test_nobody_listens_there() -> None:
@@ -193,7 +224,7 @@ def test_a_channel_that_is_dropped_closes_its_sockets(actor: Actor) -> None:
     asyncio.run(channel.call("double", 1))
     del channel
     gc.collect()
-    asyncio.run(until(lambda: not actor.server._writers))
+    asyncio.run(until(lambda: not actor.server._clients))
 
 
 async def until(holds: Any) -> None:
