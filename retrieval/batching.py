@@ -2,7 +2,7 @@
 
 ::
 
-    ask() ─┐                        ┌► replica 0   2 batches out at most
+    ask() ─┐                        ┌► replica 0   1 batch out, 2 where it has two stages
     ask() ─┼► queue ──► batch ──────┤
     ask() ─┘  one entry  all that   └► replica 1   down: pinged until it answers, and used again
               a query    waits           │
@@ -33,8 +33,6 @@ MIN_SHARE = 8
 HALVE_FROM = 64
 """A replica's share of this many goes in two batches where it has two stages, encoder and index, of which one would
 wait for the other. One stage takes it whole: a large batch costs less a query."""
-BATCHES_PER_REPLICA = 2
-"""One is answered while the next one travels."""
 ROOM = 2 * MAX_BATCH
 """Queries that may wait, for every replica that is up, before ``wait_for_room`` waits."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
@@ -124,6 +122,8 @@ class Batcher(Generic[A]):
         """
         assert replicas, "a batcher needs a replica"
         self._has_stages = has_stages
+        # one more would wait at the replica, where it can neither grow nor be answered by another one
+        self._max_batches = 2 if has_stages else 1
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._replicas = dict(replicas)
@@ -303,7 +303,7 @@ class Batcher(Generic[A]):
         while True:
             up = [slots for slots in self._slots.values() if slots.is_up]
             others = [slots for slots in up if slots not in avoid]
-            free = [slots for slots in others or up if slots.num_batches < BATCHES_PER_REPLICA]
+            free = [slots for slots in others or up if slots.num_batches < self._max_batches]
             if free and (avoid or not self._num_waiting_again):
                 idle = [slots for slots in free if slots.num_batches == 0]
                 # The less loaded of two at random: near the best of all, and not the same for every client.
