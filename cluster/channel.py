@@ -1,4 +1,4 @@
-"""A channel: calls to an actor over sockets of its own, at a tenth of the latency of Ray's calls.
+"""A channel: calls to an actor over sockets of its own, at a third of the latency of Ray's (``bench retrieval``).
 
 ::
 
@@ -109,7 +109,8 @@ class ChannelServer:
                 job.set_exception(error)
 
     def _accept(self, _: int) -> None:
-        assert self._listener is not None
+        if self._listener is None:  # closed since it was selected
+            return
         with contextlib.suppress(OSError):  # nobody else is there, or he is gone again
             while True:
                 client = _Client(self._listener.accept()[0], self._token, self._answer)
@@ -152,7 +153,7 @@ class ChannelServer:
         try:
             method, arguments = pickle.loads(call)
             return _frame((True, self._methods[method](*arguments)))
-        except Exception as error:  # a process boundary: whoever asked is told
+        except BaseException as error:  # a process boundary: whoever asked is told, of a panic in Rust too
             return _frame((False, f"{type(error).__name__}: {error}"))
 
 

@@ -22,6 +22,10 @@ from ragr1_actors.errors import ChannelError
 pytestmark = pytest.mark.timeout(60)
 
 
+class Panic(BaseException):
+    """What a library in Rust raises is no Exception."""
+
+
 @dataclass
 class Actor:
     """What is called, and what a test sees of it."""
@@ -46,6 +50,9 @@ class Actor:
     def fail(self, number: int) -> None:
         raise ValueError(f"got {number}")
 
+    def panic(self) -> None:
+        raise Panic("index out of bounds")
+
     @property
     def address(self) -> ChannelAddress:
         assert self.server.address is not None
@@ -56,7 +63,7 @@ class Actor:
 def actor() -> Iterator[Actor]:
     server = ChannelServer()
     actor = Actor(server)
-    server.open({"double": actor.double, "wait": actor.wait, "fail": actor.fail})
+    server.open({"double": actor.double, "wait": actor.wait, "fail": actor.fail, "panic": actor.panic})
     yield actor
     actor.may_go_on.set()
     server.drain()
@@ -78,6 +85,8 @@ async def test_what_a_method_raises_is_said_and_the_channel_serves_on(actor: Act
     channel = Channel(actor.address)
     with pytest.raises(ChannelError, match=r"^ValueError: got 7$"):
         await channel.call("fail", 7)
+    with pytest.raises(ChannelError, match="Panic: index out of bounds"):
+        await channel.call("panic")
     with pytest.raises(ChannelError, match="KeyError: 'nothing'"):
         await channel.call("nothing")
     with pytest.raises(ChannelError, match="TypeError"):
