@@ -220,7 +220,7 @@ async def test_the_other_side_dies_in_a_call() -> None:
 
 
 def test_an_address_that_cannot_be_listened_at_leaves_calls_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.1")  # of nobody: RFC 5737
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "203.0.113.77")  # of nobody: RFC 5737
     server = ChannelServer()
     server.open({"double": lambda value: 2 * value})
     assert server.address is None
