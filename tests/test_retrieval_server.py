@@ -312,7 +312,7 @@ async def test_a_port_or_host_that_cannot_be_had_is_one_sentence() -> None:
                 pass
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot listen"):
-        async with RetrievalServer(TwoPassages(), host="192.0.2.1", token="s3cret", port=0):
+        async with RetrievalServer(TwoPassages(), host="203.0.113.77", token="s3cret", port=0):
             pass
     with pytest.raises(ConfigError, match="cannot listen"):
         async with RetrievalServer(TwoPassages(), port=99999):
