@@ -132,7 +132,8 @@ def test_what_is_asked_is_answered_before_the_end(actor: Actor) -> None:
         channel = Channel(actor.address)
         calls = [asyncio.create_task(channel.call("wait", number)) for number in range(4)]
         await until(actor.has_begun.is_set)
-        await asyncio.sleep(0.05)  # the others are sent, which takes no server
+        for _ in range(100):  # the others are sent, which takes turns of this loop but no server
+            await asyncio.sleep(0.001)
         draining = asyncio.create_task(asyncio.to_thread(actor.server.drain))
         await asyncio.sleep(0.05)
         assert not draining.done()
