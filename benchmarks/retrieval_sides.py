@@ -249,7 +249,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
         asked, corpus = evidence.queries(1), Corpus.open(index_dir)
 
         async def bare() -> Any:
-            found = await handle.rank_batch.remote(asked, TOP_K)
+            found = await handle.call.remote("rank_batch", asked, TOP_K, None)
             return corpus.hits(Ranking(found.scores, found.rows), found.index_version)
 
         ours, theirs = [], []

@@ -47,11 +47,6 @@ class StubActor(ChannelActor):
         self._service_s = service_s
         self._server.open({"rank_batch": self._rank_batch})
 
-    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
-        """Find by a call of Ray's."""
-        found: RowHits = self._server.run(self._rank_batch, queries, k, vectors)
-        return found
-
     def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         if self._service_s:
             time.sleep(self._service_s * len(queries))

@@ -73,6 +73,10 @@ class ChannelActor:
         """Return where to connect, if anywhere."""
         return self._server.address
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Answer a call that came by Ray as one that came over the channel."""
+        return self._server.call(method, *arguments)
+
     def drain(self) -> None:
         """Return once what was asked is answered, and every connection closed."""
         self._server.drain()
@@ -100,16 +104,6 @@ class RetrieverActor(ChannelActor):
         """Return the index's manifest."""
         return self._retriever.info()
 
-    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> WireHits:
-        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
-        hits: WireHits = self._server.run(self._search_batch, queries, k, vectors)
-        return hits
-
-    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> RowHits:
-        """Return where ``search_batch`` finds its passages, before any reranking."""
-        hits: RowHits = self._server.run(self._rank_batch, queries, k, vectors)
-        return hits
-
     def _load_index(self, settings: ActorSettings) -> None:
         self._retriever = _open(settings)
         manifest = Manifest.read(settings.index_dir)
@@ -119,6 +113,7 @@ class RetrieverActor(ChannelActor):
         self._retriever.search_rows(["warm up"], 1, vectors)
 
     def _search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> WireHits:
+        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
         started = time.monotonic()
         if self._reranks:
             found = self._retriever.search_batch(queries, k, vectors)
@@ -131,6 +126,7 @@ class RetrieverActor(ChannelActor):
         return hits
 
     def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
+        """Return where ``_search_batch`` finds its passages, before any reranking."""
         started = time.monotonic()
         ranking = self._retriever.rank(queries, k, vectors)
         self._meter.add(len(queries), time.monotonic() - started)
@@ -150,11 +146,6 @@ class EncoderActor(ChannelActor):
         self._server.run(self._load_encoder, settings)
         self._server.open({"encode": self._encode})
 
-    def encode(self, queries: list[str]) -> NDArray[np.float32]:
-        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
-        vectors: NDArray[np.float32] = self._server.run(self._encode, queries)
-        return vectors
-
     def _load_encoder(self, settings: ActorSettings) -> None:
         from retrieval.dense import open_encoder
         from retrieval.encoder import set_encoder_threads
@@ -165,6 +156,7 @@ class EncoderActor(ChannelActor):
         self._encoder.encode_queries(["warm up"])
 
     def _encode(self, queries: list[str]) -> NDArray[np.float32]:
+        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
         started = time.monotonic()
         vectors = self._encoder.encode_queries(queries)
         self._meter.add(len(queries), time.monotonic() - started)

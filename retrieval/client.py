@@ -209,7 +209,7 @@ class _NamedActor:
         try:
             channel = self._channel or await self._connect()
             if channel is None:
-                return await getattr(self._handle, method).remote(*arguments)
+                return await self._handle.call.remote(method, *arguments)
             return await channel.call(method, *arguments)
         except ChannelError as error:
             self._channel = None  # when it is started again, it will have another
