@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import workload
 from benchmarks.sides import NUM_IN_FLIGHT, SideRun, TurnRecord
 from envs.observations import format_observation
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Message
+from ragr1_actors.core.types import Message
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
 _request_ids = count()
 

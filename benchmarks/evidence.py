@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.base import Passage
-from retrieval.corpus import CORPUS_FILE, IDS_FILE, write_corpus
-from retrieval.encoder import Encoder
-from retrieval.index import VectorIndex
-from retrieval.manifest import FileRecord, Manifest, Shard
+from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
+from retrieval.encoders.encoder import Encoder
+from retrieval.indexes.manifest import FileRecord, Manifest, Shard
+from retrieval.indexes.vector_index import VectorIndex
 
 NUM_PASSAGES, NUM_PASSAGES_QUICK = 200_000, 20_000
 DIMENSION = 384

@@ -17,13 +17,14 @@ from typing import Any
 
 from benchmarks import workload
 from benchmarks.measurement import Sample
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.env_runner import GroupRequest
-from ragr1_actors.env_runner_group import EnvRunnerGroup
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.env_runner import GroupRequest
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOKEN_LATENCY_S = 0.06
 TURN_TOKENS_MEDIAN = workload.TURN_TOKENS_MEDIAN / 4

@@ -35,9 +35,9 @@ def measure_side(side: str, policy_dir: Path, num_tokens: int) -> float:
 def _ours(policy_dir: Path, num_tokens: int) -> None:
     import torch
 
-    from learners.attention import packed_layout
-    from learners.batching import MicroBatch
-    from learners.models import PolicyModel
+    from learners.batches.packing import MicroBatch
+    from learners.models.attention import packed_layout
+    from learners.models.scoring import PolicyModel
 
     length = num_tokens // NUM_SEQUENCES
     ids = torch.randint(0, 1000, (NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(0))

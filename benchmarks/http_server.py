@@ -38,9 +38,9 @@ class Server:
     def __init__(self, index_dir: Path) -> None:
         import faiss
 
-        from retrieval.corpus import Corpus
-        from retrieval.encoder import Encoder
-        from retrieval.manifest import Manifest
+        from retrieval.corpora.corpus import Corpus
+        from retrieval.encoders.encoder import Encoder
+        from retrieval.indexes.manifest import Manifest
 
         manifest = Manifest.read(index_dir)
         self._encoder = Encoder.load(manifest.encoder)

@@ -45,8 +45,8 @@ from benchmarks import head_memory
 from benchmarks import learner_sides as sides
 from benchmarks.learner_sides import Shape
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from learners.grpo import GRPOLearner
-from ragr1_actors.types import TrajectoryGroup
+from learners.algorithms.grpo import GRPOLearner
+from ragr1_actors.core.types import TrajectoryGroup
 
 # Read by DeepSpeed when it is imported; it would say on stdout what it found.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

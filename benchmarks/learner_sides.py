@@ -22,12 +22,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from learners.advantages import group_advantages
-from learners.batching import MicroBatch, flatten, pack, plan
-from learners.engine import init_distributed
-from learners.grpo import GRPOLearner
-from learners.sft import segment
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.sft import segment
+from learners.batches.packing import MicroBatch, flatten, pack, plan
+from learners.deepspeed.deepspeed_engine import init_distributed
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 SIGMA = 0.8
 PROMPT_SHARE, MODEL_SHARE = 0.15, 0.3

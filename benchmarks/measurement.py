@@ -11,7 +11,7 @@ from statistics import median
 
 from rich.table import Table
 
-from ragr1_actors.errors import UserError
+from ragr1_actors.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

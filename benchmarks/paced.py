@@ -28,8 +28,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from benchmarks import workload
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
 STEP_S = 0.004
 PREFILL_S = 38e-6

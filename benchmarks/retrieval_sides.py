@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks import evidence
 from benchmarks.measurement import Sample, quotient
 from cluster.session import Session
-from ragr1_actors.config import RetrievalSettings
-from retrieval.manifest import Manifest
+from ragr1_actors.core.config import RetrievalSettings
+from retrieval.indexes.manifest import Manifest
 
 NUM_CALLERS = 64
 TOP_K = 3
@@ -131,7 +131,7 @@ def run_fleet(index_dir: Path, queries_per_call: int, quick: bool, seed: int) ->
 @contextmanager
 def fleet(index_dir: Path, settings: RetrievalSettings) -> Iterator[Any]:
     """The product's own fleet."""
-    from retrieval.group import RetrieverGroup
+    from retrieval.fleet.group import RetrieverGroup
 
     group = RetrieverGroup.create(index_dir, settings)
     try:
@@ -185,7 +185,7 @@ def vector_bytes(exact_dir: Path, other_dir: Path) -> Sample:
 _READ_ALL = """
 import random, sys
 from pathlib import Path
-from retrieval.corpus import Corpus
+from retrieval.corpora.corpus import Corpus
 def private():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
@@ -213,8 +213,8 @@ async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
     import requests
 
     from benchmarks.stubs import start_stubs
-    from retrieval.client import RetrieverClient
-    from retrieval.pooled import PoolSettings
+    from retrieval.fleet.client import RetrieverClient
+    from retrieval.fleet.pooled import PoolSettings
 
     asked = evidence.queries(num_queries)
     stubs = start_stubs(index_dir, 1, 0.0)
@@ -237,10 +237,10 @@ async def router(index_dir: Path, quick: bool) -> Sample:
     import ray
 
     from benchmarks.stubs import start_stubs
-    from retrieval.client import RetrieverClient
-    from retrieval.corpus import Corpus
-    from retrieval.pooled import PoolSettings
-    from retrieval.ranking import Ranking
+    from retrieval.corpora.corpus import Corpus
+    from retrieval.fleet.client import RetrieverClient
+    from retrieval.fleet.pooled import PoolSettings
+    from retrieval.indexes.ranking import Ranking
 
     stubs = start_stubs(index_dir, 1, 0.0)
     try:
@@ -264,8 +264,8 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
     """Queries/s of a few replicas that take ``SERVICE_S`` a query, against as many times one's."""
     from benchmarks.stubs import start_stubs
-    from retrieval.client import RetrieverClient
-    from retrieval.pooled import PoolSettings
+    from retrieval.fleet.client import RetrieverClient
+    from retrieval.fleet.pooled import PoolSettings
 
     async def measure(num_actors: int) -> float:
         stubs = start_stubs(index_dir, num_actors, SERVICE_S)
@@ -372,6 +372,6 @@ def _p99(seconds: list[float]) -> float:
 
 
 def _open(directory: Path) -> Any:
-    from retrieval.dense import DenseRanker
+    from retrieval.indexes.dense import DenseRanker
 
     return DenseRanker(directory, Manifest.read(directory), num_threads=2, load_encoder=False)

@@ -15,11 +15,12 @@ from benchmarks.intervals import Interval, uncovered_s
 from benchmarks.measurement import Sample, quotient
 from envs.base import Action, Answer, EnvContext, Search
 from envs.search import SearchEnv
-from ragr1_actors.config import AlgorithmConfig, EnvironmentSettings, RunConfig
-from ragr1_actors.engines.base import Engine
-from ragr1_actors.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.types import Completion, Message, OnText, Sampling, Task
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig
+from ragr1_actors.core.types import Completion, Message, OnText, Sampling, Task
+from ragr1_actors.rollout.engines.base import Engine
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 NUM_IN_FLIGHT = 64
 NUM_SEQUENCES = 32

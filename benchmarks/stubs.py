@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
-from retrieval.actor import ChannelActor
 from retrieval.base import Passage
-from retrieval.corpus import CORPUS_FILE, IDS_FILE, write_corpus
-from retrieval.manifest import FileRecord, Manifest
-from retrieval.wire import RowHits
+from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
+from retrieval.fleet.actor import ChannelActor
+from retrieval.fleet.wire import RowHits
+from retrieval.indexes.manifest import FileRecord, Manifest
 
 
 def stub_passages(query: str, k: int) -> list[Passage]:
@@ -69,7 +69,7 @@ def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
     """Return an ``ActorFleet`` of stubs that a ``RetrieverClient`` searches as any other."""
     import ray
 
-    from cluster.fleet import ActorFleet
+    from cluster.actor_fleet import ActorFleet
 
     actor_class: Any = ray.remote(StubActor)
 

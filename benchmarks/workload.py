@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ragr1_actors.types import Task
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 
 SEED = 20250707
@@ -103,7 +103,7 @@ def make_policy(directory: Path) -> None:
 
     vLLM's CPU build wants heads of 32 or more; these have 64.
     """
-    from ragr1_actors.tiny_policy import make_tiny_policy
+    from ragr1_actors.training.tiny_policy import make_tiny_policy
 
     make_tiny_policy(
         directory,

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import FleetError
-from ragr1_actors.weight_transport import choose_transport
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.weight_transport import choose_transport
 
 START_TIMEOUT_S = 600.0
 """For a cluster to grow."""

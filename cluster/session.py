@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ragr1_actors.errors import FleetError, UserError
+from ragr1_actors.core.errors import FleetError, UserError
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Of a local session: trajectories and weights of small policies."""

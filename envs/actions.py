@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.base import Action, Answer, Malformed, Search
-from ragr1_actors.config import QueryFormat
+from ragr1_actors.core.config import QueryFormat
 
 STOP_TAGS = ("</search>", "</answer>")
 _OPENING = re.compile(r"<(think|search|answer)>")

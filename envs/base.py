@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from numbers import Real
 
-from ragr1_actors.types import EncodeFn, Message, RetrievalRecord, Task
+from ragr1_actors.core.types import EncodeFn, Message, RetrievalRecord, Task
 from retrieval.base import Retriever
 
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from envs.base import Answer, EnvContext, Malformed, Search, TextEnv, check_result
-from ragr1_actors.config import EnvironmentSettings
-from ragr1_actors.types import Message, Task
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.types import Message, Task
 from retrieval.base import Passage
 
 ODD_TEXTS = (

@@ -25,8 +25,8 @@ from functools import cached_property
 from envs.actions import format_queries
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
 from envs.world import YEARS, EntityKind, World
-from ragr1_actors.config import QueryFormat
-from ragr1_actors.types import Task
+from ragr1_actors.core.config import QueryFormat
+from ragr1_actors.core.types import Task
 
 
 class Habit(StrEnum):

@@ -23,8 +23,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragr1_actors.config import ObservationFormat
-from ragr1_actors.types import EncodeFn
+from ragr1_actors.core.config import ObservationFormat
+from ragr1_actors.core.types import EncodeFn
 from retrieval.base import Passage
 
 # The possessive quantifiers keep a document of a thousand blanks from being read a million times.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ragr1_actors.answers import normalize_answer
-from ragr1_actors.types import Task
+from ragr1_actors.core.text import normalize_answer
+from ragr1_actors.core.types import Task
 
 RewardFn = Callable[[Task, str], float]
 """``(task, answer) -> reward``. ``answer`` is empty where the policy gave none."""

@@ -19,9 +19,9 @@ from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, pa
 from envs.base import Action, EnvContext, StepResult, TextEnv
 from envs.observations import format_observation
 from envs.rewards import REWARDS, RewardFn
-from ragr1_actors.config import EnvironmentSettings, QueryFormat
-from ragr1_actors.plugins import load_object
-from ragr1_actors.types import Message, RetrievalRecord, Task
+from ragr1_actors.core.config import EnvironmentSettings, QueryFormat
+from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.types import Message, RetrievalRecord, Task
 from retrieval.base import Hits, Passage, Retriever
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"

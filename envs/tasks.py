@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.answers import normalize_answer
-from ragr1_actors.errors import DataError
-from ragr1_actors.types import Task
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.text import normalize_answer
+from ragr1_actors.core.types import Task
 
 _ID_KEYS = ("_id", "id")
 _ANSWER_KEYS = ("golden_answers", "answers", "answer")

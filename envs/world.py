@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from ragr1_actors.types import Task
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 
 YEARS = range(1950, 2000)

@@ -32,22 +32,22 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from learners.attention import takes_rows
-from learners.batching import FlatTrajectories, MicroBatch, pack, plan
-from learners.engine import DeepSpeedEngine, State, init_distributed, shared_loading
+from learners.algorithms.options import LearnerOptions, parse_options
+from learners.batches.packing import FlatTrajectories, MicroBatch, pack, plan
+from learners.batches.train_batch import TrainBatch, check_columns, check_loss, select
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, init_distributed, shared_loading
+from learners.deepspeed.lr_schedule import Schedule
+from learners.deepspeed.zero import AdamWSettings
 from learners.meter import Columns, Meter, TokenLoss, poisoned
-from learners.models import PolicyModel, TokenOutputs, ValueModel, pair_cost
-from learners.options import LearnerOptions, parse_options
-from learners.policy_folder import PolicyCopy
-from learners.published import gather, policy_shapes, policy_weights
-from learners.reference import Reference, make_reference
-from learners.schedule import Schedule
-from learners.train_batch import TrainBatch, check_columns, check_loss, select
-from learners.zero import AdamWSettings
-from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import DataError
-from ragr1_actors.lora_settings import BASE_KEY, MERGING_ENGINES, AdapterBase, read_lora
-from ragr1_actors.types import Trajectory, TrajectoryGroup
+from learners.models.attention import takes_rows
+from learners.models.export import gather, policy_shapes, policy_weights
+from learners.models.policy_folder import PolicyCopy
+from learners.models.reference import Reference, make_reference
+from learners.models.scoring import PolicyModel, TokenOutputs, ValueModel, pair_cost
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.lora_settings import BASE_KEY, MERGING_ENGINES, AdapterBase, read_lora
+from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -158,7 +158,7 @@ class Learner(ABC):
     ) -> DeepSpeedEngine:
         """Wrap a module that this learner trains, or its adapters. One that rests is away outside ``in_use``."""
         if self.lora is not None:
-            from learners.lora import add_adapters  # imports peft, 1-2 s
+            from learners.models.lora import add_adapters  # imports peft, 1-2 s
 
             add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
         return DeepSpeedEngine(module, settings, self.config.learners, self.device, rests=rests)
@@ -373,7 +373,7 @@ class Learner(ABC):
         }
         adapter = None
         if self.lora is not None:
-            from learners.lora import AdapterCopy
+            from learners.models.lora import AdapterCopy
 
             found = gather(policy_weights(self.policy, self.lora, adapters_only=True), self.rank, is_tied=False)
             adapter = AdapterCopy(self.lora, self.policy_name, {k: torch.from_numpy(v) for k, v in found.items()})

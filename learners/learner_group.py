@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learners.learner_worker import Arrays, LearnerWorker
-from ragr1_actors.checkpoint import LEARNER_FILE, is_no_room
-from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import FleetError, RagR1Error
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError, RagR1Error
+from ragr1_actors.core.files import LEARNER_FILE, is_no_room
 
 if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
     from learners.learner import Learner

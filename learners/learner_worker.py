@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from ragr1_actors.checkpoint import (
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
     POLICY_FOLDER,
@@ -20,13 +22,11 @@ from ragr1_actors.checkpoint import (
     sync_tree,
     write_tensors,
 )
-from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import UserError
-from ragr1_actors.schema import groups_from_record_batch
+from ragr1_actors.core.schema import groups_from_record_batch
 
 if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
     from learners.learner import Learner
-    from learners.policy_folder import PolicyCopy
+    from learners.models.policy_folder import PolicyCopy
 
 T = TypeVar("T")
 Arrays = dict[str, NDArray[Any]]
@@ -79,8 +79,8 @@ class LearnerWorker:
 
     def build(self, learner_name: str, policy_dir: Path) -> None:
         """Make the learner of a stage, in place of the one before."""
-        from learners.registry import LEARNERS
-        from ragr1_actors.plugins import load_object
+        from learners.algorithms.registry import LEARNERS
+        from ragr1_actors.core.plugins import load_object
 
         self.close()
         name = str(policy_dir)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import logsigmoid
 
-from learners.options import Aggregation, KLEstimator
+from learners.algorithms.options import Aggregation, KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is finite in every dtype in use; a ratio this far away is clipped by the loss in any case."""

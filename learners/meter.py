@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learners.batching import MicroBatch
+from learners.batches.packing import MicroBatch
 from learners.losses import MAX_LOG_RATIO, k3_kl, ratios
-from learners.models import TokenOutputs
+from learners.models.scoring import TokenOutputs
 
 Columns = dict[str, torch.Tensor]
 """Names to one value a MODEL token, ``[M]``."""

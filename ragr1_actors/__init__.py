@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _PUBLIC = {
-    "Algorithm": "ragr1_actors.algorithm",
-    "AlgorithmConfig": "ragr1_actors.config",
+    "Algorithm": "ragr1_actors.training.algorithm",
+    "AlgorithmConfig": "ragr1_actors.training.algorithm_config",
     "Answer": "envs.base",
     "Learner": "learners.learner",
     "Malformed": "envs.base",
@@ -22,12 +22,12 @@ _PUBLIC = {
     "Search": "envs.base",
     "SearchEnv": "envs.search",
     "StepResult": "envs.base",
-    "StopReason": "ragr1_actors.types",
-    "Task": "ragr1_actors.types",
+    "StopReason": "ragr1_actors.core.types",
+    "Task": "ragr1_actors.core.types",
     "TextEnv": "envs.base",
-    "TokenKind": "ragr1_actors.types",
-    "Trajectory": "ragr1_actors.types",
-    "TrajectoryGroup": "ragr1_actors.types",
+    "TokenKind": "ragr1_actors.core.types",
+    "Trajectory": "ragr1_actors.core.types",
+    "TrajectoryGroup": "ragr1_actors.core.types",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.errors import DataError
-from ragr1_actors.types import Task
-from retrieval.corpus import Corpus
-from retrieval.index_types import FLAT
-from retrieval.manifest import Manifest
-from retrieval.ranking import Ranking, merge_rankings
-from retrieval.retriever import LocalRetriever
-from retrieval.splitter import whole_id
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import Task
+from retrieval.corpora.corpus import Corpus
+from retrieval.corpora.splitter import whole_id
+from retrieval.indexes.index_types import FLAT
+from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.ranking import Ranking, merge_rankings
+from retrieval.local import LocalRetriever
 
 if TYPE_CHECKING:
-    from retrieval.dense import DenseRanker
+    from retrieval.indexes.dense import DenseRanker
 
 EXACT_UP_TO = 50_000
 """Passages that are encoded again for exact search without being asked to."""
@@ -159,7 +159,7 @@ def _search_exactly(
     blocks: Iterable[NDArray[np.float32]], queries: NDArray[np.float32], k: int, num_threads: int
 ) -> NDArray[np.int64]:
     """Return the nearest rows, ``[len(queries), min(k, count)]``, holding one block of the vectors at a time."""
-    from retrieval.index import VectorIndex
+    from retrieval.indexes.vector_index import VectorIndex
 
     start, best = 0, list[Ranking]()
     for block in blocks:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 RETRIEVERS = {
-    "http": "retrieval.http_retriever:HttpRetriever",
-    "web": "retrieval.web_retriever:WebRetriever",
+    "http": "retrieval.http.retriever:HttpRetriever",
+    "web": "retrieval.http.web:WebRetriever",
     "replay": "retrieval.replay:ReplayRetriever",
 }
 """Made as ``SomeRetriever(options)`` with the recipe's ``retrieval.options``, as a ``my_module:MyRetriever`` is."""

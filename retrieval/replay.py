@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from ragr1_actors.errors import ConfigError, DataError, RetrievalError
-from ragr1_actors.types import RetrievalRecord
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
+from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import Hits, Passage
-from retrieval.cache import normalise
+from retrieval.fleet.cache import normalise
 
 
 class ReplayRetriever:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragr1_actors.errors import RetrievalError
-from ragr1_actors.types import Message
+from ragr1_actors.core.errors import RetrievalError
+from ragr1_actors.core.types import Message
 from retrieval.base import Passage
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 VOCAB = 64
 

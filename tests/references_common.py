@@ -14,17 +14,17 @@ import pytest
 import torch
 from learners_common import make_config, make_groups
 
-from learners.cispo import CISPOLearner
-from learners.dapo import DAPOLearner
-from learners.dr_grpo import DrGRPOLearner
-from learners.grpo import GRPOLearner
-from learners.gspo import GSPOLearner
+from learners.algorithms.cispo import CISPOLearner
+from learners.algorithms.dapo import DAPOLearner
+from learners.algorithms.dr_grpo import DrGRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.gspo import GSPOLearner
+from learners.algorithms.reinforce_pp import ReinforcePPLearner
+from learners.algorithms.rloo import RLOOLearner
+from learners.batches.train_batch import TrainBatch
 from learners.learner import Learner
-from learners.models import TokenOutputs
-from learners.reinforce_pp import ReinforcePPLearner
-from learners.rloo import RLOOLearner
-from learners.train_batch import TrainBatch
-from ragr1_actors.types import TrajectoryGroup
+from learners.models.scoring import TokenOutputs
+from ragr1_actors.core.types import TrajectoryGroup
 
 LIMIT = 24
 """``max_model_tokens`` of these tests."""

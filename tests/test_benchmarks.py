@@ -17,12 +17,12 @@ from benchmarks.intervals import uncovered_s, union
 from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
 from envs.actions import STOP_TAGS
-from ragr1_actors import cli
-from ragr1_actors.env_runner_group import EnvRunnerGroup
-from ragr1_actors.errors import UserError
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.cli import main as cli
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = ["metric", "ratio", "goal", "met", "ours", "theirs", "unit", "repeats", "spread"]

@@ -13,10 +13,11 @@ import torch
 
 from benchmarks import head_memory, learner
 from benchmarks import learner_sides as sides
-from learners.grpo import GRPOLearner
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.errors import UserError
-from ragr1_actors.types import TokenKind
+from learners.algorithms.grpo import GRPOLearner
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.types import TokenKind
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 SHAPE = sides.Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_kv_heads=2, vocab_size=64)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

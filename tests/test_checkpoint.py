@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors, write_json, write_tensors
-from ragr1_actors.errors import DataError, UserError
+from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.core.files import read_json, read_tensors, write_json, write_tensors
+from ragr1_actors.runs.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,7 +130,8 @@ def test_a_killed_process_leaves_the_previous(store: CheckpointStore, tmp_path: 
     script = f"""
 import os, signal
 from pathlib import Path
-from ragr1_actors.checkpoint import CheckpointStore, write_json
+from ragr1_actors.core.files import write_json
+from ragr1_actors.runs.checkpoint import CheckpointStore
 
 def write(directory):
     write_json(directory / "state.json", {{"value": 2}})
@@ -182,8 +184,9 @@ import errno, resource, signal
 from pathlib import Path
 import numpy as np
 import pytest
-from ragr1_actors.checkpoint import CheckpointStore, write_json, write_tensors
-from ragr1_actors.errors import UserError
+from ragr1_actors.core.files import write_json, write_tensors
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.core.errors import UserError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.channel import Channel, ChannelAddress, ChannelServer
-from ragr1_actors.errors import ChannelError
+from cluster.rpc import Channel, ChannelAddress, ChannelServer
+from ragr1_actors.core.errors import ChannelError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -181,7 +181,7 @@ def test_a_stranger_who_says_nothing_is_sent_away(actor: Actor, monkeypatch: pyt
     host, port, _ = actor.address
     with socket.create_connection((host, port), timeout=30) as stranger:
         asyncio.run(until(lambda: actor.server._clients))
-        monkeypatch.setattr("cluster.channel._HELLO_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("cluster.rpc._HELLO_TIMEOUT_S", 0.0)
         with socket.create_connection((host, port), timeout=30):
             assert receive_some(stranger) == b""
 

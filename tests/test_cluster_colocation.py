@@ -21,14 +21,15 @@ from small_world import make_config as make_run_config
 from test_cluster_weight_sync import BUCKET_BYTES, OnePassage, drain, read, request
 
 from cluster.placement import Placement
-from cluster.weight_sync import ColocatedTransport
+from cluster.weights.weight_sync import ColocatedTransport
 from learners.learner_group import LearnerGroup
-from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.env_runner import EnvRunner
-from ragr1_actors.env_runner_group import EnvRunnerGroup
-from ragr1_actors.errors import ConfigError, FleetError
-from ragr1_actors.tiny_policy import make_tiny_policy
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_a_run_with_evaluations_and_checkpoints(
     by_value: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its learner agrees with the engines in every iteration, and goes on where it was."""
-    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
     sections = make_run_config(make_files(tmp_path), {**SHORT, "num_steps": 3}).model_dump()
     sections["env_runners"] |= {"num_env_runners": 2, "num_cpus_per_env_runner": 0.5, "weight_transport": "ipc"}
     sections["learners"] |= {"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 1}

@@ -10,13 +10,13 @@ import pytest
 import ray
 
 from cluster.session import Session
-from ragr1_actors.errors import FleetError
+from ragr1_actors.core.errors import FleetError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys
 from cluster.session import Session
-from ragr1_actors.errors import UserError
+from ragr1_actors.core.errors import UserError
 try:
     with Session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
         import ray

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.weight_group import WeightGroup, listen
-from cluster.weight_stream import Invitation, Weights, WeightSpec
-from ragr1_actors.errors import TransferError
+from cluster.weights.weight_group import WeightGroup, listen
+from cluster.weights.weight_stream import Invitation, Weights, WeightSpec
+from ragr1_actors.core.errors import TransferError
 
 CPU = torch.device("cpu")
 LAYOUT = (

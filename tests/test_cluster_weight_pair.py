@@ -12,9 +12,9 @@ import pytest
 import torch
 from test_cluster_weight_group import LAYOUT, assert_are_made, made
 
-from cluster.weight_pair import PairListener, WeightPair
-from cluster.weight_stream import Invitation, Weights, join
-from ragr1_actors.errors import TransferError
+from cluster.weights.weight_pair import PairListener, WeightPair
+from cluster.weights.weight_stream import Invitation, Weights, join
+from ragr1_actors.core.errors import TransferError
 
 CPU = torch.device("cpu")
 

@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.weight_sync import ColocatedTransport, DirectTransport, ObjectStoreTransport, make_transport
+from cluster.weights.weight_sync import ColocatedTransport, DirectTransport, ObjectStoreTransport, make_transport
 from learners.learner_group import LearnerGroup
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.errors import ConfigError, FleetError
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.types import Task
-from ragr1_actors.weight_transport import choose_transport
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.types import Task
+from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
 BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one in several

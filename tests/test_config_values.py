@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from test_ragr1_actors_cli import invoke
 
-from ragr1_actors.config import AlgorithmConfig, recipe_descriptions, recipe_names
-from ragr1_actors.errors import ConfigError, RunDirectoryError
-from ragr1_actors.run_directory import open_run_directory
+from ragr1_actors.core.errors import ConfigError, RunDirectoryError
+from ragr1_actors.core.resolve import recipe_descriptions, recipe_names
+from ragr1_actors.runs.run_directory import open_run_directory
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 LONG = "x" * 300
 

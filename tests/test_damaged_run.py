@@ -11,15 +11,15 @@ from rich.console import Console
 from small_world import make_config, make_files
 from test_ragr1_actors_cli import invoke
 
-from ragr1_actors.asking import NO_EXAMPLE, example_question
-from ragr1_actors.checkpoint import CheckpointStore
-from ragr1_actors.errors import DataError, RunDirectoryError
-from ragr1_actors.metrics import read_metrics
-from ragr1_actors.report import read_report
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.task_sampler import TaskSampler
-from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Task
+from ragr1_actors.cli.ask import NO_EXAMPLE, example_question
+from ragr1_actors.core.errors import DataError, RunDirectoryError
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.task_sampler import TaskSampler
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.report import read_report
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.stages import TrainingRun
 
 
 @pytest.fixture(scope="module")

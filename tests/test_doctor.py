@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 from test_ragr1_actors_cli import invoke
 
-from ragr1_actors import doctor
+from ragr1_actors.cli import doctor
 
 
 def test_a_package_is_there_missing_or_of_another_version() -> None:

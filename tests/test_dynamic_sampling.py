@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_world import make_config, make_files
 
-from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.buffer import GroupBuffer, max_set_aside
-from ragr1_actors.config import AlgorithmConfig
-from ragr1_actors.env_runner import GroupRequest, GroupSummary
-from ragr1_actors.env_runner_group import FinishedGroup
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.types import Task
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
+from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
 
 
 def finished(number: int, is_flat: bool) -> FinishedGroup:
@@ -93,7 +93,7 @@ def test_only_dapo_samples_anew_unless_told() -> None:
 
 
 def test_a_policy_that_never_answers_meets_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
     options = {"max_sampled_batches": 3}
     config = make_config(
         make_files(tmp_path), {"num_steps": 0}, algorithm="dapo", options=options, train_batch_size=4, group_size=2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from envs.actions import QueryStream, clean_queries, format_queries, parse_action
 from envs.base import Action, Answer, Malformed, Search
-from ragr1_actors.config import QueryFormat
+from ragr1_actors.core.config import QueryFormat
 
 FORMATS: tuple[QueryFormat, ...] = get_args(QueryFormat)
 

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from envs.base import Action, Malformed, StepResult
 from envs.checker import check_env
 from envs.search import SearchEnv
-from ragr1_actors import cli
-from ragr1_actors.config import AlgorithmConfig, EnvironmentSettings
-from ragr1_actors.types import Message, Task
+from ragr1_actors.cli import main as cli
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.types import Message, Task
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 RESET, STEP = "reset returns the prompt as messages", "step returns a StepResult"
 PARSE, SUBMIT = "parse reads any text, odd ones too", "submit ends the episode with a finite reward"

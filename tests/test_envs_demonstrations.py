@@ -11,9 +11,10 @@ from envs.actions import clean_queries, parse_action
 from envs.base import Answer, Search
 from envs.demonstrations import Demonstrator, Habit, evidence_demonstration
 from envs.world import World, make_world
-from ragr1_actors.config import AlgorithmConfig, QueryFormat
-from ragr1_actors.types import Task
-from ragr1_actors.workspace import prepare
+from ragr1_actors.core.config import QueryFormat
+from ragr1_actors.core.types import Task
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.data import prepare
 
 FORMATS: tuple[QueryFormat, ...] = get_args(QueryFormat)
 

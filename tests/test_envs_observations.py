@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.observations import defuse, format_observation
-from ragr1_actors.config import ObservationFormat
+from ragr1_actors.core.config import ObservationFormat
 from retrieval.base import Passage
 
 FORMATS: tuple[ObservationFormat, ...] = get_args(ObservationFormat)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from envs.base import EnvContext, Search, StepResult
 from envs.rewards import exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
-from ragr1_actors.answers import normalize_answer
-from ragr1_actors.config import DEFAULT_PROMPT, EnvironmentSettings
-from ragr1_actors.errors import ConfigError, RetrievalError
-from ragr1_actors.types import Task
+from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.text import normalize_answer
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from envs.tasks import TaskReport, load_tasks, overlap, question_key, without_overlap
-from ragr1_actors.errors import DataError
-from ragr1_actors.types import Task
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import Task
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public question files")

@@ -11,11 +11,12 @@ import pytest
 import yaml
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 
-from ragr1_actors.checkpoint import CheckpointStore, is_no_room, read_json, write_folder
-from ragr1_actors.errors import RunDirectoryError
-from ragr1_actors.metrics import read_metrics
-from ragr1_actors.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.schema import read_trajectories
+from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.files import is_no_room, read_json, write_folder
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 
 FILLER = "filler"
 

@@ -13,17 +13,17 @@ import torch
 from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.sft import SFTLearner
 from learners.learner import Learner
 from learners.losses import truncated_importance_weights
-from learners.ppo import PPOLearner
-from learners.sft import SFTLearner
-from ragr1_actors.config import RunConfig
-from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.engines.transformers_engine import TransformersEngine
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 Build = Callable[..., Learner]
 

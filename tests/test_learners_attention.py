@@ -12,12 +12,12 @@ import torch
 from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners import attention
-from learners.attention import block_attention, flash_attention, packed_layout, takes_rows
-from learners.batching import flatten, pack
-from learners.engine import init_distributed
+from learners.batches.packing import flatten, pack
+from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.meter import Meter
-from learners.models import PolicyModel, packed_hidden_states
+from learners.models.attention import block_attention, flash_attention, packed_layout, takes_rows
+from learners.models import attention
+from learners.models.scoring import PolicyModel, packed_hidden_states
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -65,7 +65,7 @@ def test_checkpointing_and_head_chunks_change_nothing(tmp_path: Path, monkeypatc
     micro_batch = pack(flatten([t for group in make_groups(3) for t in group.trajectories]), range(8))
     results = []
     for checkpointing, chunk in ((False, 2**26), (True, 2**26), (False, 64 * 7)):
-        monkeypatch.setattr("learners.head.HEAD_CHUNK", chunk)
+        monkeypatch.setattr("learners.models.scoring_head.HEAD_CHUNK", chunk)
         policy = PolicyModel(tmp_path, torch.float32, 1.0, checkpointing)
         outputs = policy(micro_batch)
         (outputs.logprobs.sum() + outputs.entropy.sum()).backward()

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners_common import make_config, make_groups, make_policy, make_trajectory
 
-from learners.batching import flatten, pack, plan
-from learners.grpo import GRPOLearner
-from learners.models import PolicyModel, pair_cost
-from learners.sft import segment
-from ragr1_actors.types import TokenKind, TrajectoryGroup
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.sft import segment
+from learners.batches.packing import flatten, pack, plan
+from learners.models.scoring import PolicyModel, pair_cost
+from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 
 def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: float) -> list[float]:

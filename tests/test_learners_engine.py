@@ -10,10 +10,10 @@ import pytest
 import torch
 from learners_common import make_config, make_groups, make_policy
 
-from learners.batching import flatten, pack
+from learners.algorithms.sft import SFTLearner
+from learners.batches.packing import flatten, pack
 from learners.learner import Learner
-from learners.models import PolicyModel, ValueModel
-from learners.sft import SFTLearner
+from learners.models.scoring import PolicyModel, ValueModel
 
 Build = Callable[..., Learner]
 

@@ -16,20 +16,22 @@ import pytest
 import torch
 from learners_common import make_config, make_groups, make_policy
 
-from learners.batching import pack
+from learners.algorithms.options import PolicyGradientOptions, PPOOptions
+from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.registry import LEARNERS, OPTIONS, learner_options
+from learners.batches.packing import pack
+from learners.deepspeed.lr_schedule import Schedule
 from learners.learner import Learner
 from learners.learner_group import LearnerGroup
-from learners.models import packed_hidden_states
-from learners.options import PolicyGradientOptions, PPOOptions
-from learners.ppo import PPOLearner
-from learners.registry import LEARNERS, OPTIONS, learner_options
-from learners.schedule import Schedule
-from ragr1_actors.config import AlgorithmConfig, RunConfig, recipe_names
-from ragr1_actors.errors import ConfigError
-from ragr1_actors.plugins import load_object
-from ragr1_actors.preflight import check_names
-from ragr1_actors.schema import groups_to_record_batch
-from ragr1_actors.types import TokenKind, TrajectoryGroup
+from learners.models.scoring import packed_hidden_states
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.types import TokenKind, TrajectoryGroup
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.preflight import check_names
 
 Build = Callable[..., Learner]
 
@@ -304,11 +306,11 @@ def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:
 
 OWN_LEARNERS = '''
 import torch
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.schedule import Schedule
+from learners.deepspeed.lr_schedule import Schedule
 from learners.meter import TokenLoss
-from learners.options import LearnerOptions
+from learners.algorithms.options import LearnerOptions
 
 
 class Signs(GRPOLearner):

@@ -19,9 +19,9 @@ from learners_common import make_config, make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
-from ragr1_actors.errors import ConfigError, FleetError
-from ragr1_actors.schema import groups_to_record_batch
-from ragr1_actors.types import TokenKind, TrajectoryGroup
+from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 pytestmark = pytest.mark.ray
 NUM_STEPS = 5
@@ -79,7 +79,7 @@ def run_layouts(
             learners={"zero_stage": stage, "offload": list(offload), "micro_batch_tokens": 64},
             training={"lr": 1e-3, "weight_decay": 0.01},
         )
-        from learners.grpo import GRPOLearner
+        from learners.algorithms.grpo import GRPOLearner
 
         made = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
         made.build()
@@ -139,7 +139,7 @@ def run_with_adapters(learner: Any, policy_dir: Path, batches: list[list[Traject
             learners={"zero_stage": stage, "micro_batch_tokens": 64, "lora": {"rank": 3}, "num_learners": 2},
             training={"lr": 1e-3, "kl_coeff": 0.1},
         )
-        from learners.grpo import GRPOLearner
+        from learners.algorithms.grpo import GRPOLearner
 
         made = GRPOLearner(config, policy_dir, learner.rank, learner.world_size)
         made.build()
@@ -189,7 +189,7 @@ def run_on(
     learner: Any, policy_dir: Path, batches: list[list[TrajectoryGroup]], states: dict[int, Any]
 ) -> dict[int, tuple[Any, Any, Any]]:
     """On a rank, at every ZeRO stage that shares something out: (state taken over, after one update, after two)."""
-    from learners.grpo import GRPOLearner
+    from learners.algorithms.grpo import GRPOLearner
 
     results = {}
     for stage in (1, 2, 3):
@@ -233,7 +233,7 @@ def test_a_state_goes_on_on_more_ranks_and_on_fewer(two_ranks: LearnerGroup, pol
 
 def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) -> list[dict[str, float]]:
     """On a rank: what an update reports of engine and learner, without the correction and with it."""
-    from learners.ppo import PPOLearner
+    from learners.algorithms.ppo import PPOLearner
 
     found = []
     for clip, stage in ((0.0, 1), (2.0, 2), (2.0, 3)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learners.head import HEAD_CHUNK, ScoringHead
+from learners.models.scoring_head import HEAD_CHUNK, ScoringHead
 
 Results = list[torch.Tensor]
 
@@ -43,7 +43,7 @@ def whole_logits(
 @pytest.mark.parametrize("rows", [1, 7, 30, 31])
 @pytest.mark.parametrize("uses", ["logprobs", "entropy", "both"])
 def test_chunks_match_autograd_over_whole_logits(monkeypatch: pytest.MonkeyPatch, rows: int, uses: str) -> None:
-    monkeypatch.setattr("learners.head.HEAD_CHUNK", rows * 50)
+    monkeypatch.setattr("learners.models.scoring_head.HEAD_CHUNK", rows * 50)
     head, hidden, targets = make_head(30, 50, bias=True)
     weights = torch.randn(2, 30)
 
@@ -72,7 +72,7 @@ def test_two_backward_passes_over_one_graph_agree() -> None:
 
 def test_an_impossible_token_has_no_gradient_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for chunk in (HEAD_CHUNK, 3):
-        monkeypatch.setattr("learners.head.HEAD_CHUNK", chunk)
+        monkeypatch.setattr("learners.models.scoring_head.HEAD_CHUNK", chunk)
         head = ScoringHead(torch.nn.Linear(1, 3))
         head.bias = torch.nn.Parameter(torch.tensor([0.0, float("-inf"), 1.0]))
         logprobs, entropy = head(torch.zeros(2, 1), torch.tensor([0, 2]), 1.0)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from learners_common import make_config, make_groups
 from learners.learner_group import LearnerGroup
-from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.core.schema import groups_to_record_batch
 group = LearnerGroup(make_config(learners={"num_learners": 0}))
 group.build("grpo", "someone/tiny")
 group.update([groups_to_record_batch(make_groups(0))])

@@ -13,15 +13,15 @@ import torch
 from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy, make_trajectory
 from transformers import AutoModelForCausalLM
 
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.sft import SFTLearner, segment
+from learners.deepspeed.lr_schedule import Schedule
 from learners.learner import Learner
 from learners.meter import Meter, TokenLoss
-from learners.ppo import PPOLearner
-from learners.schedule import Schedule
-from learners.sft import SFTLearner, segment
-from ragr1_actors.config import RunConfig
-from ragr1_actors.errors import ConfigError, DataError, LearnerError
-from ragr1_actors.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
+from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 
 Build = Callable[..., Learner]
 

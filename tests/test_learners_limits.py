@@ -10,17 +10,17 @@ import torch
 from learners_common import VOCAB, make_config, make_groups, make_policy
 from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from learners.batching import flatten, pack
-from learners.dpo import DPOLearner
-from learners.engine import DeepSpeedEngine, init_distributed
-from learners.grpo import GRPOLearner
-from learners.gspo import GSPOLearner
+from learners.algorithms.dpo import DPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.gspo import GSPOLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.batches.packing import flatten, pack
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, init_distributed
+from learners.deepspeed.zero import AdamWSettings
 from learners.learner import Learner
-from learners.models import PolicyModel
-from learners.ppo import PPOLearner
-from learners.zero import AdamWSettings
-from ragr1_actors.config import LearnerSettings
-from ragr1_actors.errors import ConfigError, LearnerError
+from learners.models.scoring import PolicyModel
+from ragr1_actors.core.config import LearnerSettings
+from ragr1_actors.core.errors import ConfigError, LearnerError
 
 SIZES = {
     "vocab_size": VOCAB,

@@ -14,15 +14,15 @@ from learners_common import make_config, make_groups, make_policy
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.ppo import PPOLearner
 from learners.learner import Learner
-from learners.ppo import PPOLearner
-from ragr1_actors.config import RunConfig
-from ragr1_actors.engines.transformers_engine import TransformersEngine
-from ragr1_actors.env_runner import engine_settings
-from ragr1_actors.errors import ConfigError, EngineError
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.env_runner import engine_settings
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 Build = Callable[..., Learner]
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -10,16 +10,16 @@ import pytest
 import torch
 from learners_common import make_config, make_groups, make_policy
 
-from learners.batching import pack
-from learners.engine import init_distributed, shared_loading
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.batches.packing import pack
+from learners.deepspeed.deepspeed_engine import init_distributed, shared_loading
+from learners.deepspeed.offload import OffloadedTensors
 from learners.learner import Learner
-from learners.models import PolicyModel, pair_cost
-from learners.offload import OffloadedTensors
-from learners.ppo import PPOLearner
-from learners.reference import make_reference
-from ragr1_actors.config import LearnerSettings
-from ragr1_actors.errors import ConfigError
+from learners.models.reference import make_reference
+from learners.models.scoring import PolicyModel, pair_cost
+from ragr1_actors.core.config import LearnerSettings
+from ragr1_actors.core.errors import ConfigError
 
 Build = Callable[..., Learner]
 CPU = torch.device("cpu")

@@ -19,14 +19,14 @@ from references_common import (
 )
 
 from learners.advantages import overlong_penalty
-from learners.dapo import DAPOLearner
-from learners.dr_grpo import DrGRPOLearner
-from learners.grpo import GRPOLearner
+from learners.algorithms.dapo import DAPOLearner
+from learners.algorithms.dr_grpo import DrGRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.reinforce_pp import ReinforcePPLearner
+from learners.algorithms.rloo import RLOOLearner
 from learners.learner import Learner
-from learners.ppo import PPOLearner
-from learners.reinforce_pp import ReinforcePPLearner
-from learners.rloo import RLOOLearner
-from ragr1_actors.types import TokenKind
+from ragr1_actors.core.types import TokenKind
 
 
 @pytest.mark.parametrize("learner_class", BASELINES)

@@ -23,19 +23,19 @@ from references_common import (
     rows,
 )
 
-from learners.cispo import CISPOLearner
-from learners.dapo import DAPOLearner
-from learners.dpo import DPOLearner, IPOLearner
-from learners.dr_grpo import DrGRPOLearner
-from learners.grpo import GRPOLearner
-from learners.gspo import GSPOLearner
+from learners.algorithms.cispo import CISPOLearner
+from learners.algorithms.dapo import DAPOLearner
+from learners.algorithms.dpo import DPOLearner, IPOLearner
+from learners.algorithms.dr_grpo import DrGRPOLearner
+from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.gspo import GSPOLearner
+from learners.algorithms.policy_gradient import PolicyGradientLearner
+from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.reinforce_pp import ReinforcePPLearner
+from learners.algorithms.rloo import RLOOLearner
+from learners.batches.train_batch import TrainBatch
 from learners.learner import Learner
 from learners.losses import KL_ESTIMATORS, clipped_value_loss
-from learners.policy_gradient import PolicyGradientLearner
-from learners.ppo import PPOLearner
-from learners.reinforce_pp import ReinforcePPLearner
-from learners.rloo import RLOOLearner
-from learners.train_batch import TrainBatch
 
 # -- policy losses -----------------------------------------------------------------------------------------------------
 

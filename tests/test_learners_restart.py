@@ -18,11 +18,11 @@ from learners_common import make_config, make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
 from learners import learner_group
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
-from ragr1_actors.checkpoint import LEARNER_FILE, POLICY_FOLDER, read_tensors
-from ragr1_actors.errors import FleetError, LearnerError
-from ragr1_actors.schema import groups_to_record_batch
+from ragr1_actors.core.errors import FleetError, LearnerError
+from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_tensors
+from ragr1_actors.core.schema import groups_to_record_batch
 
 NUM_UPDATES = 5
 FAILS_AT = 3

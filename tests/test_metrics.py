@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ragr1_actors.errors import RunDirectoryError
-from ragr1_actors.metrics import MetricsLogger, deterministic, mean_over, read_metrics
+from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.runs.metrics import MetricsLogger, deterministic, mean_over, read_metrics
 
 
 def scalars(run_dir: Path, stage: str, name: str) -> list[tuple[int, float]]:

@@ -10,14 +10,15 @@ from test_ragr1_actors_cli import invoke
 
 from envs.base import TextEnv
 from envs.search import SearchEnv
-from learners.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from ragr1_actors.config import RETRIEVAL_TYPES, AlgorithmConfig
-from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.errors import ConfigError, DataError
-from ragr1_actors.plugins import load_object
-from ragr1_actors.preflight import check_names
-from ragr1_actors.types import Task
+from ragr1_actors.core.config import RETRIEVAL_TYPES
+from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.preflight import check_names
 
 HERE = __name__
 

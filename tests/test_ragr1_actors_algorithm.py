@@ -29,20 +29,21 @@ from small_world import (
 from envs.registry import ENVS
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.checkpoint import CheckpointStore, read_json, read_tensors
-from ragr1_actors.config import RunConfig
-from ragr1_actors.env_runner import GroupRequest, GroupSummary
-from ragr1_actors.env_runner_group import FinishedGroup
-from ragr1_actors.errors import FleetError
-from ragr1_actors.interrupt import InterruptGuard
-from ragr1_actors.metrics import deterministic, read_metrics
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.schema import read_trajectories
-from ragr1_actors.summaries import rollout_metrics
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Message, Task
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.files import read_json, read_tensors
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.types import Message, Task
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
+from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import deterministic, read_metrics
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.interrupt import InterruptGuard
+from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.summaries import rollout_metrics
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def leave_training_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world has eight questions: evaluate on those that are trained on, which a real run never does."""
-    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
 
 
 def mixed(task: Task, rng: random.Random) -> list[str]:
@@ -104,7 +105,7 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a short run that nothing interrupted."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:  # before the fixture of the same name, which is a test's own
-        monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])
+        monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
         run(make_config(files, SHORT), run_dir)
     return run_dir
 
@@ -132,7 +133,7 @@ def test_a_recorded_run_is_replayed_without_a_retriever(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No corpus, index or encoder: the policy's own folder is all that the two runs share beside the records."""
-    monkeypatch.setattr("ragr1_actors.workspace._evidence", lambda environment: mixed)
+    monkeypatch.setattr("ragr1_actors.training.data._evidence", lambda environment: mixed)
     config = make_config(files, SHORT)
     recorded = run(config, tmp_path / "recorded")
     options = {"run": str(tmp_path / "recorded")}

@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from ragr1_actors.claims import compare, render_comparison
-from ragr1_actors.report import EvalResult, RunReport, StageReport
+from ragr1_actors.cli.claims import compare, render_comparison
+from ragr1_actors.runs.report import EvalResult, RunReport, StageReport
 
 
 def report(em: float, rounds: float) -> RunReport:

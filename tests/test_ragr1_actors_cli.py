@@ -9,11 +9,11 @@ import pytest
 from small_world import a_persons_environment, make_config, make_files
 from typer.testing import CliRunner
 
-from ragr1_actors import cli
-from ragr1_actors.config import AlgorithmConfig
-from ragr1_actors.errors import UserError
-from ragr1_actors.metrics import read_metrics
-from ragr1_actors.run_directory import change_learners, create_run_directory, open_run_directory
+from ragr1_actors.cli import main as cli
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 
 def invoke(*arguments: str) -> str:

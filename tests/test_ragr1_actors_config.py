@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.errors import ConfigError
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 
 def test_sections_are_fluent_and_the_last_setting_wins() -> None:

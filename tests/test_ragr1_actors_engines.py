@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.engines.sampler import sample, uniform
-from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.engines.transformers_engine import TransformersEngine
-from ragr1_actors.engines.turn_text import TurnText
-from ragr1_actors.errors import ConfigError, EngineError
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, FinishReason, Message, Sampling
+from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.sampling import sample, uniform
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.engines.turn_text import TurnText
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.env_runner import EnvRunner, GroupRequest, summarize
-from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.errors import ConfigError, FleetError
-from ragr1_actors.schema import groups_from_record_batch
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.types import Task, TokenKind
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import Task, TokenKind
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
 pytestmark = [pytest.mark.ray]
@@ -162,8 +163,8 @@ def group_policy(group: EnvRunnerGroup) -> str:
 def test_a_runner_that_hangs_is_ended_and_replaced(
     ray_local: ModuleType, group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_INTERVAL_S", 0.1)
-    monkeypatch.setattr("ragr1_actors.env_runner_group.PING_TIMEOUT_S", 8.0)
+    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group.PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group.PING_TIMEOUT_S", 8.0)
     pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
     num_restarts = group.num_restarts
     os.kill(pid, signal.SIGSTOP)
@@ -236,7 +237,7 @@ def test_an_interrupt_in_the_driver_leaves_nothing_behind_that_asyncio_prints(
         raise KeyboardInterrupt
 
     local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
-    monkeypatch.setattr("ragr1_actors.engines.transformers_engine.sample", interrupt)
+    monkeypatch.setattr("ragr1_actors.rollout.engines.transformers_engine.sample", interrupt)
     for index in range(2):
         local.submit(request(index))
     with pytest.raises(KeyboardInterrupt):

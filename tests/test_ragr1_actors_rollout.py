@@ -8,10 +8,8 @@ from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
 from envs.base import Action, Answer, EnvContext, StepResult, TextEnv
 from envs.search import SearchEnv
-from ragr1_actors.config import EnvironmentSettings
-from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.rollout import RolloutSettings, run_trajectory, turn_seed
-from ragr1_actors.types import (
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.types import (
     Completion,
     FinishReason,
     GenerateFn,
@@ -23,6 +21,8 @@ from ragr1_actors.types import (
     TokenKind,
     Trajectory,
 )
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory, turn_seed
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))

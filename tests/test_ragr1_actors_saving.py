@@ -18,13 +18,14 @@ from test_ragr1_actors_cli import invoke
 
 from learners import learner_worker
 from learners.learner_group import LearnerGroup
-from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, read_json, read_tensors, write_tensors
-from ragr1_actors.errors import UserError
-from ragr1_actors.metrics import read_metrics
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.saving import CheckpointSaver
-from ragr1_actors.schema import groups_to_record_batch
-from ragr1_actors.training_run import TrainingRun
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.files import LEARNER_FILE, read_json, read_tensors, write_tensors
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.saving import CheckpointSaver
+from ragr1_actors.training.stages import TrainingRun
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_what_could_not_be_written_is_raised_when_somebody_looks(
 
 @pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.workspace.overlap", lambda train, evaluation: [])  # evaluated on what is trained
+    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
     config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT, num_iterations=4, lr=3e-2)
     config = config.model_copy(
         update={

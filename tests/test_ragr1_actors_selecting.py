@@ -12,13 +12,13 @@ from small_world import THINGS, make_config, make_files
 from test_ragr1_actors_cli import invoke
 
 from envs.tasks import load_tasks
-from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.engines.scripted_engine import ScriptedEngine
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.selecting import SelectionSettings, choose
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Task
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.selecting import SelectionSettings, choose
+from ragr1_actors.training.stages import TrainingRun
 
 NUM_SAMPLES = 8
 RIGHT = {"lamp": 0, "coin": 1, "shoe": 4, "book": 5, "ring": 8, "cup": 8, "fork": 8}

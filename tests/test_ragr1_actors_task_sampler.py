@@ -4,8 +4,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.task_sampler import Issue, TaskSampler
-from ragr1_actors.types import Task
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
 

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 from small_world import wait_for
 
-from ragr1_actors.errors import RunDirectoryError
-from ragr1_actors.metrics import MetricsLogger
-from ragr1_actors.report import (
+from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
     RunReport,

@@ -12,11 +12,12 @@ from rich.console import Console
 from small_world import SHORT, make_config, make_files
 
 from learners.learner_group import LearnerGroup
-from ragr1_actors.checkpoint import LEARNER_FILE, CheckpointStore, read_tensors
-from ragr1_actors.config import RunConfig
-from ragr1_actors.metrics import deterministic, read_metrics
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.training_run import TrainingRun
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.files import LEARNER_FILE, read_tensors
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import deterministic, read_metrics
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.stages import TrainingRun
 
 NUM_ITERATIONS = 5
 DIES_IN = 4

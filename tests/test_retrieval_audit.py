@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.tasks import load_tasks
-from ragr1_actors.answers import normalize_answer
-from ragr1_actors.types import Task
-from retrieval.audit import NUM_EXAMPLES, MissingTask, audit_corpus
+from ragr1_actors.core.text import normalize_answer
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage
-from retrieval.readers import read_passages
+from retrieval.corpora.audit import NUM_EXAMPLES, MissingTask, audit_corpus
+from retrieval.corpora.readers import read_passages
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public questions")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ragr1_actors.errors import RetrievalError
-from retrieval.background import BackgroundRetriever
+from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.pooled import PoolSettings
+from retrieval.fleet.pooled import PoolSettings
+from retrieval.http.background import BackgroundRetriever
 
 
 class Blocking:

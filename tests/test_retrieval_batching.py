@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from ragr1_actors.errors import RetrievalError
+from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.batching import MAX_BATCH, ROOM
-from retrieval.pooled import PooledRetriever, PoolSettings
+from retrieval.fleet.batching import MAX_BATCH, ROOM
+from retrieval.fleet.pooled import PooledRetriever, PoolSettings
 
 
 def answer(query: str, k: int) -> Hits:

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import DataError
-from retrieval import bm25_build
+from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
-from retrieval.bm25 import BM25Ranker, bm25_text, build_bm25
-from retrieval.bm25_build import K1, METHOD, B, bm25_settings
-from retrieval.manifest import FileRecord, Manifest
-from retrieval.ranking import ABSENT, Ranking
-from retrieval.words import split_words, stem_word
+from retrieval.corpora.words import split_words, stem_word
+from retrieval.indexes import bm25_build
+from retrieval.indexes.bm25 import BM25Ranker, bm25_text, build_bm25
+from retrieval.indexes.bm25_build import K1, METHOD, B, bm25_settings
+from retrieval.indexes.manifest import FileRecord, Manifest
+from retrieval.indexes.ranking import ABSENT, Ranking
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared/data"
 VOCABULARY = ["riga", "oslo", "bonn", "lyon", "cities", "city", "river", "the", "of", "1902", "dom", "x"]

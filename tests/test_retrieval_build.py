@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from encoder_world import change_json, write_modules, write_plain
 
-from ragr1_actors.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.build import build_index, index_info
-from retrieval.manifest import Manifest
-from retrieval.retriever import LocalRetriever
-from retrieval.static_encoder import make_static_encoder
+from retrieval.encoders.static_encoder import make_static_encoder
+from retrieval.indexes.build import build_index, index_info
+from retrieval.indexes.manifest import Manifest
+from retrieval.local import LocalRetriever
 
 NAMES = ["Ana Bell", "Bo Cole", "Çelik Öz", "Dana Fox 1902", "李 明"]
 PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name in enumerate(NAMES)]

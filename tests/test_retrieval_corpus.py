@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import DataError
-from retrieval import corpus as corpus_module
+from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
-from retrieval.corpus import CORPUS_FILE, IDS_FILE, SCHEMA, Corpus, write_corpus
+from retrieval.corpora import corpus as corpus_module
+from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, SCHEMA, Corpus, write_corpus
 
 
 def numbered(count: int) -> list[Passage]:
@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
         """
         import errno, os, resource, sys
         from retrieval.base import Passage
-        from retrieval.corpus import write_corpus
+        from retrieval.corpora.corpus import write_corpus
         passages = [Passage(str(i), f"T{i}", "a b c " * 4) for i in range(20_000)]
         for limit in (1_000, 100_000, 170_000, 500_000, 900_000, 2_000_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -202,8 +202,8 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
 MEASURE = """
     import json, sys, threading, time
     from pathlib import Path
-    from retrieval.corpus import Corpus, write_corpus
-    from retrieval.readers import read_passages
+    from retrieval.corpora.corpus import Corpus, write_corpus
+    from retrieval.corpora.readers import read_passages
 
     def private():
         status = Path("/proc/self/status").read_text()
@@ -272,7 +272,7 @@ def test_an_open_corpus_costs_no_memory_a_passage(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
-        from retrieval.corpus import Corpus
+        from retrieval.corpora.corpus import Corpus
 
         def private():
             return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024

@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 from retrieval_world import NAMES, PASSAGES, hard_vectors
 
-from ragr1_actors.errors import ConfigError, DataError, RetrievalError
-from retrieval.build import build_index
-from retrieval.dense import DenseRanker
-from retrieval.index import VectorIndex
-from retrieval.manifest import FileRecord, Manifest, Shard
-from retrieval.ranking import ABSENT, merge_rankings
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
+from retrieval.indexes.build import build_index
+from retrieval.indexes.dense import DenseRanker
+from retrieval.indexes.manifest import FileRecord, Manifest, Shard
+from retrieval.indexes.ranking import ABSENT, merge_rankings
+from retrieval.indexes.vector_index import VectorIndex
 
 COUNT, DIMENSION = 600, 32
 

@@ -18,15 +18,15 @@ import pytest
 from numpy.typing import NDArray
 from small_world import descendants, wait_for
 
-from ragr1_actors.errors import ConfigError, DataError, FleetError
-from retrieval import embedding_fleet
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from retrieval.base import Passage
-from retrieval.build import build_index, index_info
-from retrieval.corpus import Corpus, write_corpus
-from retrieval.embedding_fleet import fill_store
-from retrieval.embeddings import EmbeddingStore, StoreHeader
-from retrieval.encoder import Encoder
-from retrieval.static_encoder import make_static_encoder
+from retrieval.corpora.corpus import Corpus, write_corpus
+from retrieval.encoders import embedding_workers as embedding_fleet
+from retrieval.encoders.embedding_store import EmbeddingStore, StoreHeader
+from retrieval.encoders.embedding_workers import fill_store
+from retrieval.encoders.encoder import Encoder
+from retrieval.encoders.static_encoder import make_static_encoder
+from retrieval.indexes.build import build_index, index_info
 
 NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.encoder import Encoder
-from retrieval.length_batches import batch_by_length
-from retrieval.static_encoder import make_static_encoder
+from retrieval.encoders.encoder import Encoder
+from retrieval.encoders.length_batches import batch_by_length
+from retrieval.encoders.static_encoder import make_static_encoder
 
 TEXTS = [
     "Ana Bell was born in Riga in 1902.",

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from ragr1_actors.errors import DataError
+from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
-from retrieval.encoder import Encoder
+from retrieval.encoders.encoder import Encoder
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 BGE = "Represent this sentence for searching relevant passages: "

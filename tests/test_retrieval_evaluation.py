@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from retrieval_world import PASSAGES
 
-from ragr1_actors.errors import DataError
-from ragr1_actors.types import Task
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import Task
 from retrieval import evaluation
 from retrieval.base import Passage
-from retrieval.build import build_index
+from retrieval.corpora.splitter import split_passages
 from retrieval.evaluation import evaluate_index
-from retrieval.splitter import split_passages
+from retrieval.indexes.build import build_index
 
 TASKS = [
     Task("a", "Where was Ana Bell born?", ("x",), supporting_ids=("p0",)),

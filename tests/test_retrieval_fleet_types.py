@@ -11,11 +11,11 @@ import pytest
 from test_retrieval_reranker import config, save_tokenizer
 from transformers import BertForSequenceClassification
 
-from ragr1_actors.config import RetrievalSettings
+from ragr1_actors.core.config import RetrievalSettings
 from retrieval.base import Hits, Passage
-from retrieval.build import build_index
-from retrieval.group import RetrieverGroup
-from retrieval.retriever import LocalRetriever
+from retrieval.fleet.group import RetrieverGroup
+from retrieval.indexes.build import build_index
+from retrieval.local import LocalRetriever
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NAMES = [f"Person{i} Family{i % 7}" for i in range(400)]

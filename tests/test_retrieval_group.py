@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from cluster.channel import Channel
-from ragr1_actors.config import RetrievalSettings
-from ragr1_actors.errors import ChannelError, ConfigError, DataError, FleetError, RetrievalError
+from cluster.rpc import Channel
+from ragr1_actors.core.config import RetrievalSettings
+from ragr1_actors.core.errors import ChannelError, ConfigError, DataError, FleetError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.build import build_index
-from retrieval.client import RetrieverClient
-from retrieval.corpus import Corpus
-from retrieval.group import RetrieverGroup
-from retrieval.pooled import PoolSettings
-from retrieval.ranking import Ranking
-from retrieval.retriever import LocalRetriever
+from retrieval.corpora.corpus import Corpus
+from retrieval.fleet.client import RetrieverClient
+from retrieval.fleet.group import RetrieverGroup
+from retrieval.fleet.pooled import PoolSettings
+from retrieval.indexes.build import build_index
+from retrieval.indexes.ranking import Ranking
+from retrieval.local import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
 PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name in enumerate(NAMES)]

@@ -13,12 +13,12 @@ import pytest
 from aiohttp import web
 from http_stub import always, stub_server
 
-from ragr1_actors.errors import ConfigError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.http_client import MAX_ANSWER_BYTES
-from retrieval.http_retriever import HttpRetriever
-from retrieval.retrieve_protocol import Limits
-from retrieval.server import RetrievalServer
+from retrieval.http.client import MAX_ANSWER_BYTES
+from retrieval.http.protocol import Limits
+from retrieval.http.retriever import HttpRetriever
+from retrieval.http.server import RetrievalServer
 
 TOKEN = "t0ken+/with=odd"
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retrieval.bm25 import BM25Ranker, HybridRanker, build_bm25
-from retrieval.dense import DenseRanker
-from retrieval.index import VectorIndex
-from retrieval.manifest import FileRecord, Manifest, Shard
-from retrieval.ranking import ABSENT
+from retrieval.indexes.bm25 import BM25Ranker, HybridRanker, build_bm25
+from retrieval.indexes.dense import DenseRanker
+from retrieval.indexes.manifest import FileRecord, Manifest, Shard
+from retrieval.indexes.ranking import ABSENT
+from retrieval.indexes.vector_index import VectorIndex
 
 WORDS = ["riga", "oslo", "bonn", "lyon", "paris", "rome", "turin", "genoa"]
 TEXTS = [f"{WORDS[i % 8]} {WORDS[i * 3 % 7]} {WORDS[i * 5 % 8]}" for i in range(60)]

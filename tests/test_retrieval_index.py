@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from retrieval_world import hard_vectors
 
-from ragr1_actors.errors import ConfigError, DataError
-from retrieval.byte_codes import decode_bytes, encode_bytes
-from retrieval.index import INDEX_TYPES, VectorIndex
-from retrieval.index_types import parse_options
-from retrieval.manifest import FileRecord, Shard
-from retrieval.ranking import ABSENT
-from retrieval.vector_blocks import sample
+from ragr1_actors.core.errors import ConfigError, DataError
+from retrieval.indexes.byte_codes import decode_bytes, encode_bytes
+from retrieval.indexes.index_types import parse_options
+from retrieval.indexes.manifest import FileRecord, Shard
+from retrieval.indexes.ranking import ABSENT
+from retrieval.indexes.vector_blocks import sample
+from retrieval.indexes.vector_index import INDEX_TYPES, VectorIndex
 
 COUNT, DIMENSION = 3000, 384
 QUICK = {"hnsw": {"m": 8, "ef_construction": 40, "ef_search": 64}}
@@ -276,8 +276,8 @@ def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
 import re, sys
 from pathlib import Path
 import numpy as np
-from retrieval.index import VectorIndex
-from retrieval.manifest import FileRecord, Shard
+from retrieval.indexes.vector_index import VectorIndex
+from retrieval.indexes.manifest import FileRecord, Shard
 def private():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
 def load(name):

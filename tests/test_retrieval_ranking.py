@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval.ranking import ABSENT, Ranking, best_of, fuse_rankings, merge_rankings
+from retrieval.indexes.ranking import ABSENT, Ranking, best_of, fuse_rankings, merge_rankings
 
 
 def ranking(*queries: list[tuple[int, float]]) -> Ranking:

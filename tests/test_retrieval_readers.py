@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import ConfigError, DataError
-from retrieval import json_stream
+from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.readers import CORPUS_FORMATS, read_passages
-from retrieval.shapes import Namer
-from retrieval.texts import HashTable, hash_text
+from retrieval.corpora import json_stream
+from retrieval.corpora.formats import Namer
+from retrieval.corpora.readers import CORPUS_FORMATS, read_passages
+from retrieval.corpora.texts import HashTable, hash_text
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public corpora")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ragr1_actors.types import Task
-from retrieval.build import build_index
+from ragr1_actors.core.types import Task
+from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import evaluate_index
-from retrieval.readers import read_passages
-from retrieval.retriever import LocalRetriever
+from retrieval.indexes.build import build_index
+from retrieval.local import LocalRetriever
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared/data"
 HOTPOTQA, WIKI = DATA / "hotpotqa_corpus_994.json", DATA / "2wikimultihopqa_corpus_6119.json"

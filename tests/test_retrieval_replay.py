@@ -11,10 +11,10 @@ from fakes import DictRetriever
 
 from envs.base import EnvContext
 from envs.search import SearchEnv
-from ragr1_actors.config import EnvironmentSettings
-from ragr1_actors.errors import ConfigError, DataError, RetrievalError
-from ragr1_actors.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
+from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
+from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 from retrieval.base import Passage
 from retrieval.replay import ReplayRetriever
 

@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ragr1_actors.errors import DataError, RetrievalError
+from ragr1_actors.core.errors import DataError, RetrievalError
 from retrieval.base import Passage
-from retrieval.reranker import Reranker
+from retrieval.encoders.reranker import Reranker
 
 PIECES = ["riga", "oslo", "bonn", "where", "is", "the", "lamp", "coin", "in", "lies", "##s", ".", "?", "a", "b", "c"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]

@@ -18,15 +18,15 @@ from retrieval_world import NAMES, PASSAGES
 from test_retrieval_reranker import config, save_tokenizer
 from transformers import BertForSequenceClassification
 
-from ragr1_actors.errors import ConfigError, DataError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.build import build_index
-from retrieval.corpus import write_corpus
-from retrieval.index import VectorIndex
-from retrieval.manifest import Manifest
-from retrieval.ranking import ABSENT
-from retrieval.reranker import Reranker
-from retrieval.retriever import LocalRetriever
+from retrieval.corpora.corpus import write_corpus
+from retrieval.encoders.reranker import Reranker
+from retrieval.indexes.build import build_index
+from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.ranking import ABSENT
+from retrieval.indexes.vector_index import VectorIndex
+from retrieval.local import LocalRetriever
 
 TYPES = ["flat", "pq", "bm25", "hybrid"]
 ODD = ["", "xyzzy", "\x00\x07", "\ud800", " \n\t ", "?!", "🙂" * 50]
@@ -157,7 +157,7 @@ def test_a_reranker_orders_anew_what_was_found(index_dirs: dict[str, Path], tmp_
 
 def test_importing_the_retriever_is_light() -> None:
     script = (
-        "import sys, retrieval.retriever\n"
+        "import sys, retrieval.local\n"
         "print([name for name in ('torch', 'faiss', 'sentence_transformers', 'bm25s', 'ray') if name in sys.modules])"
     )
     ran = subprocess.run(
@@ -167,7 +167,7 @@ def test_importing_the_retriever_is_light() -> None:
 
 
 def test_encoder_folder_is_used_from_where_it_is_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.static_encoder import make_static_encoder
+    from retrieval.encoders.static_encoder import make_static_encoder
 
     monkeypatch.chdir(tmp_path)
     make_static_encoder("model", [passage.text for passage in PASSAGES], seed=8)

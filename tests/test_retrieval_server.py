@@ -19,10 +19,10 @@ import aiohttp
 import pytest
 from fakes import BrokenRetriever
 
-from ragr1_actors.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError
 from retrieval.base import Hits, Passage
-from retrieval.retrieve_protocol import Limits
-from retrieval.server import RetrievalServer
+from retrieval.http.protocol import Limits
+from retrieval.http.server import RetrievalServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIGA = Passage("7", "Rīga", "Rīga lies in Latvia.\nIt is old.", 0.75)
@@ -342,7 +342,7 @@ async def test_ipv6_loopback(host: str) -> None:
 SCRIPT = """
 import asyncio, sys
 from retrieval.base import Passage
-from retrieval.server import run_server
+from retrieval.http.server import run_server
 
 class Slow:
     async def search(self, queries, k):
@@ -382,8 +382,8 @@ async def test_a_signal_ends_the_server_behind_the_requests_in_flight(number: in
 
 
 async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None:
-    from retrieval.build import build_index
-    from retrieval.retriever import LocalRetriever
+    from retrieval.indexes.build import build_index
+    from retrieval.local import LocalRetriever
 
     passages = [Passage(str(n), f"Town {n}", f"Town {n} lies by river {n}.") for n in range(20)]
     index = build_index(passages, tmp_path / "index", progress=False)

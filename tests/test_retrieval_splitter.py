@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError
 from retrieval.base import Passage
-from retrieval.splitter import split_passages
+from retrieval.corpora.splitter import split_passages
 
 
 def test_long_passages_become_pieces_with_the_title() -> None:

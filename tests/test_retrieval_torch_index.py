@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval_world import hard_vectors
 
-import retrieval.torch_index as torch_index
-from ragr1_actors.errors import ConfigError, DataError
-from retrieval.torch_index import TorchFlatIndex
+import retrieval.indexes.torch_index as torch_index
+from ragr1_actors.core.errors import ConfigError, DataError
+from retrieval.indexes.torch_index import TorchFlatIndex
 
 
 @given(

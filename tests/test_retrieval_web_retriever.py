@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 from http_stub import always, stub_server
 
-from ragr1_actors.errors import ConfigError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Passage
-from retrieval.rate_limit import RateLimit
-from retrieval.web_retriever import LONGEST_WAIT_S, WebRetriever
+from retrieval.http.rate_limit import RateLimit
+from retrieval.http.web import LONGEST_WAIT_S, WebRetriever
 
 KEY = "k3y+/with=odd&chars"
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval.base import Hits, Passage
-from retrieval.wire import CompressedHits, PackedHits, compress, expand, merge, pack, unpack
+from retrieval.fleet.wire import CompressedHits, PackedHits, compress, expand, merge, pack, unpack
 
 DEPTH = 4
 

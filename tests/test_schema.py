@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.schema import (
+from ragr1_actors.core.schema import (
     TRAJECTORY_SCHEMA,
     groups_from_record_batch,
     groups_to_record_batch,
     read_trajectories,
     write_trajectories,
 )
-from ragr1_actors.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 string_tuples = st.lists(texts, max_size=3).map(tuple)

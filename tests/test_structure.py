@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import ragr1_actors
-from ragr1_actors.config import AlgorithmConfig, recipe_names
+from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ragr1_actors", "envs", "learners", "retrieval", "cluster")
@@ -95,7 +96,7 @@ def test_an_env_runner_starts_without_what_it_never_uses() -> None:
 
 
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
-PICKLES_BETWEEN_ACTORS = {"cluster/channel.py", "retrieval/wire.py"}
+PICKLES_BETWEEN_ACTORS = {"cluster/rpc.py", "retrieval/fleet/wire.py"}
 """What actors of one job send each other; no file is read with it."""
 
 

@@ -17,17 +17,17 @@ from small_world import descendants, ended, make_config, make_files, make_recipe
 from test_ragr1_actors_cli import invoke
 
 from envs.search import SearchEnv
-from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.checkpoint import CheckpointStore
-from ragr1_actors.config import RunConfig
-from ragr1_actors.demonstrated import learnable
-from ragr1_actors.errors import FleetError
-from ragr1_actors.interrupt import InterruptGuard, TerminationError, exit_status
-from ragr1_actors.metrics import read_metrics
-from ragr1_actors.report import RunReport
-from ragr1_actors.run_directory import create_run_directory
-from ragr1_actors.training_run import TrainingRun
-from ragr1_actors.types import Message, StopReason, Task
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.types import Message, StopReason, Task
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.report import RunReport
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.demonstrations import learnable
+from ragr1_actors.training.interrupt import InterruptGuard, TerminationError, exit_status
+from ragr1_actors.training.stages import TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_p
 def test_a_failure_that_is_not_the_tasks_is_told_before_all_of_them_failed(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.algorithm.HOPELESS_TASKS", 3)
+    monkeypatch.setattr("ragr1_actors.training.algorithm.HOPELESS_TASKS", 3)
     config = make_config(files, {"num_steps": 0}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
     config = changed(config, "env_runners", max_task_retries=0)

@@ -18,15 +18,15 @@ pytest.importorskip("vllm")
 
 from test_vllm_engine import LONG, TEXTS, Reference, Weights, turns_under_way
 
-from cluster.weight_group import WeightGroup, listen
-from cluster.weight_pair import PairListener, WeightPair
-from cluster.weight_stream import Invitation, WeightSpec, WeightStream
-from ragr1_actors.engines.base import ColocatedEngine, EngineSettings, ReceivingEngine
-from ragr1_actors.engines.vllm_engine import VLLMEngine
-from ragr1_actors.errors import TransferError
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Completion, Message, Sampling
+from cluster.weights.weight_group import WeightGroup, listen
+from cluster.weights.weight_pair import PairListener, WeightPair
+from cluster.weights.weight_stream import Invitation, WeightSpec, WeightStream
+from ragr1_actors.core.errors import TransferError
+from ragr1_actors.core.types import Completion, Message, Sampling
+from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings, ReceivingEngine
+from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 in_both_ways = pytest.mark.parametrize("in_place", [False, True])

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
 
-from ragr1_actors.algorithm import Algorithm
-from ragr1_actors.config import AlgorithmConfig, RunConfig
-from ragr1_actors.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.schema import groups_from_record_batch
-from ragr1_actors.task_sampler import Issue
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.types import Task, TokenKind
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import Task, TokenKind
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -96,8 +97,8 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
 
 
 def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_path: Path) -> None:
-    from retrieval.build import build_index
-    from retrieval.readers import read_passages
+    from retrieval.corpora.readers import read_passages
+    from retrieval.indexes.build import build_index
 
     (tmp_path / "corpus.json").write_text(json.dumps([{"id": "a", "title": "a", "text": "The a lies in Riga."}]))
     tasks = [{"id": str(i), "question": f"Where is the a {i} ?", "answer": "Riga"} for i in range(20)]

@@ -14,15 +14,15 @@ pytest.importorskip("vllm")
 from test_vllm_broadcast import gaps, in_both_ways
 from test_vllm_engine import LONG, TEXTS, Reference, Weights
 
-from cluster.weight_group import WeightGroup, listen
-from cluster.weight_stream import Invitation, WeightSpec
-from ragr1_actors.engines.base import EngineSettings
-from ragr1_actors.engines.vllm_engine import VLLMEngine
-from ragr1_actors.errors import TransferError
-from ragr1_actors.lora_settings import BASE_KEY, AdapterBase
-from ragr1_actors.tiny_policy import make_tiny_policy
-from ragr1_actors.tokenizer import PolicyTokenizer
-from ragr1_actors.types import Message, Sampling
+from cluster.weights.weight_group import WeightGroup, listen
+from cluster.weights.weight_stream import Invitation, WeightSpec
+from ragr1_actors.core.errors import TransferError
+from ragr1_actors.core.lora_settings import BASE_KEY, AdapterBase
+from ragr1_actors.core.types import Message, Sampling
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 SCALING = 2.0

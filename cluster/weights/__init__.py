@@ -1,0 +1,1 @@
+"""Publishing a policy version from the learners to the engines."""

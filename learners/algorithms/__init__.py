@@ -1,0 +1,1 @@
+"""One file per algorithm, its options, and the registry of names."""

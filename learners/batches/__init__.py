@@ -1,0 +1,1 @@
+"""Trajectories to training batches: packing without padding."""

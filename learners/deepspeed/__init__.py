@@ -1,0 +1,1 @@
+"""The one door to DeepSpeed: engine, offloading, learning-rate schedule."""

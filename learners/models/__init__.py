@@ -1,0 +1,1 @@
+"""The trained models: scoring, attention over packed rows, LoRA, reference, export."""

@@ -1,0 +1,150 @@
+"""The only door to peft: low-rank adapters beside the linear layers of a model, and the weights they amount to.
+
+::
+
+    W, frozen      A, B, trained        saved:      W + alpha / rank * B A   by the name of W;  A, B beside it
+       └─ layer(x) = W x + alpha / rank * B A x
+                                        published:  A, B;  the engines merge them (``engines/adapters.py``)
+
+The names of a model with adapters are ``...q_proj.base_layer.weight``, ``...q_proj.lora_A.default.weight`` and
+``...q_proj.lora_B.default.weight``; outside this file nobody sees them but in a learner's state, which holds adapters
+and their moments alone. Published they are ``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import nn
+
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.lora_settings import LoraSettings
+from ragr1_actors.core.validation import nearest
+
+_ADAPTER = "default"
+_BASE = ".base_layer."
+
+
+def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> None:
+    """Freeze a model and add adapters to it, in place. B is zero at first, so that nothing it computes changes.
+
+    Raises:
+        ConfigError: the model has no linear layer of one of the names.
+    """
+    known = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+    for name in settings.target_modules:
+        if name not in known:
+            message = f"learners.lora.target_modules: the policy has no linear layer {name!r}"
+            raise ConfigError(message + nearest(name, known))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # of A, on every rank alike
+        inject_adapter_in_model(_peft_config(settings), model, _ADAPTER)
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Have the model compute what it did before it had adapters; without gradients."""
+    layers = _adapted_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter whole, adapters merged into the weight beside them, by its name without adapters.
+
+    All ranks iterate to the end together.
+    """
+    for name, parameter, layer in _merged_parameters(engine):
+        if layer is None:
+            with engine.gathered([parameter]):
+                whole = parameter.detach().clone()
+        else:
+            a_RI, b_OR = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+            with engine.gathered([parameter, a_RI, b_OR]), torch.no_grad():
+                delta_OI = layer.scaling[_ADAPTER] * (b_OR.float() @ a_RI.float())
+                whole = (parameter.float() + delta_OI).to(parameter.dtype)
+        yield name, whole
+
+
+def merged_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
+    """Shapes of what ``merged_weights`` yields, in its order; nothing is gathered for it."""
+    return {name: engine.full_shape(parameter) for name, parameter, _ in _merged_parameters(engine)}
+
+
+def adapter_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B of every adapter whole. All ranks iterate to the end together."""
+    for name, parameter in _adapters(engine):
+        with engine.gathered([parameter]):
+            whole = parameter.detach().clone()
+        yield name, whole
+
+
+def adapter_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
+    """Shapes of what ``adapter_weights`` yields, in its order; nothing is gathered for it."""
+    return {name: engine.full_shape(parameter) for name, parameter in _adapters(engine)}
+
+
+@dataclass(frozen=True)
+class AdapterCopy:
+    """A policy's adapters in host memory, which no later step changes."""
+
+    settings: LoraSettings
+    base: str
+    """The policy they belong to, a folder or a name on a hub."""
+    tensors: dict[str, torch.Tensor]
+    """By the names that are published."""
+
+    def write(self, directory: Path) -> None:
+        """Write the folder that ``peft.PeftModel.from_pretrained`` loads beside the base.
+
+        Raises:
+            OSError: the folder cannot be written; so does ``SafetensorError``.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        config = _peft_config(self.settings)
+        config.base_model_name_or_path, config.task_type, config.inference_mode = self.base, TaskType.CAUSAL_LM, True
+        config.save_pretrained(str(directory))
+        tensors = {f"base_model.model.{name}": tensor for name, tensor in self.tensors.items()}
+        save_file(tensors, directory / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _peft_config(settings: LoraSettings) -> LoraConfig:
+    return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.target_modules)
+
+
+def _adapters(engine: DeepSpeedEngine) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in engine.module.named_parameters():
+        if _is_adapter(name):
+            yield name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def _merged_parameters(
+    engine: DeepSpeedEngine,
+) -> Iterator[tuple[str, nn.Parameter, Any]]:  # the layer with an adapter that it belongs to, or None
+    layers = _adapted_layers(engine.module)
+    for name, parameter in engine.module.named_parameters():
+        if not _is_adapter(name):
+            yield name.replace(_BASE, "."), parameter, layers.get(name.removesuffix(f"{_BASE}weight"))
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name

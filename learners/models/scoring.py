@@ -1,0 +1,137 @@
+"""What DeepSpeed wraps: a policy that returns log-probs, a critic that returns values, both of a packed row.
+
+Only the hidden states that predict a MODEL token go through the language-model head, which is a ``ScoringHead``: no
+tensor of all the tokens by the whole vocabulary exists.
+
+Notation: T tokens of the row, M MODEL tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from learners.batches.packing import MicroBatch
+from learners.deepspeed.zero import num_elements
+from learners.models.attention import PACKED_ATTENTION
+from learners.models.scoring_head import ScoringHead
+from ragr1_actors.core.errors import ConfigError
+
+
+class TokenOutputs(NamedTuple):
+    """What a policy says about every MODEL token."""
+
+    logprobs: torch.Tensor  # [M], of the token that was sampled
+    entropy: torch.Tensor  # [M], of the distribution it was sampled from
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that scores the MODEL tokens of a packed row."""
+
+    def __init__(
+        self, policy_dir: Path, dtype: torch.dtype, temperature: float, gradient_checkpointing: bool = False
+    ) -> None:
+        """Load a Hugging Face folder; logits are divided by ``temperature``, as they were when tokens were sampled."""
+        super().__init__()
+        self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing)
+        self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
+        self.temperature = temperature
+
+    @property
+    def pretrained(self) -> nn.Module:
+        """What came from the folder."""
+        pretrained: nn.Module = self.model
+        return pretrained
+
+    def forward(self, batch: MicroBatch) -> TokenOutputs:
+        """Score the MODEL tokens."""
+        hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
+        return self._score(hidden_TC.index_select(0, batch.predict_positions), batch.target_ids)
+
+    def _score(self, hidden_MC: torch.Tensor, target_ids_M: torch.Tensor) -> TokenOutputs:
+        return TokenOutputs(*self.model.get_output_embeddings()(hidden_MC, target_ids_M, self.temperature))
+
+
+class ValueModel(nn.Module):
+    """The backbone of the policy with a scalar head: the return expected before every MODEL token."""
+
+    def __init__(self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool) -> None:
+        """Load the backbone of a Hugging Face folder; the head starts at zero, so that every value does."""
+        super().__init__()
+        self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing).get_decoder()
+        self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def pretrained(self) -> nn.Module:
+        """What came from the folder."""
+        pretrained: nn.Module = self.backbone
+        return pretrained
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the values ``[M]``."""
+        hidden_TC = packed_hidden_states(self.backbone, batch)
+        values: torch.Tensor = self.head(hidden_TC.index_select(0, batch.predict_positions)).squeeze(-1).float()
+        return values
+
+
+def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Any:
+    """Load a Hugging Face folder with packed attention and without dropout.
+
+    The tokens were sampled without dropout, so a ratio against them with dropout would be noise.
+    """
+    show_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar a rank, for a file that is on this disk
+    try:
+        model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    finally:
+        if show_progress:
+            logging.enable_progress_bar()
+    text_config = model.config.get_text_config().to_dict()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if text_config.get(name) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"policy.model: {policy_dir} changes its logits by {name}={text_config[name]}, which the learner does "
+                "not do; take a model without"
+            )
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers checkpoints in training mode only
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(vars(module).get("attention_dropout"), float):  # kept as a number, not as a module
+                module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model
+
+
+def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Run the backbone over a packed row and return ``[T, C]``."""
+    output = backbone(
+        input_ids=batch.token_ids.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        use_cache=False,
+        packing=batch.layout,
+    )
+    hidden_TC: torch.Tensor = output.last_hidden_state[0]
+    return hidden_TC
+
+
+def pair_cost(model: Any) -> float:
+    """What a query-key pair costs in a Hugging Face model, in tokens: L tokens cost ``L + pair_cost * L**2``.
+
+    By FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, but causal attention looks at half the pairs): 2 a
+    parameter and token in the linear layers, 2 * num_layers * hidden_size a pair of L**2 in attention. For
+    Qwen2.5-1.5B it is 1 / 30,500: at 8,000 tokens attention is a quarter of the linear layers. The head is left out, as
+    it sees MODEL tokens only.
+    """
+    num_parameters = num_elements(model.get_decoder().parameters())
+    num_parameters -= num_elements(model.get_input_embeddings().parameters())
+    return float(model.config.num_hidden_layers * model.config.hidden_size / num_parameters)

@@ -1,0 +1,214 @@
+"""The commands ``ragr1 index ...``: build, describe, search, measure and serve an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from ragr1_actors.core.errors import ConfigError, UserError
+
+index_app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)
+
+_console = Console()
+
+IndexArgument = Annotated[Path, typer.Argument(help="An index directory.")]
+TasksOption = Annotated[Path, typer.Option("--tasks", help="A task file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Of the index type, such as ef_search=256; may be repeated."),
+]
+
+
+@index_app.command("build")
+def build(
+    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file; .gz too.")],
+    out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
+    index_type: Annotated[
+        str, typer.Option("--type", help="flat, fp16, sq8, pq, ivf, ivf_pq, hnsw, bm25 or hybrid.")
+    ] = "flat",
+    encoder: Annotated[str, typer.Option("--encoder", help="static, a folder or a hub name.")] = "static",
+    vector_type: Annotated[str, typer.Option("--vectors", help="The dense part of a hybrid index.")] = "flat",
+    corpus_format: Annotated[str, typer.Option("--format", help="Of the corpus, where it is not recognised.")] = "auto",
+    split_words: Annotated[int, typer.Option("--split-words", min=0, help="Cut passages to this many words.")] = 0,
+    num_shards: Annotated[int, typer.Option("--shards", min=1, help="Files that the vectors are cut into.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda, of the encoder.")] = "cpu",
+    num_actors: Annotated[int, typer.Option("--actors", min=0, help="Ray actors that encode; 0: this process.")] = 0,
+    restart: Annotated[bool, typer.Option("--restart", help="Throw an unfinished build away.")] = False,
+    option: OptionsOption = None,
+) -> None:
+    """Index a corpus. Interrupted, the same command goes on where it stopped."""
+    from cluster.session import Session
+    from retrieval.corpora.readers import read_passages
+    from retrieval.indexes.build import build_index, index_info
+    from retrieval.indexes.build_directory import building_dir
+
+    settings: dict[str, Any] = {
+        "encoder": encoder,
+        "index_type": index_type,
+        "vector_type": vector_type,
+        "num_shards": num_shards,
+        "options": parse_options(option),
+        "device": device,
+        "num_actors": num_actors,
+        "restart": restart,
+    }
+    passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
+    try:
+        with Session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
+            build_index(passages, out, **settings)
+    except KeyboardInterrupt:
+        _console.print(f"interrupted; the same command goes on with {building_dir(out)}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    info = index_info(out)
+    _console.print(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}", soft_wrap=True)
+
+
+@index_app.command("info")
+def info(index: IndexArgument) -> None:
+    """Print an index's manifest."""
+    from retrieval.indexes.build import index_info
+
+    _print_json(index_info(index))
+
+
+@index_app.command("search")
+def search(
+    index: IndexArgument,
+    queries: Annotated[list[str], typer.Argument(help="One or more queries.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Passages a query.")] = 3,
+    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    option: OptionsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search an index."""
+    from retrieval.local import LocalRetriever
+
+    retriever = LocalRetriever(index, reranker=reranker, options=parse_options(option))
+    results = retriever.search_batch(queries, k)
+    if as_json:
+        _print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
+        return
+    for query, passages in zip(queries, results, strict=True):
+        _console.print(f"{query}", style="bold", markup=False)
+        for passage in passages:
+            _console.print(f"  {passage.score:.3f}  {passage.title}: {passage.text}", markup=False, highlight=False)
+
+
+@index_app.command("eval")
+def evaluate(
+    index: IndexArgument,
+    tasks: TasksOption,
+    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compare with exact search, even if that encodes a large corpus again.")
+    ] = False,
+    option: OptionsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure recall at k of the questions' supporting passages, recall against exact search, and latency."""
+    from envs.tasks import load_tasks
+    from retrieval.evaluation import evaluate_index
+
+    loaded = load_tasks(tasks)
+    found = evaluate_index(
+        index,
+        loaded.tasks,
+        exact=exact or None,
+        latency=True,
+        reranker=reranker,
+        options=parse_options(option),
+    )
+    if as_json:
+        _print_json(found)
+        return
+    _console.print(str(loaded.report), soft_wrap=True, highlight=False)
+    if not any(task.supporting_ids for task in loaded.tasks):
+        _console.print("recall is not measured: no task names its supporting passages")
+    for name, value in found.items():
+        shown = f"{value:.3f}" if isinstance(value, float) else value
+        _console.print(f"{name:>20}  {shown}", highlight=False)
+
+
+@index_app.command("audit")
+def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
+    """Say how many gold answers, and how much of the evidence, stand in the corpus at all."""
+    from envs.tasks import load_tasks
+    from retrieval.corpora.audit import audit_corpus
+    from retrieval.corpora.corpus import Corpus
+
+    found = audit_corpus(Corpus.open(index), load_tasks(tasks).tasks)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _console.print(str(found), soft_wrap=True, highlight=False)
+
+
+@index_app.command("serve")
+def serve(
+    index: IndexArgument,
+    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs --token-env.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    token_env: Annotated[
+        str, typer.Option("--token-env", metavar="NAME", help="Environment variable with the bearer token.")
+    ] = "",
+    num_retrievers: Annotated[int, typer.Option("--retrievers", min=0, help="Replicas; 0: this process.")] = 0,
+    num_encoders: Annotated[int, typer.Option("--encoders", min=0, help="Encoder actors beside the replicas.")] = 0,
+    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    option: OptionsOption = None,
+) -> None:
+    """Serve an index over HTTP, as Search-R1's /retrieve: {queries, topk, return_scores}."""
+    from cluster.session import Session
+    from ragr1_actors.core.config import RetrievalSettings
+    from retrieval.fleet.group import RetrieverGroup
+    from retrieval.http.server import run_server
+
+    token = ""
+    if token_env:
+        token = os.environ.get(token_env, "")
+        if not token:
+            raise ConfigError(f"--token-env: the environment variable {token_env} is not set or empty")
+    settings = RetrievalSettings(
+        num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
+    )
+    if not num_retrievers:
+        run_server(RetrieverGroup.create(index, settings).retriever(), host=host, port=port, token=token)
+        return
+    with Session(num_retrievers + num_encoders):
+        group = RetrieverGroup.create(index, settings)
+        try:
+            group.wait_until_ready()
+            run_server(group.retriever(), host=host, port=port, token=token)
+        finally:
+            group.stop()
+
+
+def parse_options(assignments: list[str] | None) -> dict[str, Any]:
+    """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``, values as YAML.
+
+    Raises:
+        UserError: no equals sign, or a value that is no YAML.
+    """
+    options: dict[str, Any] = {}
+    for assignment in assignments or []:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--option: got {assignment!r}, expected KEY=VALUE, such as ef_search=256")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--option {key}: {value!r} is not a YAML value; quote it") from error
+    return options
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -1,0 +1,197 @@
+"""The one wire format: trajectory groups as an Arrow record batch, in the object store and on disk.
+
+One row a trajectory; siblings stand next to each other and share ``group``. The token columns are lists over flat
+buffers, so a reader gets numpy views into shared memory, not copies::
+
+    group  trajectory_id          token_ids (list<int32>)   kinds (list<uint8>)  ...  reward
+    0      world/train/17#0.0     [1 40 41 2 7 ...]         [0 0 0 0 1 ...]           1.0
+    0      world/train/17#0.1     [1 40 41 2 9 ...]         [0 0 0 0 1 ...]           0.0
+    1      world/train/4#0.0      [1 52 ...]                [0 0 ...]                 1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+
+_STRINGS = pa.list_(pa.string())
+TASK_TYPE = pa.struct(
+    {
+        "task_id": pa.string(),
+        "question": pa.string(),
+        "golden_answers": _STRINGS,
+        "category": pa.string(),
+        "supporting_ids": _STRINGS,
+        "plan": pa.list_(_STRINGS),
+    }
+)
+RETRIEVAL_TYPE = pa.struct(
+    {
+        "query": pa.string(),
+        "k": pa.int32(),
+        "passage_ids": _STRINGS,
+        "scores": pa.list_(pa.float64()),
+        "titles": _STRINGS,
+        "texts": _STRINGS,
+        "latency_s": pa.float64(),
+        "waited_s": pa.float64(),
+        "is_cached": pa.bool_(),
+        "index_version": pa.string(),
+    }
+)
+TURN_TYPE = pa.struct(
+    {
+        "completion_text": pa.string(),
+        "num_model_tokens": pa.int32(),
+        "action": pa.string(),
+        "queries": _STRINGS,
+        "retrievals": pa.list_(RETRIEVAL_TYPE),
+        "observation": pa.string(),
+    }
+)
+TRAJECTORY_SCHEMA = pa.schema(
+    {
+        "group": pa.int32(),
+        "trajectory_id": pa.string(),
+        "task": TASK_TYPE,
+        "token_ids": pa.large_list(pa.int32()),
+        "kinds": pa.large_list(pa.uint8()),
+        "logprobs": pa.large_list(pa.float32()),
+        "policy_versions": pa.large_list(pa.int32()),
+        "turns": pa.list_(TURN_TYPE),
+        "stop_reason": pa.string(),
+        "reward": pa.float64(),
+        "answer": pa.string(),
+        "error": pa.string(),
+        "metrics": pa.map_(pa.string(), pa.float64()),
+    },
+    metadata={"ragr1_actors.format": "2"},
+)
+_TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
+
+
+def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
+    """Lay groups out as one record batch of ``TRAJECTORY_SCHEMA``, a row a trajectory."""
+    rows = [(index, trajectory) for index, group in enumerate(groups) for trajectory in group.trajectories]
+    trajectories = [trajectory for _, trajectory in rows]
+    columns: dict[str, pa.Array] = {
+        "group": pa.array([index for index, _ in rows], pa.int32()),
+        "trajectory_id": pa.array([t.trajectory_id for t in trajectories], pa.string()),
+        "task": pa.array([_task_fields(t.task) for t in trajectories], TASK_TYPE),
+        "token_ids": _flat_list([t.token_ids for t in trajectories], pa.int32()),
+        "kinds": _flat_list([t.kinds for t in trajectories], pa.uint8()),
+        "logprobs": _flat_list([t.logprobs for t in trajectories], pa.float32()),
+        "policy_versions": _flat_list([t.policy_versions for t in trajectories], pa.int32()),
+        "turns": pa.array([[_turn_fields(turn) for turn in t.turns] for t in trajectories], pa.list_(TURN_TYPE)),
+        "stop_reason": pa.array([t.stop_reason.value for t in trajectories], pa.string()),
+        "reward": pa.array([t.reward for t in trajectories], pa.float64()),
+        "answer": pa.array([t.answer for t in trajectories], pa.string()),
+        "error": pa.array([t.error for t in trajectories], pa.string()),
+        "metrics": pa.array([list(t.metrics.items()) for t in trajectories], TRAJECTORY_SCHEMA.field("metrics").type),
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
+
+
+def groups_from_record_batch(batch: pa.RecordBatch) -> list[TrajectoryGroup]:
+    """Read groups back; the token arrays are read-only views into the batch's buffers."""
+    tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
+    other = batch.drop_columns(list(_TOKEN_COLUMNS)).to_pylist()
+    by_group: dict[int, list[Trajectory]] = {}
+    for row, fields in enumerate(other):
+        trajectory = Trajectory(
+            trajectory_id=fields["trajectory_id"],
+            task=_task(fields["task"]),
+            token_ids=tokens["token_ids"][row],
+            kinds=tokens["kinds"][row],
+            logprobs=tokens["logprobs"][row],
+            policy_versions=tokens["policy_versions"][row],
+            turns=tuple(_turn(turn) for turn in fields["turns"]),
+            stop_reason=StopReason(fields["stop_reason"]),
+            reward=fields["reward"],
+            answer=fields["answer"],
+            error=fields["error"],
+            metrics=dict(fields["metrics"]),
+        )
+        by_group.setdefault(fields["group"], []).append(trajectory)
+    return [TrajectoryGroup(members[0].task, tuple(members)) for members in by_group.values()]
+
+
+def write_trajectories(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write record batches to an Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open.
+
+    Compressed: prompts, and passages that are found again and again, are most of it.
+    """
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORY_SCHEMA, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def read_trajectories(path: Path) -> list[TrajectoryGroup]:
+    """Read every group of a file that ``write_trajectories`` wrote."""
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+    return [group for batch in batches for group in groups_from_record_batch(batch)]
+
+
+def _flat_list(arrays: list[NDArray[Any]], value_type: pa.DataType) -> pa.LargeListArray:
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    values = np.concatenate(arrays) if arrays else np.zeros(0)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
+
+
+def _views(column: pa.LargeListArray) -> list[NDArray[Any]]:
+    # flatten() honours a slice's bounds, where .values would return the parent's buffer
+    values = column.flatten().to_numpy(zero_copy_only=True)
+    offsets = column.offsets.to_numpy(zero_copy_only=True) - column.offsets[0].as_py()
+    return [values[start:end] for start, end in pairwise(offsets)]
+
+
+# dataclasses.asdict copies every value deeply, which costs more than all the rest of the conversion
+
+
+def _task_fields(task: Task) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in TASK_TYPE.names}
+
+
+def _turn_fields(turn: Turn) -> dict[str, Any]:
+    fields = {name: getattr(turn, name) for name in TURN_TYPE.names}
+    names = RETRIEVAL_TYPE.names
+    return fields | {"retrievals": [{name: getattr(record, name) for name in names} for record in turn.retrievals]}
+
+
+def _task(fields: dict[str, Any]) -> Task:
+    return Task(
+        task_id=fields["task_id"],
+        question=fields["question"],
+        golden_answers=tuple(fields["golden_answers"]),
+        category=fields["category"],
+        supporting_ids=tuple(fields["supporting_ids"]),
+        plan=tuple(tuple(queries) for queries in fields["plan"]),
+    )
+
+
+def _retrieval(fields: dict[str, Any]) -> RetrievalRecord:
+    lists = {name: tuple(fields[name]) for name in ("passage_ids", "scores", "titles", "texts")}
+    return RetrievalRecord(**(fields | lists))
+
+
+def _turn(fields: dict[str, Any]) -> Turn:
+    return Turn(
+        completion_text=fields["completion_text"],
+        num_model_tokens=fields["num_model_tokens"],
+        action=fields["action"],
+        queries=tuple(fields["queries"]),
+        retrievals=tuple(_retrieval(record) for record in fields["retrievals"]),
+        observation=fields["observation"],
+    )

@@ -1,0 +1,381 @@
+"""Continuous batching over any Hugging Face causal language model: the engine for small models and CPUs.
+
+One loop serves all requests. Each pass is a prefill of the requests that wait or one decode step of those that run::
+
+    generate() ──► waiting ──prefill──► active ──decode──► active ... ──stop/length──► idle (cache kept) ──► generate()
+
+Rows of the cache: active trajectories in front, idle ones (waiting for their documents) behind them. The next turn of a
+trajectory computes only the tokens that are not cached yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from cluster.weights.weight_stream import NO_GROUP, Invitation, WeightStream, join
+from ragr1_actors.core.errors import EngineError, TransferError
+from ragr1_actors.core.lora_settings import BASE_KEY, AdapterBase
+from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.core.weight_transport import WakeTag
+from ragr1_actors.rollout.engines.adapters import merged_weights
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.kv_cache import RowCache
+from ragr1_actors.rollout.engines.sampling import sample, uniform
+from ragr1_actors.rollout.engines.session import Session
+from ragr1_actors.rollout.engines.turn_text import TurnText
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill pass."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_POLL_S = 0.001
+"""Between two looks for a bucket of weights."""
+_TAIL_TOKENS = 16
+"""Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
+
+
+class TransformersEngine:
+    """Tokens in, tokens out, over a model that ``AutoModelForCausalLM`` loads."""
+
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError: the folder holds no model that can be loaded, or ``settings.options`` are not empty.
+        """
+        if settings.options:
+            raise EngineError(f"the transformers engine has no options, got {', '.join(settings.options)}")
+        logging.disable_progress_bar()
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[settings.dtype])
+        except (OSError, ValueError) as error:
+            raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
+        self._model: PreTrainedModel = model.to(settings.device).eval()
+        self._device = torch.device(settings.device)
+        self._tokenizer = tokenizer
+        self._cache = RowCache(model.config, model.dtype, self._device)
+        self._max_rows = settings.max_rows
+        self._version = settings.version
+        self._sessions: dict[str, Session] = {}
+        self._resident: list[Session] = []  # index is the row
+        self._num_active = 0
+        self._waiting: list[Session] = []
+        self._loop_task: asyncio.Task[None] | None = None
+        self._weight_group: WeightStream | None = None
+        self._is_whole = asyncio.Event()  # not while weights are being overwritten
+        self._is_whole.set()
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
+        self._stop_candidates: dict[tuple[str, ...], frozenset[int]] = {}
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        """Continue ``prompt_token_ids``; see ``Engine.generate``."""
+        session = self._sessions.get(request_id)
+        if session is None:
+            session = self._sessions[request_id] = Session(request_id, row=-1)
+        if session.future is not None:
+            raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
+        session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
+        # the last token's logits are wanted, so at least one token is computed
+        session.num_cached = min(session.num_cached, len(prompt_token_ids) - 1)
+        session.tokens = list(prompt_token_ids)
+        session.sampling, session.num_prompt = sampling, len(prompt_token_ids)
+        session.logprobs, session.versions = [], []
+        session.on_text = on_text
+        session.turn_text = None if on_text is None else TurnText(self._tokenizer.decode)
+        session.future = asyncio.get_running_loop().create_future()
+        self._waiting.append(session)
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.create_task(self._serve())
+        return await session.future
+
+    def release(self, request_id: str) -> None:
+        """Forget a trajectory that is not being generated; its row is free."""
+        session = self._sessions.pop(request_id, None)
+        if session is None:
+            return
+        if session in self._waiting:
+            self._waiting.remove(session)
+        if session.row >= 0:
+            if session.row < self._num_active:
+                self._deactivate(session)
+            self._swap(session.row, len(self._resident) - 1)
+            self._resident.pop()
+
+    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Swap the weights in between two passes, and compute every trajectory's cache anew when it goes on."""
+        state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items() if name != BASE_KEY}
+        if BASE_KEY in weights:
+            self._merge(state, str(weights[BASE_KEY]))
+        else:
+            self._model.load_state_dict(state, strict=False)
+            missing = dict(self._model.named_parameters()).keys() - state.keys()
+            if missing:
+                raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
+        self._take_over(version)
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """One."""
+        return 1
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Join; generation goes on meanwhile. See ``ReceivingEngine.join_weight_group``."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
+        self._weight_group = await asyncio.to_thread(join, invitation, first_rank, self._device)
+
+    async def receive_weights(self, version: int) -> None:
+        """Overwrite the weights in place, bucket by bucket; requests stand still meanwhile.
+
+        They stand still for longer where it fails: half of each policy is none.
+        """
+        if self._weight_group is None:
+            raise TransferError(NO_GROUP)
+        base = self._weight_group.invitation.base
+        parameters = {} if base else dict(self._model.named_parameters(remove_duplicate=False))
+        adapters: dict[str, Tensor] = {}
+        self._is_whole.clear()
+        self._weight_group.begin()
+        while not self._weight_group.is_complete:
+            arrived = self._weight_group.take()
+            for name, value in arrived:
+                if base:
+                    adapters[name] = value
+                elif name in parameters:
+                    parameters.pop(name).data.copy_(value)
+            if not arrived:
+                await asyncio.sleep(_POLL_S)
+        if parameters:
+            raise TransferError(f"weight update lacks {len(parameters)} parameters, {min(parameters)} among them")
+        if base:
+            self._merge(adapters, base)
+        self._take_over(version)
+
+    def _merge(self, adapters: Mapping[str, Tensor], base: str) -> None:
+        """Overwrite the weights that have an adapter; the others never change."""
+        parameters = dict(self._model.named_parameters())
+        found = AdapterBase.model_validate_json(base)
+        for name, value in merged_weights(adapters, found, self._model.dtype, adapted_only=True):
+            parameters[name].data.copy_(value)
+
+    def _take_over(self, version: int) -> None:
+        """Go on with weights that are whole."""
+        self._version = version
+        self._forget()
+        self._is_whole.set()
+
+    def _forget(self) -> None:
+        """Have every trajectory's cache computed anew."""
+        for session in self._resident:
+            session.num_cached = 0
+        self._waiting.extend(self._resident[: self._num_active])
+        self._num_active = 0
+
+    async def sleep(self) -> None:
+        """Drop the cache; the weights stay. See ``ColocatedEngine.sleep``."""
+        self._is_awake.clear()
+        self._forget()
+        self._cache.clear()
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """See ``ColocatedEngine.wake_up``."""
+        if tag == "kv_cache":
+            self._is_awake.set()
+
+    async def check(self) -> None:
+        """Nothing here can die but with its process."""
+
+    async def close(self) -> None:
+        """Stop serving; requests under way end with an ``EngineError``."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+        self._fail(EngineError("the engine was closed"))
+
+    async def _serve(self) -> None:
+        """Run passes until nothing waits or runs. Coroutines waiting on a result run between two passes."""
+        try:
+            while self._waiting or self._num_active:
+                if not (self._is_whole.is_set() and self._is_awake.is_set()):
+                    await self._is_whole.wait()
+                    await self._is_awake.wait()
+                    continue
+                # prefills are worth most in bulk; the active rows need not wait for more than a few
+                if self._waiting and (len(self._waiting) * 4 >= self._num_active or self._is_full()):
+                    self._prefill()
+                else:
+                    self._decode()
+                await asyncio.sleep(0)
+        except (RuntimeError, ValueError, IndexError) as error:  # torch's own: every request hears of it
+            self._fail(EngineError(f"generation failed: {error}"))
+
+    def _is_full(self) -> bool:
+        return len(self._resident) >= self._max_rows and self._num_active == self._max_rows
+
+    def _fail(self, error: EngineError) -> None:
+        for session in self._sessions.values():
+            if session.future is not None and not session.future.done():
+                session.future.set_exception(error)
+            session.future = None
+        self._waiting.clear()
+        self._num_active = 0
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def _swap(self, row_a: int, row_b: int) -> None:
+        resident = self._resident
+        self._cache.swap(row_a, row_b, max(resident[row_a].num_cached, resident[row_b].num_cached))
+        resident[row_a], resident[row_b] = resident[row_b], resident[row_a]
+        resident[row_a].row, resident[row_b].row = row_a, row_b
+
+    def _activate(self, session: Session) -> None:
+        self._swap(session.row, self._num_active)
+        self._num_active += 1
+
+    def _deactivate(self, session: Session) -> None:
+        self._num_active -= 1
+        self._swap(session.row, self._num_active)
+
+    def _find_row(self, session: Session) -> bool:
+        """Give the session a row: a new one, or that of an idle trajectory, which will compute its prefix again."""
+        if session.row >= 0:
+            return True
+        if len(self._resident) < self._max_rows:
+            session.row = len(self._resident)
+            self._resident.append(session)
+            return True
+        for victim in reversed(self._resident[self._num_active :]):
+            if victim.future is None:
+                row = victim.row
+                victim.row, victim.num_cached = -1, 0
+                session.row = row
+                self._resident[row] = session
+                return True
+        return False
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Compute what the waiting requests' contexts lack, and sample their first tokens."""
+        batch: list[Session] = []
+        longest = 0
+        for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
+            if not self._find_row(session):
+                break
+            num_new = len(session.tokens) - session.num_cached
+            if batch and max(longest, num_new) * (len(batch) + 1) > PREFILL_TOKENS:
+                break
+            longest = max(longest, num_new)
+            batch.append(session)
+        if not batch:  # no row is free: let the active ones finish
+            self._decode()
+            return
+        chosen = {id(session) for session in batch}
+        self._waiting = [session for session in self._waiting if id(session) not in chosen]
+        self._forward(batch, torch.tensor([session.row for session in batch], device=self._device), longest)
+        for session in batch:
+            if session.future is not None:
+                self._activate(session)
+
+    def _decode(self) -> None:
+        """One more token for every active trajectory."""
+        active = self._resident[: self._num_active]
+        self._forward(active, slice(0, self._num_active), 1)
+        for session in active:
+            if session.future is None:
+                self._deactivate(session)
+
+    @torch.no_grad()
+    def _forward(self, sessions: list[Session], rows: slice | Tensor, num_new: int) -> None:
+        """Run the model over each session's uncached tokens, padded on the left to ``num_new``, and sample."""
+        length = max(len(session.tokens) for session in sessions)
+        self._cache.reserve(len(self._resident), length)
+        input_ids = np.zeros((len(sessions), num_new), dtype=np.int64)
+        positions = np.full((len(sessions), num_new), -1, dtype=np.int64)
+        for i, session in enumerate(sessions):
+            new = len(session.tokens) - session.num_cached
+            input_ids[i, num_new - new :] = session.tokens[session.num_cached :]
+            positions[i, num_new - new :] = np.arange(session.num_cached, len(session.tokens))
+            session.num_cached = len(session.tokens)
+        position_ids = torch.from_numpy(positions).to(self._device)
+        is_padding = position_ids < 0
+        self._cache.select(rows, position_ids.masked_fill(is_padding, self._cache.scratch), length)
+        position_ids = position_ids.clamp(min=0)  # padding attends to column 0, and is never read
+        mask = torch.arange(length, device=self._device) <= position_ids.unsqueeze(-1)  # [n, num_new, length]
+        logits = self._model(
+            input_ids=torch.from_numpy(input_ids).to(self._device),
+            attention_mask=mask.unsqueeze(1),
+            position_ids=position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        self._take(sessions, logits)
+
+    def _take(self, sessions: list[Session], logits: Tensor) -> None:
+        """Sample one token for each session and finish those that are done."""
+        steps = np.array([len(s.tokens) - s.num_prompt for s in sessions], dtype=np.uint64)
+        seeds = np.array([s.seed for s in sessions], dtype=np.uint64)
+        tokens, logprobs = sample(
+            logits,
+            torch.tensor([s.sampling.temperature for s in sessions], device=self._device),
+            torch.tensor([s.sampling.top_p for s in sessions], device=self._device),
+            torch.from_numpy(uniform(seeds, steps).astype(np.float32)).to(self._device),
+        )
+        for session, token, logprob in zip(sessions, tokens.tolist(), logprobs.tolist(), strict=True):
+            session.tokens.append(token)
+            session.logprobs.append(logprob)
+            session.versions.append(self._version)
+            reason = self._finish_reason(session, token)
+            session.tell()
+            if reason is not None:
+                self._finish(session, reason)
+
+    def _finish_reason(self, session: Session, token: int) -> FinishReason | None:
+        if token in self._tokenizer.eos_token_ids:
+            return FinishReason.STOP
+        stop = session.sampling.stop
+        if token in self._candidates(stop):
+            new_ids = session.tokens[session.num_prompt :]
+            tail = self._tokenizer.decode(new_ids[-_TAIL_TOKENS:])
+            if any(string in tail for string in stop):
+                return FinishReason.STOP
+        full = len(session.tokens) - session.num_prompt >= session.sampling.max_new_tokens
+        return FinishReason.LENGTH if full else None
+
+    def _candidates(self, stop: tuple[str, ...]) -> frozenset[int]:
+        """Tokens that can complete a stop string: those that hold its last character."""
+        if stop not in self._stop_candidates:
+            self._stop_candidates[stop] = self._tokenizer.tokens_containing({string[-1] for string in stop})
+        return self._stop_candidates[stop]
+
+    def _finish(self, session: Session, reason: FinishReason) -> None:
+        token_ids = session.tokens[session.num_prompt :]
+        completion = Completion(
+            token_ids, session.logprobs, session.versions, self._tokenizer.decode(token_ids), reason
+        )
+        if session.future is not None and not session.future.done():
+            session.future.set_result(completion)
+        session.future = None
+
+
+def _common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
+    if list(new[: len(old)]) == list(old):  # the usual case: the context only grew
+        return len(old)
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))

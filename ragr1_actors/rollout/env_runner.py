@@ -1,0 +1,295 @@
+"""EnvRunner: one engine and as many concurrent trajectories as it holds.
+
+``EnvRunner`` is plain asyncio and runs anywhere; ``EnvRunnerActor`` puts it behind Ray and turns groups into record
+batches, which stay in the object store while only their references travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Self, TypeVar
+
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cluster.weights.weight_stream import Invitation
+from envs.base import EnvContext, TextEnv
+from envs.registry import ENVS
+from envs.rewards import exact_match, token_f1
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError, EngineDeadError
+from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.weight_transport import WakeTag, choose_transport
+from ragr1_actors.rollout.engines.base import ColocatedEngine, Engine, EngineSettings, ReceivingEngine
+from ragr1_actors.rollout.engines.registry import ENGINES
+from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory
+from retrieval.base import PacedRetriever, Retriever
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One group to sample."""
+
+    issue: Issue
+    num_trajectories: int
+    temperature: float
+    """0 is greedy."""
+
+    def trajectory_id(self, index: int) -> str:
+        """Name of the group's trajectory ``index``: ``world/train/17#2/0``."""
+        return f"{self.issue.group_id}/{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What the driver needs to know of a group whose tokens it never sees."""
+
+    category: str
+    rewards: tuple[float, ...]  # [num_trajectories that did not fail]
+    num_failed: int
+    errors: tuple[str, ...]
+    oldest_version: int
+    """Of the policy, over all tokens; -1 where nothing was sampled."""
+    means: dict[str, float]
+    """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's own ..."""
+
+
+class EnvRunner:
+    """Samples trajectories with one engine."""
+
+    def __init__(self, config: RunConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
+        """Sample with an engine that is loaded.
+
+        Args:
+            config: of the run.
+            policy_dir: Hugging Face folder or hub name, for the tokenizer.
+            retriever: what environments search with.
+            engine: of this runner alone; closed with it.
+        """
+        self.policy_dir = str(policy_dir)
+        self._config = config
+        self._tokenizer = PolicyTokenizer(policy_dir)
+        self._engine = engine
+        self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
+        self._context = EnvContext(retriever, self._tokenizer.encode)
+        self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
+
+    @classmethod
+    def load(cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
+        """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
+        engine_class = load_object(config.env_runners.engine, ENGINES)
+        engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
+        runner = cls(config, policy_dir, retriever, engine)
+        transport = choose_transport(config)  # said now, and not when the first version is published
+        if (transport == "broadcast" and not isinstance(engine, ReceivingEngine)) or (
+            transport == "ipc" and not (isinstance(engine, ColocatedEngine) and engine.num_weight_ranks == 1)
+        ):
+            raise ConfigError(
+                f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
+                "take part; set it to object_store"
+            )
+        return runner
+
+    @classmethod
+    def recite(
+        cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
+    ) -> Self:
+        """Say ``scripts``, turns by trajectory id, in place of the policy; no model is loaded."""
+        return cls(config, policy_dir, retriever, ScriptedEngine(scripts, PolicyTokenizer(policy_dir).encode))
+
+    async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
+        """Sample the trajectories of one group, all at once where there is room."""
+        indices = range(request.num_trajectories)
+        trajectories = await asyncio.gather(*(self._sample(request, index) for index in indices))
+        return TrajectoryGroup(request.issue.task, tuple(trajectories))
+
+    async def _sample(self, request: GroupRequest, index: int) -> Trajectory:
+        settings = self._config.env_runners
+        trajectory_id = request.trajectory_id(index)
+        async with self._room:
+            if isinstance(self._context.retriever, PacedRetriever):
+                await self._context.retriever.wait_for_room()
+            try:
+                return await run_trajectory(
+                    self._env_class(self._config.environment, self._context),
+                    request.issue.task,
+                    self._engine.generate,
+                    self._tokenizer,
+                    RolloutSettings(
+                        Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
+                        settings.max_context_tokens,
+                    ),
+                    trajectory_id=trajectory_id,
+                    seed=self._config.debugging.seed,
+                )
+            finally:
+                self._engine.release(trajectory_id)
+
+    async def check(self) -> None:
+        """Return if the engine is alive; see ``Engine.check``."""
+        await self._engine.check()
+
+    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Swap the policy's weights in; see ``Engine.update_weights``."""
+        await self._engine.update_weights(weights, version)
+
+    @property
+    def receiving_engine(self) -> ReceivingEngine:
+        """The engine, where it takes part in broadcasts or sits on a learner's device."""
+        assert isinstance(self._engine, ReceivingEngine), "load() has checked it"
+        return self._engine
+
+    @property
+    def colocated_engine(self) -> ColocatedEngine:
+        """The engine, where it sits on a learner's device."""
+        assert isinstance(self._engine, ColocatedEngine), "load() has checked it"
+        return self._engine
+
+    async def close(self) -> None:
+        """Free the engine."""
+        await self._engine.close()
+
+
+class EnvRunnerActor:
+    """``EnvRunner`` as a Ray actor. It ends with its engine: Ray starts both anew."""
+
+    def __init__(self, config: RunConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
+        """Build the runner in the actor's process, with the actor's share of the cores.
+
+        Started anew beside a learner on its device, it does so in ``catch_up``: that device may be the learner's now.
+        """
+        import ray
+
+        set_threads(config)
+        self._load = partial(EnvRunner.load, config, policy_dir, retriever, version)
+        waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
+        self._loaded: EnvRunner | None = None if waits else self._load()
+
+    @property
+    def _runner(self) -> EnvRunner:
+        if self._loaded is None:  # nobody has heard yet that it was started anew
+            _exit("it has no engine yet")
+        return self._loaded
+
+    async def ping(self) -> None:
+        """Answer: the engine is loaded and alive; raises ``EngineDeadError`` where it is not."""
+        await self._runner.check()
+
+    async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
+        """Sample a group; Ray stores the two results under two references."""
+        group = await _or_exit(self._runner.sample_group(request))
+        return summarize(group), groups_to_record_batch([group])
+
+    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Swap the policy's weights in."""
+        await _or_exit(self._runner.update_weights(weights, version))
+
+    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+        """Come back into use after a restart, with the newest weights."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        await self.update_weights(weights, version)
+
+    async def num_weight_ranks(self) -> int:
+        """Return how many ranks of a weight group this runner is."""
+        return self._runner.receiving_engine.num_weight_ranks
+
+    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
+        """Join a group; see ``ReceivingEngine.join_weight_group``."""
+        await _or_exit(self._runner.receiving_engine.join_weight_group(invitation, first_rank))
+
+    async def receive_weights(self, version: int) -> None:
+        """Take over what a learner sends; see ``ReceivingEngine.receive_weights``."""
+        await _or_exit(self._runner.receiving_engine.receive_weights(version))
+
+    async def sleep(self) -> None:
+        """Give the device's memory back; see ``ColocatedEngine.sleep``."""
+        await _or_exit(self._runner.colocated_engine.sleep())
+
+    async def wake_up(self, tag: WakeTag) -> None:
+        """Take it again; see ``ColocatedEngine.wake_up``."""
+        await _or_exit(self._runner.colocated_engine.wake_up(tag))
+
+    async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
+        """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
+        return func(self._runner)
+
+
+async def _or_exit(work: Awaitable[T]) -> T:
+    """Await ``work``; where the engine is dead, so is this process, and Ray and the fleet see to the rest."""
+    try:
+        return await work
+    except EngineDeadError as error:
+        _exit(str(error))
+
+
+def _exit(reason: str) -> NoReturn:
+    print(f"env runner {os.getpid()} exits: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def engine_settings(config: RunConfig, version: int) -> EngineSettings:
+    """Return what the run's configuration says of its engines."""
+    settings = config.env_runners
+    return EngineSettings(
+        max_rows=settings.max_concurrent_trajectories,
+        max_context_tokens=settings.max_context_tokens,
+        dtype=config.policy.dtype,
+        device="cuda" if settings.num_gpus_per_env_runner else "cpu",
+        version=version,
+        sleeps=choose_transport(config) == "ipc",
+        options=settings.engine_options,
+    )
+
+
+def set_threads(config: RunConfig) -> None:
+    """Give torch the runner's share of the cores."""
+    import torch
+
+    torch.set_num_threads(
+        config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
+    )
+
+
+def summarize(group: TrajectoryGroup) -> GroupSummary:
+    """Reduce a group to what the driver's books and metrics need."""
+    kept = [t for t in group.trajectories if not t.stop_reason.is_failure]
+    totals: dict[str, float] = {}
+    for trajectory in kept:
+        values = {
+            "em": exact_match(trajectory.answer, trajectory.task.golden_answers),
+            "f1": token_f1(trajectory.answer, trajectory.task.golden_answers),
+            "rounds": float(trajectory.num_search_rounds),
+            "queries": float(trajectory.num_queries),
+            "turns": float(len(trajectory.turns)),
+            "tokens": float(trajectory.num_model_tokens),
+            "observation_tokens": float((trajectory.kinds == TokenKind.OBSERVATION).sum()),
+            "context_tokens": float(trajectory.num_tokens),
+            f"stop_{trajectory.stop_reason.value}": 1.0,
+            **trajectory.metrics,
+        }
+        for name, value in values.items():
+            totals[name] = totals.get(name, 0.0) + value
+    versions = [int(v) for t in kept for v in t.policy_versions[t.kinds == TokenKind.MODEL][:1]]
+    return GroupSummary(
+        category=group.task.category,
+        rewards=tuple(t.reward for t in kept),
+        num_failed=len(group.trajectories) - len(kept),
+        errors=tuple(t.error for t in group.trajectories if t.error),
+        oldest_version=min(versions, default=-1),
+        means={name: total / len(kept) for name, total in totals.items()},
+    )

@@ -1,0 +1,394 @@
+"""EnvRunnerGroup: the rollout fleet. Requests go in, finished groups come out in the order they finish.
+
+::
+
+    submit ──► pending ──► runner with the least to do ──► in flight ──► collect
+                  ▲                                            │
+                  └── the runner died: hand it to another ─────┘
+
+A runner that dies is restarted by Ray, given the newest weights, and used again. One that hangs is ended first. One
+that cannot start any more is left out for good, and said so: the fleet goes on with fewer, down to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cluster.placement import ActorOptions, anywhere
+from cluster.weights.weight_sync import Receiver
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError, RagR1Error
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.weight_transport import WakeTag
+from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
+from retrieval.base import Retriever
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+"""For an engine to load."""
+PROBE_INTERVAL_S = 1.0
+"""Between two questions to a runner that is not healthy, and the longest wait for a group before looking around."""
+PING_INTERVAL_S = 10.0
+"""Between two pings of a healthy runner."""
+PING_TIMEOUT_S = 120.0
+"""A runner that has not answered for this long hangs. A long prefill on a CPU may hold it for seconds."""
+MAX_FAILED_LOADS = 3
+"""In succession, of an engine that loads beside learners after its actor has started again."""
+RESTART_TIMEOUT_S = 300.0
+"""How long the fleet waits for any runner to come back when none is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A sampled group: its summary, and where its tokens are."""
+
+    request: GroupRequest
+    summary: GroupSummary
+    batch: Any
+    """``ray.ObjectRef`` of the group's record batch; the record batch itself where the driver samples."""
+
+
+@dataclass(slots=True)
+class _Runner:
+    index: int
+    handle: Any
+    is_healthy: bool = True
+    is_lost: bool = False
+    """It does not start any more."""
+    num_deaths: int = 0
+    num_failed_loads: int = 0
+    num_in_flight: int = 0
+    num_finished: int = 0
+    probe: Any = None
+    """Reference of the question that is open: a ping of a healthy runner, else the newest weights."""
+    probed_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return f"env runner {self.index}"
+
+    @property
+    def receiver(self) -> Receiver:
+        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.index, self.handle)
+
+
+class _Newest:
+    """The newest policy version. Its weights are fetched when a runner lacks them, and not before."""
+
+    def __init__(self, version: int, fetch: Callable[[], Any]) -> None:
+        self.version = version
+        self._fetch = fetch
+
+    @cached_property
+    def weights(self) -> Any:
+        return self._fetch()
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request: GroupRequest
+    runner: _Runner
+    batch: Any = field(repr=False, default=None)
+
+
+class EnvRunnerGroup:
+    """N runners as actors, or one in the driver where ``num_env_runners = 0``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy_dir: str | Path,
+        retriever: Retriever,
+        version: int = 0,
+        actor_options: ActorOptions = anywhere,
+    ) -> None:
+        """Start the runners, which load while the caller goes on.
+
+        Args:
+            config: of the run.
+            policy_dir: Hugging Face folder or hub name.
+            retriever: what environments search with.
+            version: of the policy in ``policy_dir``.
+            actor_options: by index, where a runner is to sit.
+
+        Raises:
+            FleetError: a runner did not start.
+        """
+        settings = config.env_runners
+        self._pending: deque[GroupRequest] = deque()
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._runners: list[_Runner] = []
+        self._newest: _Newest | None = None
+        self._last_loss = "none came back in time"
+        self.num_restarts = 0
+        self._local: EnvRunner | None = None
+        # twice what a runner works on at once: the next request is there when a trajectory ends
+        self._max_in_flight = 2 * math.ceil(settings.max_concurrent_trajectories / max(1, config.training.group_size))
+        if settings.num_env_runners == 0:
+            self._local = EnvRunner.load(config, policy_dir, retriever, version)
+            self._loop = asyncio.new_event_loop()
+            return
+        actor_class: Any = ray.remote(EnvRunnerActor)
+        for index in range(settings.num_env_runners):
+            placed = actor_class.options(
+                num_cpus=settings.num_cpus_per_env_runner,
+                num_gpus=settings.num_gpus_per_env_runner,
+                max_restarts=-1,
+                max_task_retries=0,  # the group hands the request to another runner
+                max_concurrency=4 * self._max_in_flight,
+                **actor_options(index),
+            )
+            self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
+
+    def wait_until_ready(self) -> None:
+        """Return once every runner has loaded its engine; runners load while the caller does something else."""
+        if not self._runners:
+            return
+        try:
+            ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+        except RayError as error:
+            raise FleetError(f"an env runner did not start: {_cause(error)}") from error
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not collected."""
+        return len(self._pending) + len(self._in_flight)
+
+    @property
+    def num_healthy(self) -> int:
+        """Runners that take requests."""
+        return 1 if self._local is not None else sum(runner.is_healthy for runner in self._runners)
+
+    @property
+    def load(self) -> list[int]:
+        """Groups that each runner works on; -1 for one that takes none."""
+        if self._local is not None:
+            return [len(self._pending)]
+        return [runner.num_in_flight if runner.is_healthy else -1 for runner in self._runners]
+
+    def metrics(self) -> dict[str, float]:
+        """Health and load of the fleet, for an iteration's metrics."""
+        finished = [runner.num_finished for runner in self._runners]
+        return {
+            "num_healthy": float(self.num_healthy),
+            "num_restarts": float(self.num_restarts),
+            "num_lost": float(sum(runner.is_lost for runner in self._runners)),
+            **({"least_groups": float(min(finished)), "most_groups": float(max(finished))} if finished else {}),
+        }
+
+    def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
+        """Call ``func`` with every healthy runner, where it lives, and return the results.
+
+        Raises:
+            FleetError: ``func`` raised, or a runner died of it.
+        """
+        if self._local is not None:
+            return [func(self._local)]
+        calls: list[Any] = [runner.handle.apply.remote(func) for runner in self._runners if runner.is_healthy]
+        try:
+            return list(ray.get(calls)) if calls else []
+        except RayError as error:
+            raise FleetError(f"foreach_env_runner: {_cause(error)}") from error
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        self._pending.append(request)
+        if self._local is None:
+            self._dispatch()
+
+    def collect(self) -> list[FinishedGroup]:
+        """Return the groups that are finished; wait until there is one.
+
+        Raises:
+            FleetError: no runner is left and none comes back; the message has the last one's reason.
+        """
+        if self._local is not None:
+            return self._loop.run_until_complete(self._collect_local(self._local))
+        deadline = time.monotonic() + RESTART_TIMEOUT_S
+        while self.num_unfinished:
+            self._probe()
+            self._dispatch()
+            if self._in_flight:
+                deadline = time.monotonic() + RESTART_TIMEOUT_S
+                done, _ = ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
+                more, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
+                finished = [group for ref in {*done, *more} if (group := self._finish(ref)) is not None]
+                if finished:
+                    return finished
+            elif time.monotonic() > deadline or all(runner.is_lost for runner in self._runners):
+                raise FleetError(f"none of {len(self._runners)} env runners is left; {self._last_loss}")
+            else:
+                time.sleep(PROBE_INTERVAL_S / 10)
+        return []
+
+    async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
+        requests, self._pending = list(self._pending), deque()
+        groups = await asyncio.gather(*(runner.sample_group(request) for request in requests))
+        return [
+            FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
+            for request, group in zip(requests, groups, strict=True)
+        ]
+
+    @property
+    def receivers(self) -> list[Receiver]:
+        """The healthy runners, for a transport that talks to them itself. One that came back is another receiver."""
+        return [runner.receiver for runner in self._runners if runner.is_healthy]
+
+    def expect(self, version: int, fetch: Callable[[], Any]) -> None:
+        """Remember a version that a transport publishes; ``fetch`` gets its weights for runners that come back."""
+        self._newest = _Newest(version, fetch)
+        for runner in self._runners:
+            if not runner.is_healthy:
+                runner.probe = None  # it may be on its way with older weights
+
+    def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
+        """Publish a policy version, and remember it for runners that come back later.
+
+        Args:
+            weights: ``{name: array}``, or an ``ObjectRef`` of it.
+            version: recorded with every token sampled from now on.
+            receivers: names of those that lack it; ``None`` is every runner.
+        """
+        if self._local is not None:
+            found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
+            self._loop.run_until_complete(self._local.update_weights(found, version))
+            return
+        self.expect(version, lambda: weights)
+        lacking = [r for r in self._runners if r.is_healthy and (receivers is None or r.receiver.name in receivers)]
+        self._wait({r.handle.update_weights.remote(weights, version): r for r in lacking})
+
+    def sleep(self) -> None:
+        """Have the engines give their devices' memory back, weights and cache; see ``ColocatedEngine``."""
+        self._wait({r.handle.sleep.remote(): r for r in self._runners if r.is_healthy})
+
+    def wake_up(self, tag: WakeTag) -> None:
+        """Have the engines take their memory again: first the weights', then the cache's, when they go on."""
+        self._wait({r.handle.wake_up.remote(tag): r for r in self._runners if r.is_healthy})
+
+    def _wait(self, calls: dict[Any, _Runner]) -> None:
+        """Wait for a call of each of some runners. Those that die of it, or hang, are started again."""
+        for call, runner in calls.items():
+            try:
+                ray.get(call, timeout=START_TIMEOUT_S)
+            except RayActorError as error:
+                self._mark_dead(runner, error)
+            except GetTimeoutError as error:
+                ray.kill(runner.handle, no_restart=False)
+                self._mark_dead(runner, error)
+
+    def stop(self) -> None:
+        """End all runners. What is in flight is lost."""
+        if self._local is not None:
+            left = asyncio.all_tasks(self._loop)  # by an interrupt
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(_end(left))
+            self._loop.run_until_complete(self._local.close())
+            self._loop.close()
+            self._local = None
+        for runner in self._runners:
+            ray.kill(runner.handle, no_restart=True)
+        self._runners = []
+        self._in_flight.clear()
+        self._pending.clear()
+
+    def _dispatch(self) -> None:
+        while self._pending:
+            free = [r for r in self._runners if r.is_healthy and r.num_in_flight < self._max_in_flight]
+            if not free:
+                return
+            runner = min(free, key=lambda r: r.num_in_flight)
+            request = self._pending.popleft()
+            summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
+            runner.num_in_flight += 1
+            self._in_flight[summary] = _InFlight(request, runner, batch)
+
+    def _finish(self, ref: Any) -> FinishedGroup | None:
+        flight = self._in_flight.pop(ref)
+        flight.runner.num_in_flight -= 1
+        try:
+            summary = ray.get(ref)
+        except RayActorError as error:
+            self._pending.appendleft(flight.request)
+            self._mark_dead(flight.runner, error)
+            return None
+        except RayTaskError as error:
+            if isinstance(error.cause, RagR1Error):
+                raise error.cause from None
+            raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {_cause(error)}") from error
+        flight.runner.num_finished += 1
+        return FinishedGroup(flight.request, summary, flight.batch)
+
+    def _mark_dead(self, runner: _Runner, error: RayError) -> None:
+        if runner.is_healthy:
+            runner.is_healthy, runner.probe = False, None
+            runner.num_deaths += 1
+            self.num_restarts += 1
+            logger.warning(
+                "%s died (%s); %d of %d go on", runner.name, _cause(error), self.num_healthy, len(self._runners)
+            )
+        fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
+        if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
+            runner.is_lost = True
+            self._last_loss = f"{runner.name} did not start again: {_cause(error)}"
+            logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
+
+    def _probe(self) -> None:
+        """Ping the healthy runners, and take those that came back into use once they have the newest weights."""
+        now = time.monotonic()
+        for runner in self._runners:
+            if runner.is_lost:
+                continue
+            interval = PING_INTERVAL_S if runner.is_healthy else PROBE_INTERVAL_S
+            if runner.probe is None and now - runner.probed_at > interval:
+                runner.probed_at = now
+                if self._newest is not None and not runner.is_healthy:
+                    newest = self._newest
+                    weights = newest.weights  # before the call: the others may have to be put to sleep for it
+                    runner.probe = runner.handle.catch_up.remote(weights, newest.version)
+                else:
+                    runner.probe = runner.handle.ping.remote()
+            if runner.probe is not None:
+                self._read_probe(runner, now)
+
+    def _read_probe(self, runner: _Runner, now: float) -> None:
+        if not ray.wait([runner.probe], timeout=0)[0]:
+            if runner.is_healthy and now - runner.probed_at > PING_TIMEOUT_S:
+                ray.kill(runner.handle, no_restart=False)  # what it had in flight fails, and is handed on
+                runner.probe = None
+            return
+        probe, runner.probe = runner.probe, None
+        try:
+            ray.get(probe)
+        except RayError as error:  # dead, or still restarting: it is asked again
+            if isinstance(error, RayTaskError):  # the actor lives on without its engine
+                runner.num_failed_loads += not runner.is_healthy
+                ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
+            self._mark_dead(runner, error)
+            return
+        runner.is_healthy, runner.num_failed_loads = True, 0
+
+
+def _cause(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+async def _end(cancelled: set[asyncio.Task[Any]]) -> None:
+    """Let tasks come to their ends: asyncio prints what nobody has waited for."""
+    await asyncio.gather(*cancelled, return_exceptions=True)

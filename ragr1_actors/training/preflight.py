@@ -1,0 +1,172 @@
+"""What is checked of a configuration before a run directory is made: its names, and the files it is to start from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from envs.base import TextEnv
+from envs.registry import ENVS
+from envs.rewards import REWARDS
+from learners.algorithms.registry import LEARNERS, learner_options
+from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, TrainingSettings
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.plugins import load_object
+from ragr1_actors.rollout.engines.base import Engine
+from ragr1_actors.rollout.engines.registry import ENGINES
+from retrieval.indexes.manifest import Manifest
+from retrieval.registry import needs_index
+
+_ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
+
+
+def check_names(config: RunConfig, *, has_index: bool = False) -> None:
+    """Say at once which name in a recipe is nothing that there is; the libraries behind known ones are not imported.
+
+    Args:
+        config: of a run.
+        has_index: the run has made its index; the corpus is not needed any more.
+
+    Raises:
+        ConfigError: names the key, what stands there and what was expected.
+        DataError: ``retrieval.index`` names a directory without an index.
+    """
+    check_environment(config.environment.env)
+    _check_reward(config.environment.reward)
+    _check_engine(config.env_runners.engine)
+    _check_learner(config.training)
+    _check_retrieval_type(config.retrieval.type)
+    _check_policy(config.policy.model)
+    for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
+        if file not in ("", "world"):
+            _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
+    retrieval = config.retrieval
+    if needs_index(retrieval.type) and retrieval.index:
+        Manifest.read(retrieval.index)
+    elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
+        _check_file("retrieval.corpora.corpus", retrieval.corpus, "world or a corpus file")
+    if config.environment.tasks == "":
+        raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
+
+
+def check_environment(name: str) -> type[TextEnv]:
+    """Return the environment's class.
+
+    Raises:
+        ConfigError: it is no ``TextEnv``, lacks a method, or is made in another way.
+    """
+    key = "environment.env"
+    env_class = _load(key, name, ENVS)
+    _check_class(key, name, env_class, TextEnv, "(settings, context)", 2)
+    found: type[TextEnv] = env_class
+    return found
+
+
+def _check_reward(name: str) -> None:
+    reward = _load("environment.reward", name, REWARDS)
+    expected = "a function (task, answer) -> float"
+    if not callable(reward) or isinstance(reward, type):
+        raise ConfigError(f"environment.reward: {name} is {_kind(reward)}, expected {expected}")
+    if inspect.iscoroutinefunction(reward):
+        raise ConfigError(f"environment.reward: {name} is a coroutine function, expected {expected}; leave async out")
+    _check_signature("environment.reward", name, reward, "(task, answer)", 2)
+
+
+def _check_engine(name: str) -> None:
+    if name in ENGINES:
+        return
+    key, engine = "env_runners.engine", _load("env_runners.engine", name, ENGINES)
+    expected = f"a class with the methods {', '.join(_ENGINE_METHODS)}, see {Engine.__module__}"
+    if not isinstance(engine, type):
+        raise ConfigError(f"{key}: {name} is {_kind(engine)}, expected {expected}")
+    missing = [method for method in _ENGINE_METHODS if not callable(inspect.getattr_static(engine, method, None))]
+    if missing:
+        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}")
+    _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
+
+
+def _check_learner(training: TrainingSettings) -> None:
+    key, name = "training.algorithm", training.algorithm
+    if name == "sft":
+        raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
+    if name not in LEARNERS:
+        learner = _load(key, name, {known: LEARNERS[known] for known in LEARNERS if known != "sft"})
+        from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it
+
+        _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
+    learner_options(training)
+
+
+def _check_retrieval_type(name: str) -> None:
+    if ":" not in name and name not in RETRIEVAL_TYPES:
+        raise ConfigError(
+            f"retrieval.type: got {name!r}, expected one of {', '.join(RETRIEVAL_TYPES)} or my_module:MyRetriever"
+        )
+    if ":" in name:
+        retriever = _load("retrieval.type", name, {})
+        if not isinstance(retriever, type) or not callable(inspect.getattr_static(retriever, "search", None)):
+            raise ConfigError(
+                f"retrieval.type: {name} is {_kind(retriever)}, expected a class with the method "
+                "async search(queries, k), see retrieval.base.Retriever"
+            )
+
+
+def _check_policy(model: str) -> None:
+    if model == "tiny":
+        return
+    expected = "tiny, a Hugging Face folder (config.json, weights and tokenizer) or a hub name such as Qwen/Qwen2.5-7B"
+    path = Path(model or "/nowhere")  # the path "" is the current folder
+    try:
+        is_folder, is_file, has_config = path.is_dir(), path.is_file(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"policy.model: {model[:80]!r}: {error.strerror}; expected {expected}") from error
+    if is_file:
+        raise ConfigError(f"policy.model: {model} is a file, expected {expected}")
+    if is_folder and not has_config:
+        raise ConfigError(f"policy.model: the folder {model} holds no config.json, expected {expected}")
+    if not is_folder and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
+        raise ConfigError(f"policy.model: there is no folder {model!r}, expected {expected}")
+
+
+def _check_file(key: str, name: str, expected: str) -> None:
+    try:
+        is_file = Path(name).is_file()
+    except OSError as error:
+        raise ConfigError(f"{key}: {name[:80]!r}: {error.strerror}; expected {expected}") from error
+    if not is_file:
+        raise ConfigError(f"{key}: there is no file {name}, expected {expected}")
+
+
+def _load(key: str, name: str, known: Mapping[str, Any]) -> Any:
+    try:
+        return load_object(name, known)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_class(key: str, name: str, found: Any, base: type, arguments: str, count: int) -> None:
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(f"{key}: {name} is {_kind(found)}, expected a subclass of {base.__name__}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{key}: {name} does not say what it does in {', '.join(missing)}; write these methods")
+    _check_signature(key, name, found, arguments, count)
+
+
+def _check_signature(key: str, name: str, function: Callable[..., Any], arguments: str, count: int) -> None:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError as error:
+        raise ConfigError(f"{key}: {name} cannot be called with {arguments}: {error}; let it take these") from error
+    except ValueError:  # written in C, and says nothing of its arguments
+        return
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, type):
+        return f"the class {found.__name__}"
+    if inspect.isroutine(found):
+        return "a function"
+    return f"a {type(found).__name__}"

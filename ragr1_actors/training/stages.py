@@ -1,0 +1,236 @@
+"""A whole training run in its directory: stages, progress bars, checkpoints, report. What ``ragr1 train`` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
+from ragr1_actors.core.files import is_no_room
+from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.report import (
+    EvalResult,
+    PeakMemory,
+    RunReport,
+    StageName,
+    StageReport,
+    TaskCounts,
+    render_table,
+    write_report,
+)
+from ragr1_actors.runs.run_state import read_standing
+from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.interrupt import InterruptGuard
+from ragr1_actors.training.sessions import session_for
+
+SFT_CHECKPOINT_STEPS = 100
+"""Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
+
+
+class TrainingRun:
+    """One run. ``execute()`` takes it from wherever it stands to its end."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
+        """Open a run directory made by ``run_directory.create_run_directory``."""
+        self._config = config
+        self._run_dir = run_dir
+        self._console = console
+        self._stages: list[StageReport] = []
+        self._wall_before_s = 0.0
+        self._started = time.monotonic()
+
+    def execute(self) -> RunReport:
+        """Run the stages that are not done yet.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; a checkpoint is written and all actors are gone.
+            UserError: something asked for cannot be done, or the disk is full; all actors are gone.
+        """
+        try:
+            return self._execute()
+        except (OSError, SafetensorError) as error:
+            if not is_no_room(error):
+                raise
+            raise UserError(
+                f"no room left to write to {self._run_dir} ({error}); free some space and go on with --resume: the "
+                "checkpoints written before are whole"
+            ) from error
+
+    def _execute(self) -> RunReport:
+        with PeakMemory() as memory, InterruptGuard() as guard, session_for(self._config), self._logger() as logger:
+            guard.take_over()  # Ray answers SIGTERM in its own way from its start on
+            with self._console.status("starting the fleets"):
+                algorithm = Algorithm(self._config, self._run_dir, guard)
+            try:
+                self._restore(algorithm)  # interrupted in here, a run has nothing to save yet, and much to overwrite
+                self._run_or_save(algorithm, logger, guard)
+            finally:
+                algorithm.stop()
+        report = RunReport(
+            stages=tuple(self._stages),
+            wall_s=self._wall_s(),
+            peak_rss_bytes=memory.peak_bytes,
+            tasks=TaskCounts(**algorithm.task_counts()),
+            ratios=dict(algorithm.workspace.recall),
+        )
+        write_report(self._run_dir, report)
+        return report
+
+    def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger, guard: InterruptGuard) -> None:
+        try:
+            self._describe(algorithm)
+            self._run_stages(algorithm, logger)
+        except KeyboardInterrupt:
+            if (
+                not guard.is_torn
+            ):  # else learner and books are apart, and the checkpoint of before is what to go on from
+                self._save(algorithm)
+            raise
+
+    @contextmanager
+    def _logger(self) -> Iterator[MetricsLogger]:
+        logger = MetricsLogger(self._run_dir)
+        try:
+            yield logger
+        finally:
+            logger.close()
+
+    def _restore(self, algorithm: Algorithm) -> None:
+        store = CheckpointStore(self._run_dir / "checkpoints")
+        checkpoint = store.latest()
+        if checkpoint is None:
+            return
+        try:
+            standing = read_standing(algorithm.restore() or {})
+        except DataError as error:
+            raise RunDirectoryError(f"{error}; {store.without(checkpoint)}") from error
+        self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
+        self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
+
+    def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
+        extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
+        algorithm.save(extra, score=score, wait=wait)
+
+    def _score(self, result: EvalResult) -> float | None:
+        metric = self._config.checkpointing.best_metric
+        return float(asdict(result)[metric]) if metric else None
+
+    def _wall_s(self) -> float:
+        return self._wall_before_s + time.monotonic() - self._started
+
+    def _describe(self, algorithm: Algorithm) -> None:
+        workspace = algorithm.workspace
+        for note in workspace.notes:
+            self._console.print(note)
+        recall = ", ".join(f"{name} {value:.2f}" for name, value in workspace.recall.items())
+        self._console.print(
+            f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"
+            + (f"; the question as query finds the evidence with {recall}" if recall else "")
+        )
+
+    def _run_stages(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        config = self._config
+        if not self._has_stage("start"):
+            self._evaluate(algorithm, logger, "start", time.monotonic())
+        if config.sft.num_steps and not self._has_stage("sft"):
+            started = time.monotonic()
+            with self._progress("SFT", config.sft.num_steps, algorithm.sft_step) as report:
+
+                def on_step(step: int, metrics: dict[str, float]) -> None:
+                    logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
+                    report(step, f"loss {metrics['loss']:.3f}")
+                    if step % SFT_CHECKPOINT_STEPS == 0 and step < config.sft.num_steps:
+                        self._save(algorithm, wait=False)
+
+                algorithm.pretrain(on_step)
+            decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
+            if decisions:  # a run resumed behind stage 1 demonstrates nothing
+                self._console.print(f"decisions demonstrated: {decisions}")
+            score = self._evaluate(algorithm, logger, "sft", started)
+            self._save(algorithm, score, wait=False)
+        started = time.monotonic()
+        if algorithm.iteration < config.training.num_iterations:
+            self._reinforce(algorithm, logger)
+        score = self._evaluate(algorithm, logger, "rl", started)
+        self._save(algorithm, score)
+
+    def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        config = self._config
+        was_idle = False
+        with self._progress("RL ", config.training.num_iterations, algorithm.iteration) as report:
+
+            def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
+                nonlocal was_idle
+                logger.log("rl", iteration, metrics)
+                is_idle = not metrics["learner/num_steps"]
+                if is_idle and not was_idle:  # of several in a row, the first is told
+                    self._console.print(
+                        f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
+                    )
+                was_idle = is_idle
+                report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
+
+            while algorithm.iteration < config.training.num_iterations:
+                metrics = algorithm.train(on_iteration)
+                iteration = algorithm.iteration
+                is_last = iteration == config.training.num_iterations
+                score = None
+                if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
+                    result = algorithm.evaluate(f"iteration_{iteration:05d}")
+                    logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
+                    score = self._score(result)
+                # what only skipped steps have led to is no state to go on from: the checkpoint of before is kept
+                is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
+                is_due = iteration % config.checkpointing.interval == 0
+                is_best = score is not None and algorithm.is_best(score)
+                if (is_due or is_best) and not is_last and not is_stuck:
+                    self._save(algorithm, score, wait=False)
+
+    def _has_stage(self, name: StageName) -> bool:
+        return any(stage.stage == name for stage in self._stages)
+
+    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> float | None:
+        """Evaluate at the end of a stage, once, and return the score; None where that was before a resume."""
+        if self._has_stage(name):
+            return None
+        with self._console.status("evaluating"):
+            result = algorithm.evaluate(name)
+        logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
+        self._stages.append(StageReport(name, result, time.monotonic() - started))
+        return self._score(result)
+
+    @contextmanager
+    def _progress(self, title: str, total: int, done: int) -> Iterator[Any]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            bar = progress.add_task(title, total=total, completed=done, status="")
+            yield lambda step, status: progress.update(bar, completed=step, status=status)
+
+    def describe_end(self, report: RunReport) -> None:
+        """Print the table, and where everything lies."""
+        self._console.print(render_table(report))
+        self._console.print(
+            f"TensorBoard   tensorboard --logdir {self._run_dir / 'tensorboard'}\n"
+            f"trajectories  {self._run_dir / 'trajectories'}\n"
+            f"checkpoint    {CheckpointStore(self._run_dir / 'checkpoints').latest()}\n"
+            f"report        {self._run_dir / 'report.html'}\n"
+            f"wall time {report.wall_s:.0f} s, peak memory {report.peak_rss_bytes / 2**30:.1f} GiB",
+            soft_wrap=True,
+            highlight=False,
+        )

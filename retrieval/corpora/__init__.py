@@ -1,0 +1,1 @@
+"""Passages: reading corpus files, splitting, the memory-mapped corpus, auditing it against tasks."""

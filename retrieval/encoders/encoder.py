@@ -1,0 +1,385 @@
+"""Text to vectors. With ``static_encoder``, the only door to sentence_transformers.
+
+::
+
+    folder ─► plan: pooling, prompts (encoder_families) ─► model
+    texts ─► prompt ─► token ids ─► batches of similar length ─► model's modules ─► length 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
+from transformers.utils import logging as transformers_logging
+
+from ragr1_actors.core.errors import ConfigError, DataError
+from retrieval.base import Passage
+from retrieval.corpora.texts import valid_unicode
+from retrieval.encoders.families import EncoderPlan, plan_encoder
+from retrieval.encoders.length_batches import batch_by_length
+from retrieval.indexes.manifest import fingerprint_file
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Of an encoder's weights, beside ``auto``; vectors are always handed out as float32."""
+
+_CHUNK = 1024
+"""Texts among which batches are formed."""
+_STATIC_BATCH = 256
+_MAX_TOKENS = {"cpu": 8192, "cuda": 32768}
+_SPARE_TOKENS = {"cpu": 64, "cuda": 2048}
+"""Padding that takes as long as one more batch: on a CPU next to nothing, on a GPU what its idle cores could do."""
+_WEIGHTS = ".safetensors"
+_OLD_WEIGHTS = ".bin"
+_MODEL_FILES = (_WEIGHTS, ".json", ".txt", ".model")
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.md"]
+_NO_HUB = ["onnx/*", "openvino/*"]
+_NO_LIMIT = 2**20
+"""Tokens; a tokenizer without a limit says 10**30."""
+# What the libraries raise for a damaged folder depends on where the damage is.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+
+
+def passage_text(passage: Passage, title_repeats: int = 1) -> str:
+    """Return what is encoded of a passage: a line for its title, and its text."""
+    return f"{passage.title}\n" * title_repeats + passage.text
+
+
+class _Batch(NamedTuple):
+    positions: list[int]
+    """Of the texts."""
+    features: dict[str, torch.Tensor]
+    """What the model's first module takes: tensors of ``len(positions)`` rows."""
+
+
+class Encoder:
+    """A sentence-transformers model whose vectors all have length 1 (or 0, for a text without one known word)."""
+
+    def __init__(self, model: SentenceTransformer, name: str, plan: EncoderPlan, fingerprint: str) -> None:
+        """Wrap a loaded model; use ``Encoder.load``."""
+        self._model = model.eval()
+        self._plan = plan
+        first = model[0]
+        self._tokens = _Tokens(first, plan) if isinstance(first, Transformer) else None
+        self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
+        self.name = name
+        self.fingerprint = fingerprint
+        """Hash of the model's files, pooling and prompts: two encoders of one fingerprint give the same vectors."""
+        dimension = model.get_embedding_dimension()
+        assert dimension is not None
+        self.dimension: int = dimension
+        # A mean over words cannot tell a title from a mention: twice gains .03 recall@3 on HotpotQA, three times less.
+        self._title_repeats = 1 if self._tokens else 2
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, *, device: str = "cpu", dtype: str = "auto") -> Encoder:
+        """Load a sentence-transformers folder, or a model by its hub name.
+
+        Args:
+            name_or_path: a folder; of transformers alone only where its family is known, see ``encoder_families``.
+            device: ``cpu`` or ``cuda``.
+            dtype: of the weights, a key of ``DTYPES``; ``auto`` is float16 on a GPU and float32 elsewhere.
+
+        Raises:
+            DataError: neither a folder of a model nor a model of the hub (or of its cache, without a network), a
+                damaged one, or one that does not say how it pools.
+            ConfigError: no such device or dtype.
+        """
+        name = str(name_or_path)
+        weights_dtype = _weights_dtype(dtype, _check_device(device))
+        folder = _find(name)
+        plan = plan_encoder(folder, name)
+        try:
+            with _quiet():
+                model = _load_model(folder, plan, device, weights_dtype)
+                _check_model(model, folder, plan)
+        except DataError:
+            raise
+        except _LOAD_ERRORS as error:
+            if "trust_remote_code" in str(error):
+                raise DataError(
+                    f"encoder {name!r} needs code of its own repository, which is never run here; give a model of an "
+                    "architecture that transformers knows"
+                ) from error
+            raise DataError(
+                f"encoder {name!r} cannot be loaded ({_one_line(error)}); give a sentence-transformers model, or copy "
+                "this one again"
+            ) from error
+        return cls(model, name, plan, _fingerprint(folder, plan))
+
+    @property
+    def pooling(self) -> str:
+        """Which token's vector is the text's: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
+        return self._plan.pooling
+
+    @property
+    def query_prompt(self) -> str:
+        """What is written before a query."""
+        return self._plan.query_prompt
+
+    @property
+    def passage_prompt(self) -> str:
+        """What is written before a passage."""
+        return self._plan.passage_prompt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where pooling and prompts are from, as far as they are not simply the folder's own."""
+        return self._plan.notes
+
+    def encode_queries(self, queries: list[str]) -> NDArray[np.float32]:
+        """Encode queries, each behind ``query_prompt``: float32 ``[len(queries), dimension]``.
+
+        A query of more tokens than the model takes is cut off there.
+
+        Raises:
+            DataError: a vector with NaN or infinity.
+        """
+        return self._encode(queries, self.query_prompt)
+
+    def encode_passages(self, passages: list[Passage]) -> NDArray[np.float32]:
+        """Encode passages, each behind ``passage_prompt``: float32 ``[len(passages), dimension]``.
+
+        Raises:
+            DataError: a vector with NaN or infinity.
+        """
+        return self._encode([passage_text(passage, self._title_repeats) for passage in passages], self.passage_prompt)
+
+    def _encode(self, texts: list[str], prompt: str) -> NDArray[np.float32]:
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        found: list[tuple[list[int], torch.Tensor]] = []
+        device = self._model.device
+        not_pooled = {"prompt_length": self._tokens.count(prompt)} if self._tokens and not self._pools_prompt else {}
+        with torch.inference_mode():
+            for start in range(0, len(texts), _CHUNK):
+                chunk = [prompt + valid_unicode(text) for text in texts[start : start + _CHUNK]]
+                for positions, features in self._batches(chunk):
+                    inputs = {key: value.to(device) for key, value in features.items()} | not_pooled
+                    embedding = self._model(inputs)["sentence_embedding"][:, : self.dimension].float()
+                    found.append(([start + position for position in positions], embedding))
+        for positions, embedding in found:  # copied last: a GPU is asked to work on and not waited for in between
+            vectors[positions] = embedding.cpu().numpy()
+        self._check_finite(vectors, texts)
+        # Not the model's own normalisation: a text without a known word stays the zero vector rather than NaN.
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        normalised: NDArray[np.float32] = np.ascontiguousarray(vectors / np.where(norms > 0, norms, 1), np.float32)
+        return normalised
+
+    def _batches(self, texts: list[str]) -> Iterator[_Batch]:
+        if self._tokens is not None:
+            yield from self._tokens.batches(texts, self._model.device.type)
+            return
+        for start in range(0, len(texts), _STATIC_BATCH):
+            batch = texts[start : start + _STATIC_BATCH]
+            yield _Batch(list(range(start, start + len(batch))), self._model.preprocess(batch))
+
+    def _check_finite(self, vectors: NDArray[np.float32], texts: list[str]) -> None:
+        is_finite = np.isfinite(vectors).all(axis=1)
+        if not is_finite.all():
+            text = texts[int(np.argmin(is_finite))]
+            raise DataError(
+                f"encoder {self.name!r} gives NaN or infinity for {text[:64]!r}; its files are damaged, or its numbers "
+                "overflow in half precision, so copy it again or load it with dtype float32"
+            )
+
+
+class _Tokens:
+    """Texts to padded token ids. sentence-transformers' own way is slower, and pads all queries to the longest."""
+
+    def __init__(self, transformer: Transformer, plan: EncoderPlan) -> None:
+        tokenizer = transformer.tokenizer
+        assert tokenizer is not None
+        self._tokenizer: Any = tokenizer
+        self._limit = _max_tokens(transformer)
+        self._end: list[int] = []
+        if plan.ends_texts and self._ids(["a"])["input_ids"][0][-1] != tokenizer.eos_token_id:
+            self._end = [tokenizer.eos_token_id]
+
+    def count(self, prompt: str) -> int:
+        """Return how many tokens a text begins with for the prompt's sake."""
+        ids = self._ids([prompt])["input_ids"][0] if prompt else []
+        return len(ids) - (bool(ids) and ids[-1] in self._tokenizer.all_special_ids)
+
+    def batches(self, texts: list[str], device_type: str) -> Iterator[_Batch]:
+        """Yield the texts in batches of similar length; those without one token are left out."""
+        ids = self._ids(texts)
+        lengths = [len(text_ids) for text_ids in ids["input_ids"]]
+        kind = "cpu" if device_type == "cpu" else "cuda"
+        for batch in batch_by_length(lengths, _MAX_TOKENS[kind], _SPARE_TOKENS[kind]):
+            positions = [position for position in batch if lengths[position]]
+            if positions:
+                yield _Batch(positions, self._pad(ids, positions, [lengths[position] for position in positions]))
+
+    def _ids(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        end = self._end
+        limits = {} if self._limit is None else {"truncation": True, "max_length": self._limit - len(end)}
+        found = dict(self._tokenizer(texts, return_attention_mask=False, verbose=False, **limits))
+        if end:
+            found["input_ids"] = [ids + end for ids in found["input_ids"]]
+        return found
+
+    def _pad(
+        self, ids: dict[str, list[list[int]]], positions: list[int], lengths: list[int]
+    ) -> dict[str, torch.Tensor]:
+        columns, ends = np.arange(lengths[0]), np.array(lengths)[:, None]
+        mask = columns >= lengths[0] - ends if self._tokenizer.padding_side == "left" else columns < ends
+        features = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        for key, rows in ids.items():
+            # What stands at a masked place does not matter, but must be a token.
+            filler = self._tokenizer.pad_token_id or 0 if key == "input_ids" else 0
+            padded = np.full(mask.shape, filler, np.int64)
+            padded[mask] = np.fromiter(chain.from_iterable(rows[position] for position in positions), np.int64)
+            features[key] = torch.from_numpy(padded)
+        return features
+
+
+def set_encoder_threads(num_threads: int) -> None:
+    """Set torch's threads. They are the whole process's: only a process that does nothing but retrieve may call it."""
+    torch.set_num_threads(num_threads)
+
+
+def _check_device(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}; expected cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} of the encoder: torch sees no GPU here; use cpu")
+    return found
+
+
+def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r} of an encoder; expected auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _find(name: str) -> Path:
+    """Return the folder of a model, downloaded where it is not on this machine."""
+    path = Path(name)
+    if not name:
+        raise DataError("the encoder's name is empty; give a folder or a hub name")
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise DataError(f"encoder {name!r} is a file; give the folder of a sentence-transformers model")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(f"no encoder folder {name}; give an existing sentence-transformers folder or a hub name")
+    repository = name if "/" in name else f"sentence-transformers/{name}"
+    cache = os.environ.get("SENTENCE_TRANSFORMERS_HOME")
+    try:
+        folder = Path(
+            snapshot_download(repository, cache_dir=cache, allow_patterns=_HUB_FILES, ignore_patterns=_NO_HUB)
+        )
+        if not any(folder.rglob(f"*{_WEIGHTS}")):
+            snapshot_download(repository, cache_dir=cache, allow_patterns=[f"*{_OLD_WEIGHTS}"], ignore_patterns=_NO_HUB)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"encoder {name!r} is no folder and cannot be loaded from the hub ({_one_line(error)}); check the name and "
+            "the network, or give a folder"
+        ) from error
+    return folder
+
+
+def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> SentenceTransformer:
+    # Named always: transformers' own default is what the weights were saved in, be it float16 on a CPU.
+    settings: dict[str, Any] = {"dtype": dtype}
+    if not plan.is_plain:
+        return SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
+    no_code = {"trust_remote_code": False}  # where nothing is said, transformers asks on the terminal
+    transformer = Transformer(
+        str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
+    )
+    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=plan.pooling)
+    return SentenceTransformer(modules=[transformer, pooling], device=device)
+
+
+def _check_model(model: SentenceTransformer, folder: Path, plan: EncoderPlan) -> None:
+    first = model[0]
+    if isinstance(first, StaticEmbedding):
+        return
+    if not isinstance(first, Transformer) or (not plan.is_plain and "message" in first.modality_config):
+        raise DataError(f"{folder}: its {type(first).__name__} takes no plain texts; give an encoder of texts")
+    missing = _missing_weights(folder / plan.module_folders[0], first.model)
+    if missing:
+        raise DataError(
+            f"{folder}: {len(missing)} weights are missing, such as {missing[0]}, and would be random; copy it again"
+        )
+
+
+def _missing_weights(folder: Path, model: Any) -> list[str]:
+    """Return the names of weights that transformers made up, as it does for any that the files lack."""
+    expected = {key for key in model.state_dict() if not _is_unused(key)}
+    present = set()
+    for path in folder.glob(f"*{_WEIGHTS}"):
+        with safe_open(path, "numpy") as file:
+            for key in file.keys():  # noqa: SIM118
+                parts = key.split(".")
+                present |= {".".join(parts[start:]) for start in range(min(3, len(parts)))}  # bert.encoder.layer...
+    if expected <= present:
+        return []
+    # Old files and renamed weights; transformers knows, and says so when it loads them.
+    _, report = type(model).from_pretrained(folder, output_loading_info=True)
+    return sorted(key for key in report["missing_keys"] if not _is_unused(key))
+
+
+def _is_unused(key: str) -> bool:
+    return key.startswith("pooler.")  # BERT's own, of another task; many encoders are published without it
+
+
+def _max_tokens(transformer: Transformer) -> int | None:
+    """Return the most tokens of a text; None where the model has no limit."""
+    limit = transformer.max_seq_length or _NO_LIMIT
+    for name, module in transformer.model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            # RoBERTa's positions begin behind the padding's.
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            limit = min(limit, module.num_embeddings - unused)
+    return limit if limit < _NO_LIMIT else None
+
+
+def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
+    digest = hashlib.sha256(
+        json.dumps([plan.pooling, plan.query_prompt, plan.passage_prompt, plan.ends_texts]).encode()
+    )
+    for name in sorted({"", *plan.module_folders}):
+        files = sorted(path for path in (folder / name).glob("*") if path.is_file())
+        is_old = not any(path.suffix == _WEIGHTS for path in files)
+        for path in files:
+            if path.suffix in _MODEL_FILES or (is_old and path.suffix == _OLD_WEIGHTS):
+                digest.update(os.fsencode(path.relative_to(folder).as_posix()) + b"\0")
+                digest.update(fingerprint_file(path).encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bar and its report of weights off the terminal: what matters of it is raised."""
+    verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

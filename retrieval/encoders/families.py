@@ -1,0 +1,255 @@
+"""Which vector of a text is meant: the pooling and the prompts of an encoder, read from its folder. Pure.
+
+A transformer gives a vector a token. Which of them, or their mean, is the vector of the text, and what was written
+before every query and passage in training, cannot be seen from the weights: a wrong choice gives no error, only vectors
+that find less. So a choice is only ever read from a file or from the table below, never a default.
+
+::
+
+    modules.json ─► 1_Pooling/config.json             pooling that the folder names ──┐  they must agree
+    folder, hub name, _name_or_path, model card ─► family: pooling and prompts ───────┘
+    config_sentence_transformers.json                 prompts that the folder carries come before the family's
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragr1_actors.core.errors import DataError
+
+MODULES_FILE = "modules.json"
+STATIC_POOLING = "static"
+_SETTINGS_FILE = "config_sentence_transformers.json"
+_CONFIG_FILE = "config.json"
+_CARD_FILE = "README.md"
+_QUERY_KEYS = ("query",)
+_PASSAGE_KEYS = ("document", "passage", "corpus")
+_LEGACY_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+_BGE_EN = "Represent this sentence for searching relevant passages: "
+_BGE_ZH = "为这个句子生成表示以用于检索相关文章："  # noqa: RUF001
+
+
+@dataclass(frozen=True)
+class Family:
+    """Encoders that were trained alike."""
+
+    name: str
+    pattern: str
+    """Of a model's name in lower case."""
+    pooling: str
+    query_prompt: str = ""
+    passage_prompt: str = ""
+
+    @property
+    def ends_texts(self) -> bool:
+        """Whether the last token, whose vector counts, is the end-of-text token."""
+        return self.pooling == "lasttoken"
+
+
+# From the model cards of intfloat, BAAI, thenlper, Alibaba-NLP and sentence-transformers, whose code reads
+# `average_pool`, `last_hidden_state[:, 0]` or `last_token_pool`; FlagEmbedding's table of embedders says the same. The
+# vectors of all are normalised. The first pattern that is found wins.
+FAMILIES = (
+    # Its card pools the mean, unlike e5-mistral's, with the same instruction.
+    Family("multilingual-e5-instruct", r"multilingual-e5-large-instruct", "mean", _INSTRUCTION),
+    Family("e5-mistral", r"e5-mistral-7b-instruct", "lasttoken", _INSTRUCTION),
+    Family("e5", r"(multilingual-)?e5-(small|base|large)(-v2)?", "mean", "query: ", "passage: "),
+    Family("bge-en", r"bge-(small|base|large)-en(-v1\.5)?", "cls", _BGE_EN),
+    Family("bge-zh", r"bge-(small|base|large)-zh(-v1\.5)?", "cls", _BGE_ZH),
+    Family("bge-m3", r"bge-m3(?!-retromae)", "cls"),
+    Family("gte-qwen", r"gte-qwen(1\.5|2)-[0-9.]+b-instruct", "lasttoken", _INSTRUCTION),
+    Family("gte-v1.5", r"gte-(base|large)-en-v1\.5|gte-multilingual-base|gte-modernbert-base", "cls"),
+    Family("gte-zh", r"gte-(small|base|large)-zh", "cls"),
+    Family("gte", r"gte-(small|base|large)", "mean"),
+    Family("all", r"all-(minilm-l[0-9]+|mpnet-base|distilroberta|roberta-large)-v[12]", "mean"),
+)
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """How a folder's vectors are made."""
+
+    pooling: str
+    """``mean``, ``cls``, ``lasttoken``, ``static``; several, as ``cls+mean``, stand side by side in the vector."""
+    query_prompt: str
+    passage_prompt: str
+    is_plain: bool
+    """Whether the folder is of transformers alone, so that the pooling has to be added."""
+    ends_texts: bool
+    """Whether every text must end with the end-of-text token."""
+    module_folders: tuple[str, ...]
+    """Relative to the folder; what the model is made of."""
+    notes: tuple[str, ...]
+    """What a user may want to know: which choices were not the folder's own."""
+
+
+def plan_encoder(folder: Path, name: str) -> EncoderPlan:
+    """Read from an encoder's folder how its vectors are made.
+
+    Args:
+        folder: of sentence-transformers, or of transformers alone where the family is known.
+        name: the hub name or path it was asked for by; it tells the family too.
+
+    Raises:
+        DataError: no encoder, a broken file, a pooling that is unknown or not the family's, or two families.
+    """
+    config = _read_json(folder / _CONFIG_FILE, dict) if (folder / _CONFIG_FILE).is_file() else {}
+    if not config and not (folder / MODULES_FILE).is_file():
+        raise DataError(
+            f"encoder {name!r} is no model: {folder} holds neither {MODULES_FILE} nor {_CONFIG_FILE}; give the folder "
+            "of a sentence-transformers model"
+        )
+    family = _recognise(folder, name, config)
+    if (folder / MODULES_FILE).is_file():
+        return _plan_modules(folder, name, family)
+    if family is None:
+        raise DataError(
+            f"encoder {name!r} does not say how it pools: {folder} holds no {MODULES_FILE}, and its name, "
+            f"{_CONFIG_FILE} and {_CARD_FILE} tell no known family ({', '.join(each.name for each in FAMILIES)}); give "
+            "a folder saved by sentence-transformers"
+        )
+    notes = (f"pooling {family.pooling!r} and prompts of the {family.name} family: the folder names none",)
+    prompts = (family.query_prompt, family.passage_prompt)
+    return EncoderPlan(family.pooling, *prompts, True, family.ends_texts, ("",), notes)
+
+
+def _plan_modules(folder: Path, name: str, family: Family | None) -> EncoderPlan:
+    settings = _read_json(folder / _SETTINGS_FILE, dict) if (folder / _SETTINGS_FILE).is_file() else {}
+    model_type = settings.get("model_type", "SentenceTransformer")
+    if model_type != "SentenceTransformer":
+        raise DataError(f"encoder {name!r} is a {model_type}; give a model that makes one vector of a text")
+    modules = _read_json(folder / MODULES_FILE, list)
+    pooling, module_folders = _read_pooling(folder, name, modules)
+    if pooling == STATIC_POOLING:
+        family = None
+    if family is not None and pooling != family.pooling:
+        raise DataError(
+            f"encoder {name!r}: its files name pooling {pooling!r}, but the {family.name} family pools "
+            f"{family.pooling!r}; correct its pooling, or if it was trained so, keep the family's name out of its "
+            f"folder, {_CONFIG_FILE} and {_CARD_FILE}"
+        )
+    prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise DataError(
+            f"{folder / _SETTINGS_FILE}: got prompts {prompts!r}, expected a text for each name; correct them"
+        )
+    chosen, notes = _choose_prompts(prompts, family)
+    ends_texts = family is not None and family.ends_texts
+    return EncoderPlan(pooling, *chosen, False, ends_texts, module_folders, notes)
+
+
+def _read_pooling(folder: Path, name: str, modules: list[Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the pooling that the folder names, and the folders of all modules."""
+    pooling = ""
+    module_folders = []
+    for module in modules:
+        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
+            raise DataError(
+                f"{folder / MODULES_FILE}: got {module!r}, expected a module's type and path; copy it again"
+            )
+        module_folders.append(module["path"])
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _read_mode(folder / module["path"] / _CONFIG_FILE)
+        elif kind == "StaticEmbedding":
+            pooling = STATIC_POOLING
+    if not pooling:
+        kinds = ", ".join(module["type"].rpartition(".")[2] for module in modules)
+        raise DataError(
+            f"encoder {name!r} names no pooling: its modules are {kinds or 'none'}; give a model with a Pooling or a "
+            "StaticEmbedding module"
+        )
+    return pooling, tuple(module_folders)
+
+
+def _read_mode(path: Path) -> str:
+    config = _read_json(path, dict)
+    modes = config.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if config.get(key)]
+    if isinstance(modes, str):
+        modes = [modes]
+    if not isinstance(modes, list) or not modes or not all(isinstance(mode, str) for mode in modes):
+        raise DataError(
+            f"{path}: names no pooling mode, and sentence-transformers would take the mean; add the right one"
+        )
+    return "+".join(modes)
+
+
+def _choose_prompts(prompts: dict[str, str | None], family: Family | None) -> tuple[tuple[str, str], tuple[str, ...]]:
+    """Return the query prompt and the passage prompt, and what there is to say about them."""
+    chosen: list[str] = []
+    notes: list[str] = []
+    for role, keys in (("query", _QUERY_KEYS), ("passage", _PASSAGE_KEYS)):
+        own = next((text for key in keys if (text := prompts.get(key))), "")
+        known = (family.query_prompt if role == "query" else family.passage_prompt) if family else ""
+        if family and own and own != known:
+            notes.append(f"{role} prompt {own!r} is the folder's own; that of the {family.name} family is {known!r}")
+        elif family and known and not own:
+            notes.append(f"{role} prompt {known!r} is that of the {family.name} family: the folder carries none")
+        chosen.append(own or known)
+    unused = sorted(key for key, text in prompts.items() if text and key not in (*_QUERY_KEYS, *_PASSAGE_KEYS))
+    if unused and not any(chosen):
+        notes.append(f"no prompt is used: the folder's own are for {', '.join(unused)}")
+    return (chosen[0], chosen[1]), tuple(notes)
+
+
+def _recognise(folder: Path, name: str, config: dict[str, Any]) -> Family | None:
+    """Return the family that the model's names tell, all of them the same one."""
+    found: dict[str, str] = {}
+    for source, text in _names(folder, name, config):
+        family = next((each for each in FAMILIES if _is_named(each, text)), None)
+        if family is not None:
+            found.setdefault(family.name, f"{source} {text!r}")
+    if len(found) > 1:
+        told = " and ".join(f"{family} by its {source}" for family, source in found.items())
+        raise DataError(f"encoder {name!r} names two families, {told}; correct the wrong one")
+    return next((each for each in FAMILIES if each.name in found), None)
+
+
+def _is_named(family: Family, text: str) -> bool:
+    return re.search(rf"(?<![a-z0-9])({family.pattern})(?![a-z0-9])", text.lower()) is not None
+
+
+def _names(folder: Path, name: str, config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the model is called, and where."""
+    names = [("name", Path(name).name), ("folder", folder.resolve().name)]
+    if folder.parent.name == "snapshots":  # of the hub's cache: models--intfloat--e5-base-v2/snapshots/1c64...
+        names.append(("folder", folder.parent.parent.name))
+    origin = config.get("_name_or_path")
+    if isinstance(origin, str):
+        names.append((f"{_CONFIG_FILE}'s _name_or_path", origin.rstrip("/").rpartition("/")[2]))
+    card = folder / _CARD_FILE
+    if card.is_file():
+        names += [(_CARD_FILE, title) for title in _titles(card.read_text(encoding="utf-8", errors="replace"))]
+    return names
+
+
+def _titles(card: str) -> list[str]:
+    """Return what a model card calls the model: in its results, and in its first heading if that is a mere name."""
+    results = re.search(r"^model-index:\s*\n- name: *(\S+) *$", card, re.MULTILINE)
+    heading = re.search(r"^#+ +(.+?) *$", card, re.MULTILINE)
+    titles = [match[1] for match in (results, heading) if match]
+    # "SentenceTransformer based on BAAI/bge-base-en" is another model, trained with prompts of its own or none.
+    return [title for title in titles if re.fullmatch(r"[\w./-]+", title)]
+
+
+def _read_json(path: Path, kind: type[Any]) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        cause = " ".join(str(error).split())
+        raise DataError(f"{path}: not readable JSON ({cause}); copy the encoder again") from error
+    if not isinstance(content, kind):
+        raise DataError(f"{path}: got {type(content).__name__}, expected {kind.__name__}; copy the encoder again")
+    return content

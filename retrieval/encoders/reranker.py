@@ -1,0 +1,159 @@
+"""Reranker: a cross-encoder reads each query together with each passage found for it, and orders them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from ragr1_actors.core.errors import DataError, RetrievalError
+from retrieval.base import Passage
+from retrieval.corpora.texts import valid_unicode
+from retrieval.encoders.length_batches import batch_by_length
+
+MAX_TOKENS = 512
+"""Of a query and a passage together; what is beyond is cut off, of the longer of the two first."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ARCHITECTURE = "ForSequenceClassification"
+_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""With padding. Measured on the CPU, where larger batches are no faster."""
+_SPARE_TOKENS = {"cpu": 64, "cuda": 4096}
+_CHARS_PER_TOKEN = 32
+"""More than a token has on average in any text. The tokenizer's own cutting of long pairs takes many seconds."""
+
+
+class Reranker:
+    """A model that scores pairs of query and passage, on one device.
+
+    The scores are the model's own numbers before any sigmoid, under which good passages would tie.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, max_tokens: int, device: str) -> None:
+        """Hold a loaded model; use ``Reranker.load``."""
+        self._model = model.to(device).eval()
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._device = device
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, *, device: str = "cpu", dtype: str = "auto") -> Reranker:
+        """Load a transformers model for sequence classification with one label, such as sentence-transformers saves.
+
+        Args:
+            name_or_path: a folder, or a hub name.
+            device: ``cpu`` or ``cuda``.
+            dtype: ``float32``, ``float16``, ``bfloat16``, or ``auto``: float16 on a GPU, else float32.
+
+        Raises:
+            DataError: no such model, a damaged one, or one that does not score pairs.
+        """
+        name = str(name_or_path)
+        if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise DataError(f"no reranker folder {name}; give the folder of a cross-encoder or a hub name")
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "float16"
+        try:
+            config = AutoConfig.from_pretrained(name)
+            _check_kind(name, config)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype=_DTYPES[dtype], output_loading_info=True
+            )
+        except DataError:
+            raise
+        except Exception as error:  # safetensors and tokenizers raise exceptions of their own for a damaged file
+            cause = " ".join(str(error).split())
+            raise DataError(f"reranker {name!r} cannot be loaded ({cause}); give a cross-encoder") from error
+        if report["missing_keys"]:
+            missing = ", ".join(sorted(report["missing_keys"]))
+            raise DataError(f"reranker {name!r} has no weights for {missing}; give a cross-encoder that was trained")
+        if tokenizer.pad_token_id is None:
+            raise DataError(f"reranker {name!r} has no padding token, so pairs cannot be scored in batches; add one")
+        positions = config.to_dict().get("max_position_embeddings") or MAX_TOKENS
+        return cls(model, tokenizer, min(MAX_TOKENS, tokenizer.model_max_length, positions), device)
+
+    def rerank(self, queries: list[str], found: Sequence[Sequence[Passage]], k: int) -> list[list[Passage]]:
+        """Return the best ``k`` of the passages found for each query, best first, equal scores in their former order.
+
+        All pairs are scored together, equal ones once.
+
+        Args:
+            queries: any text.
+            found: ``[len(queries)]``, passages of each; none is fine.
+            k: at least 1.
+
+        Returns:
+            ``[len(queries)][<= k]``, with the scores of this model.
+
+        Raises:
+            RetrievalError: the model's scores are no numbers.
+        """
+        texts = [[_pair_text(passage) for passage in passages] for passages in found]
+        pairs = list(dict.fromkeys((query, text) for query, row in zip(queries, texts, strict=True) for text in row))
+        scores = dict(zip(pairs, self._score(pairs).tolist(), strict=True))
+        reranked = []
+        for query, passages, row in zip(queries, found, texts, strict=True):
+            scored = [replace(p, score=scores[query, text]) for p, text in zip(passages, row, strict=True)]
+            reranked.append(sorted(scored, key=lambda passage: -passage.score)[:k])
+        return reranked
+
+    def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
+        """Return a score for each pair, float32 ``[len(pairs)]``."""
+        scores = np.zeros(len(pairs), np.float32)
+        if not pairs:
+            return scores
+        tokens = self._tokenizer(
+            [self._cut(query) for query, _ in pairs],
+            [self._cut(text) for _, text in pairs],
+            truncation="longest_first",
+            max_length=self._max_tokens,
+        )
+        kind = "cpu" if self._device == "cpu" else "cuda"
+        lengths = [len(ids) for ids in tokens["input_ids"]]
+        for chosen in batch_by_length(lengths, _BATCH_TOKENS[kind], _SPARE_TOKENS[kind]):
+            scores[chosen] = self._score_batch({name: [rows[i] for i in chosen] for name, rows in tokens.items()})
+        if not np.isfinite(scores).all():
+            raise RetrievalError("the reranker's scores hold NaN or infinity; check its files, or load it as float32")
+        return scores
+
+    @torch.inference_mode()
+    def _score_batch(self, tokens: dict[str, list[list[int]]]) -> NDArray[np.float32]:
+        """Return a score for each row of ids and masks, ``[num_pairs][num_tokens]``, first padded on the right."""
+        padding = {"input_ids": self._tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
+        inputs = {
+            name: pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding[name])
+            for name, rows in tokens.items()
+        }
+        logits = self._model(**{name: values.to(self._device) for name, values in inputs.items()}).logits
+        scores: NDArray[np.float32] = logits[:, 0].float().cpu().numpy()
+        return scores
+
+    def _cut(self, text: str) -> str:
+        return valid_unicode(text[: _CHARS_PER_TOKEN * self._max_tokens])
+
+
+def _pair_text(passage: Passage) -> str:
+    return f"{passage.title}\n{passage.text}" if passage.title else passage.text
+
+
+def _check_kind(name: str, config: Any) -> None:
+    """Refuse a model without a head, for which transformers would make up one of random numbers."""
+    architectures = config.architectures or ["no architecture"]
+    if not architectures[0].endswith(_ARCHITECTURE):
+        raise DataError(
+            f"reranker {name!r} is a {architectures[0]}, which does not score pairs; give a cross-encoder, a model "
+            f"...{_ARCHITECTURE} with one label"
+        )
+    if config.num_labels != 1:
+        raise DataError(
+            f"reranker {name!r} has {config.num_labels} labels, expected 1, the score of a pair; give a cross-encoder "
+            "that was trained to rank"
+        )

@@ -1,0 +1,1 @@
+"""Retrieval actors: replicas, their client, batching across trajectories."""

@@ -1,0 +1,1 @@
+"""Retrieval over HTTP: the /retrieve server and client, and web search."""

@@ -1,0 +1,1 @@
+"""Vectors and terms to ranked passages: building and searching every type of index."""

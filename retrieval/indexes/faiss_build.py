@@ -1,0 +1,187 @@
+"""Vectors to a faiss index. The part of the door to faiss that only a build uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from ragr1_actors.core.errors import ConfigError, DataError
+from retrieval.indexes.byte_codes import SCALE_BYTES, encode_bytes
+from retrieval.indexes.index_types import FLAT
+from retrieval.indexes.vector_blocks import checked, sample
+
+Floats = NDArray[np.float32]
+
+_SAMPLE_ROWS = {"sq8": 2**16, "pq": 2**14, "ivf": 2**14, "ivf_pq": 2**14}
+"""Vectors that a type learns from, at least; lists take more of them."""
+_SAMPLES_PER_LIST = 64
+_LEAST_PER_LIST = 39
+"""Vectors for each list, on average, where their number is chosen here."""
+_LEAST_PROBES = 8
+_PQ_CENTROIDS = 16
+_ROTATION_SEED = 1234
+CODED = ("pq", "ivf_pq")
+"""Types of two stages: a scan of codes, and bytes to score the candidates again."""
+
+
+@dataclass(frozen=True)
+class CodedParts:
+    """What a ``pq`` or ``ivf_pq`` index is made of.
+
+    All in a rotated space: faiss's fast scan rounds a query's table of partial scores to bytes under one scale, and
+    vectors whose first dimensions vary most, as those of many encoders do, would leave nothing of the others.
+    """
+
+    rotation: NDArray[np.float32]
+    """``[dimension, dimension]``, orthonormal: inner products stay as they are."""
+    base: Any
+    """2-bit codes, of all vectors or in lists."""
+    table: Any
+    """A row of ``byte_codes`` for each vector: of what the codes leave over, or (``ivf_pq``) of the vector itself."""
+    refine: Any
+    """What holds both."""
+
+    @classmethod
+    def of(cls, index: Any) -> CodedParts:
+        """Take a faiss index apart."""
+        transform: Any = faiss.downcast_VectorTransform(index.chain.at(0))
+        refine: Any = faiss.downcast_index(index.index)
+        rotation = faiss.vector_to_array(transform.A).reshape(index.d, index.d).T
+        base, table = faiss.downcast_index(refine.base_index), faiss.downcast_index(refine.refine_index)
+        return cls(np.ascontiguousarray(rotation), base, table, refine)
+
+    def rotate(self, vectors: Floats) -> Floats:
+        """Rotate ``[n, dimension]``."""
+        rotated: Floats = vectors @ self.rotation
+        return rotated
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether the bytes are what the codes leave over: lists cannot look up the codes of a row."""
+        return isinstance(self.base, faiss.IndexPQFastScan)
+
+
+def build_faiss_index(
+    blocks: Iterable[Floats], dimension: int, index_type: str, count: int | None, values: Mapping[str, int]
+) -> Any:
+    """Do what ``VectorIndex.build`` says, with ``values`` for every option."""
+    num_lists = 0
+    if index_type in _SAMPLE_ROWS:
+        blocks = list(blocks) if iter(blocks) is blocks else blocks
+        count = sum(map(len, blocks)) if count is None else count
+        num_lists = _num_lists(values.get("num_lists", 0), count)
+    index = _make_index(index_type, dimension, {**values, "num_lists": num_lists})
+    coded = CodedParts.of(index) if index_type in CODED else None
+    if index_type in _SAMPLE_ROWS and count:
+        size = max(_SAMPLE_ROWS[index_type], _SAMPLES_PER_LIST * num_lists)
+        drawn = sample(checked(blocks, dimension), dimension, count, size)
+        if coded:
+            # Repeated where there are fewer than codes: faiss refuses to learn 16 of 5.
+            drawn = np.resize(coded.rotate(drawn), (max(len(drawn), _PQ_CENTROIDS), dimension))
+        (coded.base if coded else index).train(drawn)
+    counted = _counted(checked(blocks, dimension), count)
+    if coded and count:
+        _fill_coded(index, coded, counted, count)
+    else:
+        _fill(index, counted, count)
+    return index
+
+
+def codes_of(index: Any) -> NDArray[np.uint8]:
+    """Return a view of an index's codes, uint8 ``[ntotal, code_size]``. It lives as long as the faiss index does."""
+    codes = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size)
+    view: NDArray[np.uint8] = codes.reshape(index.ntotal, index.code_size)
+    return view
+
+
+def _num_lists(wanted: int, count: int) -> int:
+    auto = min(int(4 * count**0.5), count // _LEAST_PER_LIST)
+    return max(1, min(wanted or auto, count))
+
+
+def _make_index(index_type: str, dimension: int, values: Mapping[str, int]) -> Any:
+    metric = faiss.METRIC_INNER_PRODUCT
+    if index_type in CODED and dimension % 2:
+        raise ConfigError(f"index type {index_type!r} needs an even dimension, got {dimension}; use 'sq8'")
+    if index_type == FLAT:
+        return faiss.IndexFlatIP(dimension)
+    if index_type in ("fp16", "sq8"):
+        quantizer = faiss.ScalarQuantizer
+        kind = quantizer.QT_fp16 if index_type == "fp16" else quantizer.QT_8bit
+        return faiss.IndexScalarQuantizer(dimension, kind, metric)
+    if index_type == "hnsw":
+        graph = faiss.IndexHNSWFlat(dimension, values["m"], metric)
+        graph.hnsw.efConstruction, graph.hnsw.efSearch = values["ef_construction"], values["ef_search"]
+        return graph
+    codes = f"PQ{dimension // 2}x4fs"
+    if index_type == "pq":
+        return _with_bytes(faiss.index_factory(dimension, codes, metric), values["refine_factor"])
+    num_lists = values["num_lists"]
+    lists: Any = faiss.index_factory(dimension, f"IVF{num_lists},{'Flat' if index_type == 'ivf' else codes}", metric)
+    lists.nprobe = min(values["num_probes"] or max(_LEAST_PROBES, num_lists // 16), num_lists)
+    lists.cp.min_points_per_centroid = 1  # faiss warns of few points on stderr
+    return lists if index_type == "ivf" else _with_bytes(lists, values["refine_factor"])
+
+
+def _with_bytes(base: Any, refine_factor: int) -> Any:
+    """Put a rotation before an index and a table of bytes beside it: faiss keeps all in one file, and maps them."""
+    base.pq.cp.min_points_per_centroid = 1
+    refine: Any = faiss.IndexRefine(base, faiss.IndexFlatIP(base.d))
+    table: Any = faiss.IndexScalarQuantizer(
+        base.d + SCALE_BYTES, faiss.ScalarQuantizer.QT_8bit_direct, base.metric_type
+    )
+    refine.refine_index, refine.k_factor = table, refine_factor
+    refine.own_fields = refine.own_refine_index = True
+    rotation: Any = faiss.RandomRotationMatrix(base.d, base.d)
+    rotation.init(_ROTATION_SEED)
+    index: Any = faiss.IndexPreTransform(rotation, refine)
+    index.own_fields = True
+    for part in (base, table, refine, rotation):  # they end with the index, and not when Python is done with them
+        part.this.disown()
+    return index
+
+
+def _counted(blocks: Iterable[Floats], count: int | None) -> Iterator[Floats]:
+    found = 0
+    for block in blocks:
+        found += len(block)
+        if count is not None and found > count:
+            break
+        yield block
+    if found == 0 or (count is not None and found != count):
+        raise DataError(f"got {found} vectors or more, expected {count or 'at least one'}; build the embeddings again")
+
+
+def _fill(index: Any, blocks: Iterable[Floats], count: int | None) -> None:
+    """Add all vectors. With ``count``, codes are written in place: a growing array is twice its size at times."""
+    if count is None or not isinstance(index, faiss.IndexFlatCodes):
+        for block in blocks:
+            index.add(block)
+        return
+    codes, start = _reserve(index, count), 0
+    for block in blocks:
+        codes[start : start + len(block)] = index.sa_encode(block)
+        start += len(block)
+
+
+def _fill_coded(index: Any, coded: CodedParts, blocks: Iterable[Floats], count: int) -> None:
+    codes, start = _reserve(coded.table, count), 0
+    for block in blocks:
+        rotated = coded.rotate(block)
+        coded.base.add(rotated)
+        if coded.is_residual:
+            rotated -= coded.base.reconstruct_n(start, len(block))  # what is left over is a third as long
+        codes[start : start + len(block)] = encode_bytes(rotated)
+        start += len(block)
+    index.ntotal = coded.refine.ntotal = count
+
+
+def _reserve(index: Any, count: int) -> NDArray[np.uint8]:
+    index.codes.resize(count * index.code_size)
+    index.ntotal = count
+    return codes_of(index)

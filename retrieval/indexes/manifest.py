@@ -1,0 +1,222 @@
+"""What an index directory holds, and the checks that its parts belong together.
+
+::
+
+    index/
+      manifest.json         this file's subject; written last
+      corpus.arrow          the passages, a row each            corpus.ids   id -> row
+      encoder/              only for ``static``: the encoder made from the corpus
+      shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
+      bm25/                 the inverted index                  (bm25 and hybrid)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ragr1_actors.core.errors import DataError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 2
+BM25_FOLDER = "bm25"
+ENCODER_FOLDER = "encoder"
+
+_WHOLE_UP_TO = 64 * 2**20
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the directory: ``FileRecord("shard-0000.faiss", 307200045, "9f2c...")``."""
+
+    name: str
+    """Relative to the index directory, with ``/``."""
+    num_bytes: int
+    fingerprint: str
+    """See ``fingerprint_file``."""
+
+    @classmethod
+    def of(cls, directory: Path, name: str) -> FileRecord:
+        """Describe ``directory/name``."""
+        path = directory / name
+        return cls(name, path.stat().st_size, fingerprint_file(path))
+
+    def check(self, directory: Path) -> None:
+        """Compare the file with what it was when the index was built.
+
+        Raises:
+            DataError: it is missing, truncated or another one.
+        """
+        path = directory / self.name
+        if not path.is_file():
+            raise DataError(f"no {path}; copy the index as a whole or build it again")
+        size = path.stat().st_size
+        if size != self.num_bytes:
+            raise DataError(f"{path}: got {size} bytes, expected {self.num_bytes}; copy it again or build it again")
+        found = fingerprint_file(path)
+        if found != self.fingerprint:
+            raise DataError(
+                f"{path}: got fingerprint {found[:12]}, expected {self.fingerprint[:12]}; it was changed or belongs to "
+                "another index, so copy the directory as a whole or build it again"
+            )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Vectors of the rows ``start`` to ``start + count - 1``, in one file."""
+
+    start: int
+    count: int
+    file: FileRecord
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an index directory holds, and what it must be used with."""
+
+    index_type: str
+    """A key of ``retrieval.index.INDEX_TYPES``, ``bm25`` or ``hybrid``."""
+    count: int
+    """Passages."""
+    corpus: FileRecord
+    files: tuple[FileRecord, ...]
+    """Every other file that is no shard: ids, inverted index."""
+    metric: str = ""
+    """``inner_product``, of vectors of length 1; empty for ``bm25``, as is all that follows."""
+    vector_type: str = ""
+    """The dense part of a ``hybrid``; else the index type itself."""
+    encoder: str = ""
+    """A folder relative to the index directory, a folder, or a hub name."""
+    encoder_fingerprint: str = ""
+    pooling: str = ""
+    """Of the encoder: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    dimension: int = 0
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """Name of the evidence itself, 12 hexadecimal digits: equal for two directories that answer alike."""
+        parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
+        parts += [shard.file.fingerprint for shard in self.shards] + [file.fingerprint for file in self.files]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether there are vectors."""
+        return bool(self.shards)
+
+    @property
+    def has_bm25(self) -> bool:
+        """Whether there is an inverted index."""
+        return self.index_type in ("bm25", "hybrid")
+
+    def write(self, directory: Path) -> None:
+        """Write ``directory/manifest.json``."""
+        content = {"format_version": FORMAT_VERSION, "version": self.version, **asdict(self)}
+        (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Manifest:
+        """Read ``directory/manifest.json``.
+
+        Raises:
+            DataError: there is none, it is damaged, or another version of the project wrote it.
+        """
+        path = Path(directory) / MANIFEST_FILE
+        if not path.is_file():
+            raise DataError(f"no index in {directory}: {MANIFEST_FILE} is missing; make one with `ragr1 index build`")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not valid JSON ({error}); build the index again") from error
+        version = content.get("format_version") if isinstance(content, dict) else None
+        if version != FORMAT_VERSION:
+            raise DataError(f"{path}: got format version {version}, expected {FORMAT_VERSION}; build the index again")
+        try:
+            manifest = _from_json(content)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{path}: damaged ({error}); build the index again") from error
+        if content["version"] != manifest.version:
+            raise DataError(
+                f"{path}: says version {content['version']}, but its parts make {manifest.version}; it was edited, so "
+                "build the index again"
+            )
+        return manifest
+
+    def check_encoder(self, name: str, fingerprint: str, dimension: int) -> None:
+        """Compare an encoder with the one the index was built with.
+
+        Raises:
+            DataError: it is another one: its vectors would find passages at random.
+        """
+        if (fingerprint, dimension) != (self.encoder_fingerprint, self.dimension):
+            raise DataError(
+                f"encoder {name!r} has fingerprint {fingerprint[:12]} and dimension {dimension}, but the index was "
+                f"built with {self.encoder!r}, {self.encoder_fingerprint[:12]} and {self.dimension}; use that encoder "
+                "or build the index again"
+            )
+
+    def check_files(self, directory: str | Path) -> None:
+        """Compare every file but the shards, which are checked as they are opened.
+
+        Raises:
+            DataError: one is missing, truncated or changed.
+        """
+        for file in (self.corpus, *self.files):
+            file.check(Path(directory))
+
+
+def fingerprint_file(path: Path) -> str:
+    """Return a SHA-256 over a file's size and content.
+
+    Of a file over 64 MiB only 64 blocks of 64 KiB are read, evenly spread, the first and the last byte among them: a
+    replica must not read 60 GB before it serves. That finds truncation and another file, not one changed byte.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_UP_TO:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for index in range(_NUM_SAMPLES):
+            file.seek(index * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    values = {key: value for key, value in content.items() if key not in ("format_version", "version")}
+    expected = {field.name for field in fields(Manifest)}
+    if set(values) != expected:
+        raise ValueError(f"keys missing or unknown: {', '.join(sorted(set(values) ^ expected))}")
+    values["corpus"] = _file(values["corpus"])
+    values["files"] = tuple(_file(file) for file in values["files"])
+    values["shards"] = tuple(
+        Shard(_int(shard["start"]), _int(shard["count"]), _file(shard["file"])) for shard in values["shards"]
+    )
+    for name in ("count", "dimension"):
+        _int(values[name])
+    for name in ("index_type", "metric", "vector_type", "encoder", "encoder_fingerprint", "pooling"):
+        _str(values[name])
+    return Manifest(**values)
+
+
+def _file(values: dict[str, Any]) -> FileRecord:
+    return FileRecord(_str(values["name"]), _int(values["num_bytes"]), _str(values["fingerprint"]))
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"got {value!r}, expected a whole number")
+    return value
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"got {value!r}, expected text")
+    return value

@@ -1,0 +1,343 @@
+"""VectorIndex: vectors to rows, exactly or by a compressed index. The door to faiss, with ``index_build``.
+
+::
+
+    search ─► candidates of a scanner ─► scored again from the vectors, in double precision ─► best first, ties by row
+
+    flat, fp16, sq8   a scan of every vector        from the vectors kept (flat: as they were given)
+    pq, ivf_pq        a scan of 2-bit codes         from bytes: what the codes leave over, or the vector itself
+    ivf, hnsw         some lists, a graph           not again: faiss's own scores are float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from ragr1_actors.core.errors import DataError
+from retrieval.indexes.byte_codes import decode_bytes
+from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of
+from retrieval.indexes.index_types import FLAT, INDEX_TYPES, parse_options
+from retrieval.indexes.manifest import Shard
+from retrieval.indexes.ranking import Ranking, best_of, merge_rankings
+from retrieval.indexes.scanner import (
+    BLOCK_ROWS,
+    SPARE,
+    Floats,
+    Rows,
+    Scanner,
+    TorchScanner,
+    Unturned,
+    rescore,
+    scan_blocks,
+)
+
+__all__ = ["INDEX_TYPES", "VectorIndex"]
+
+LEAST_CANDIDATES = 64
+"""Of a compressed index, however small ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
+_BLAS_FROM = 4
+"""Queries from which a matrix product beats one scan a query (by 10 times at 64)."""
+_SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
+_MAX_GPU_K = 2048
+"""faiss-gpu's own limit."""
+
+
+class VectorIndex:
+    """Inner-product search over vectors of length 1; row i is vector i as built."""
+
+    def __init__(self, index: Any, *, device: str = "cpu", options: Mapping[str, Any] | None = None) -> None:
+        """Wrap a faiss index; use ``build`` or ``load``.
+
+        Raises:
+            DataError: a faiss index that ``build`` does not make.
+            ConfigError: an unknown option.
+        """
+        self._index = index
+        self.index_type = _type_of(index)
+        """A key of ``INDEX_TYPES``."""
+        parse_options(self.index_type, options or {})
+        scanner = _make_scanner(index, self.index_type, options or {})
+        self._vectors = scanner
+        self._scanner: Scanner = scanner if device == "cpu" else _on_gpu(scanner, index, self.index_type, device)
+
+    @classmethod
+    def build(
+        cls,
+        blocks: Iterable[Floats],
+        dimension: int,
+        index_type: str = FLAT,
+        *,
+        count: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> VectorIndex:
+        """Index blocks of vectors, float32 ``[n, dimension]`` each, in that order.
+
+        Args:
+            blocks: something to iterate over more than once, such as a list: all types but ``flat``, ``fp16`` and
+                ``hnsw`` first learn from a sample. Of a generator they keep all vectors meanwhile.
+            dimension: of a vector.
+            index_type: a key of ``INDEX_TYPES``.
+            count: of all vectors; given it, memory never holds more than the index and a block.
+            options: of the index type.
+
+        Raises:
+            ConfigError: an unknown index type or option, or a dimension that the type cannot take.
+            DataError: NaN or infinity, no vectors, or another number of them than ``count``.
+        """
+        values = parse_options(index_type, options or {})
+        faiss.cvar.distance_compute_blas_threshold = _SCAN_THRESHOLD  # a search before must not change what is built
+        return cls(build_faiss_index(blocks, dimension, index_type, count, values))
+
+    def save(self, path: Path) -> None:
+        """Write the index file.
+
+        Raises:
+            OSError: no room, or no right to write.
+        """
+        try:
+            faiss.write_index(self._index, str(path))
+        except RuntimeError as error:  # faiss's only exception, without an errno
+            raise OSError(f"{path} could not be written: {_first_line(error)}") from error
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        shard: Shard,
+        dimension: int,
+        *,
+        device: str = "cpu",
+        options: Mapping[str, Any] | None = None,
+    ) -> VectorIndex:
+        """Map an index file, after a check against the manifest.
+
+        Args:
+            path: of the file.
+            shard: what the manifest says of it.
+            dimension: of the manifest.
+            device: ``cpu``, or ``cuda`` for ``flat`` (faiss-gpu, or torch without it), ``fp16`` (torch) and ``ivf``
+                (faiss-gpu, else the CPU). The other types are made for CPUs and stay there.
+            options: of the index type. Those of the search take the place of the ones it was built with.
+
+        Raises:
+            DataError: the file is missing, truncated, or not the one the manifest describes.
+            ConfigError: an unknown option, or no GPU.
+        """
+        shard.file.check(path.parents[len(Path(shard.file.name).parts) - 1])
+        try:
+            index: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+        except RuntimeError as error:
+            raise DataError(f"{path}: faiss cannot read it ({_first_line(error)}); build it again") from error
+        if (index.ntotal, index.d) != (shard.count, dimension):
+            raise DataError(
+                f"{path}: got {index.ntotal} vectors of dimension {index.d}, expected {shard.count} of {dimension}; "
+                "build the index again"
+            )
+        return cls(index, device=device, options=options)
+
+    @property
+    def count(self) -> int:
+        """Number of vectors."""
+        return int(self._index.ntotal)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the vectors themselves are kept, as they were given."""
+        return self._vectors.is_lossless
+
+    def blocks(self, num_rows: int = BLOCK_ROWS) -> Iterator[Floats]:
+        """Yield all vectors as they are kept, float32 ``[<= num_rows, dimension]``, in row order."""
+        return scan_blocks(self._vectors, self.count, num_rows)
+
+    def search(self, queries: Floats, k: int, num_threads: int) -> tuple[Floats, Rows]:
+        """Find the ``min(k, count)`` nearest rows of each query, best first, equal scores by row.
+
+        ``flat`` finds exactly these, and a query's answer is the same in any batch. The others may miss some.
+
+        Args:
+            queries: float32 ``[n, dimension]``, each of length 1.
+            k: at least 1.
+            num_threads: of faiss, in the calling thread.
+
+        Returns:
+            scores float32 ``[n, min(k, count)]`` and rows int64 of the same shape. Where too few lists were looked
+            into the last ones are absent: row -1, score ``-inf``.
+        """
+        # OpenMP keeps this number a thread: setting it once at start would not reach the thread that searches.
+        faiss.omp_set_num_threads(num_threads)
+        k = min(k, self.count)
+        if k == 0 or not len(queries):
+            return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
+        # faiss scans once a query unless n * dimension is over this; its default makes batches of 64 no faster than 1.
+        faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _BLAS_FROM else _SCAN_THRESHOLD
+        queries = self._scanner.turn(np.ascontiguousarray(queries, np.float32))
+        found = self._scanner.find(queries, k)
+        scores = rescore(self._scanner, queries, found.rows) if self._scanner.rescores else found.scores
+        ranking = best_of(scores, found.rows, k)
+        return ranking.scores, ranking.rows
+
+
+class _FullScan(Unturned):
+    """Every vector, one code after another: ``flat``, ``fp16`` and ``sq8``."""
+
+    rescores = True
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        self._codes = codes_of(index)
+        self.is_lossless = isinstance(index, faiss.IndexFlat)
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        k = min(k + SPARE, self._index.ntotal)
+        if self.is_lossless or len(queries) < _BLAS_FROM:
+            return Ranking(*self._index.search(queries, k))
+        # Compressed vectors faiss always scans once a query, decoding each anew: decoded once they are 4 times faster.
+        start, best = 0, list[Ranking]()
+        for block in scan_blocks(self, self._index.ntotal, BLOCK_ROWS):
+            scores, rows = faiss.knn(queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
+            best = [merge_rankings([*best, Ranking(scores, rows + start)], k)]
+            start += len(block)
+        return best[0]
+
+    def vectors(self, rows: Rows) -> Floats:
+        if self.is_lossless:
+            view: Floats = self._codes.view(np.float32)
+            return view[rows]
+        decoded: Floats = self._index.sa_decode(self._codes[rows])
+        return decoded
+
+
+class _CodeScan:
+    """2-bit codes, of all vectors or of some lists, and a byte a number to score candidates again."""
+
+    is_lossless = False
+    rescores = True
+
+    def __init__(self, index: Any, options: Mapping[str, Any]) -> None:
+        self._parts = CodedParts.of(index)
+        self._base = self._parts.base
+        # In double precision, so that products of different sizes round alike.
+        self._rotation = self._parts.rotation.astype(np.float64)
+        self._bytes = codes_of(self._parts.table)
+        self._factor = int(options.get("refine_factor", self._parts.refine.k_factor))
+
+    def turn(self, queries: Floats) -> Floats:
+        turned: Floats = (queries @ self._rotation).astype(np.float32)
+        return turned
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        num_candidates = max(LEAST_CANDIDATES, k * self._factor)
+        if num_candidates < self._base.ntotal:
+            return Ranking(*self._base.search(queries, num_candidates))
+        # All of them, without a scan: faiss's fast scan drops what its rounded scores put last.
+        rows = np.tile(np.arange(self._base.ntotal), (len(queries), 1))
+        return Ranking(np.zeros(rows.shape, np.float32), rows)
+
+    def vectors(self, rows: Rows) -> Floats:
+        decoded = decode_bytes(self._bytes[rows])
+        if self._parts.is_residual:
+            decoded += self._base.reconstruct_batch(rows)
+        return decoded
+
+
+class _FaissSearch(Unturned):
+    """Whatever faiss finds: ``ivf`` and ``hnsw``."""
+
+    is_lossless = True
+    rescores = False
+
+    def __init__(self, index: Any, options: Mapping[str, Any]) -> None:
+        self._index = index
+        self._ef_search = (
+            int(options.get("ef_search", index.hnsw.efSearch)) if isinstance(index, faiss.IndexHNSW) else 0
+        )
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        if self._ef_search:
+            self._index.hnsw.efSearch = max(self._ef_search, k)
+        return Ranking(*self._index.search(queries, k))
+
+    def vectors(self, rows: Rows) -> Floats:
+        # Of consecutive rows: faiss's lists know no row numbers, so it looks through all of them once.
+        decoded: Floats = self._index.reconstruct_n(int(rows[0]), len(rows))
+        return decoded
+
+
+class _GpuSearch(Unturned):
+    """``flat`` and ``ivf`` in half precision on a GPU. Needs faiss-gpu.
+
+    One thread may search at a time: the resources are this index's own and faiss does not lock them. Scores are
+    half precision; those of ``flat`` are taken again from the mapped vectors.
+    """
+
+    is_lossless = False
+
+    def __init__(self, scanner: Scanner, index: Any, device: str) -> None:
+        self._cpu = scanner
+        self.rescores = scanner.rescores
+        self._resources = faiss.StandardGpuResources()
+        options = faiss.GpuClonerOptions()
+        options.useFloat16 = True
+        _, _, number = device.partition(":")
+        self._index = faiss.index_cpu_to_gpu(self._resources, int(number or 0), index, options)
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        num_candidates = min(k + SPARE, self._index.ntotal) if self.rescores else k
+        if num_candidates > _MAX_GPU_K:
+            return self._cpu.find(queries, k)
+        return Ranking(*self._index.search(queries, num_candidates))
+
+    def vectors(self, rows: Rows) -> Floats:
+        return self._cpu.vectors(rows)
+
+
+def _type_of(index: Any) -> str:
+    kind = type(index).__name__
+    if kind == "IndexScalarQuantizer":
+        kind += f" {index.sq.qtype}"
+    elif kind == "IndexPreTransform":
+        refine: Any = faiss.downcast_index(index.index)
+        kind += f" {type(refine).__name__}"
+        if isinstance(refine, faiss.IndexRefine):
+            kind += f" {type(CodedParts.of(index).base).__name__}"
+    known = {
+        "IndexFlat": FLAT,
+        "IndexFlatIP": FLAT,
+        f"IndexScalarQuantizer {faiss.ScalarQuantizer.QT_fp16}": "fp16",
+        f"IndexScalarQuantizer {faiss.ScalarQuantizer.QT_8bit}": "sq8",
+        "IndexPreTransform IndexRefine IndexPQFastScan": "pq",
+        "IndexPreTransform IndexRefine IndexIVFPQFastScan": "ivf_pq",
+        "IndexIVFFlat": "ivf",
+        "IndexHNSWFlat": "hnsw",
+    }
+    if kind not in known:
+        raise DataError(
+            f"got a faiss index of kind {kind}, expected one that `ragr1 index build` makes; build it again"
+        )
+    return known[kind]
+
+
+def _make_scanner(index: Any, index_type: str, options: Mapping[str, Any]) -> Scanner:
+    lists = CodedParts.of(index).base if index_type == "ivf_pq" else index
+    if options.get("num_probes") and index_type in ("ivf", "ivf_pq"):
+        lists.nprobe = min(options["num_probes"], lists.nlist)
+    if index_type in CODED:
+        return _CodeScan(index, options)
+    return _FaissSearch(index, options) if index_type in ("ivf", "hnsw") else _FullScan(index)
+
+
+def _on_gpu(scanner: Scanner, index: Any, index_type: str, device: str) -> Scanner:
+    if faiss.get_num_gpus() and index_type in (FLAT, "ivf"):
+        return _GpuSearch(scanner, index, device)
+    if index_type in (FLAT, "fp16"):
+        return TorchScanner(scanner, index.ntotal, index.d, device)
+    return scanner
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]
