@@ -46,7 +46,7 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     if needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
     elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
-        _check_file("retrieval.corpora.corpus", retrieval.corpus, "world or a corpus file")
+        _check_file("retrieval.corpus", retrieval.corpus, "world or a corpus file")
     if config.environment.tasks == "":
         raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
 
