@@ -41,10 +41,13 @@ A = TypeVar("A")
 """The answer to one query: a list of passages, a vector."""
 
 
-class Replica(Protocol[A]):
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Replica(Protocol[A_co]):
     """One of several that give the same answers."""
 
-    async def answer_batch(self, queries: list[str], k: int) -> list[A]:
+    async def answer_batch(self, queries: list[str], k: int) -> Sequence[A_co]:
         """Answer every query, or raise ``RetrievalError`` if this replica cannot."""
         ...
 
@@ -233,7 +236,7 @@ class Batcher(Generic[A]):
         """Get one batch answered. ``slots`` is the replica to try first, its slot taken; None where none was up."""
         self._num_batches += 1
         failure = RetrievalError("the search was abandoned")  # by a bug, or the loop's end: nobody may wait for ever
-        answers: list[A] | None = None
+        answers: Sequence[A] | None = None
         try:
             answers = await self._try(batch, slots)
         except RetrievalError as error:
@@ -248,7 +251,7 @@ class Batcher(Generic[A]):
                         call.put(place, answers[index])
             self._announce()
 
-    async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> list[A]:
+    async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> Sequence[A]:
         """Ask one replica after another.
 
         Raises:

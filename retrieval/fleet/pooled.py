@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.fleet.batching import Batcher, BatcherCounts, Replica
 from retrieval.fleet.cache import AnswerCache, normalise
@@ -29,14 +30,21 @@ class PoolSettings:
     """Answers remembered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A replica's answer to a query that no replica can answer, such as one that is too long: retries are useless."""
+
+    reason: str
+
+
 class PooledRetriever:
     """Searches replicas that all hold the same evidence."""
 
     def __init__(
-        self, replicas: Mapping[str, Replica[Hits]], settings: PoolSettings, *, has_stages: bool = False
+        self, replicas: Mapping[str, Replica[Hits | Refusal]], settings: PoolSettings, *, has_stages: bool = False
     ) -> None:
         """Search ``replicas``, by name: at least one. ``has_stages`` is ``Batcher``'s."""
-        self.batcher: Batcher[Hits] = Batcher(
+        self.batcher: Batcher[Hits | Refusal] = Batcher(
             replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries, has_stages=has_stages
         )
         self._cache = AnswerCache(settings.cache_size)
@@ -48,7 +56,7 @@ class PooledRetriever:
 
         Raises:
             ValueError: ``k`` is less than 1.
-            RetrievalError: every attempt failed; the message has their number and the last cause.
+            RetrievalError: every attempt failed, or a replica refused a query; the message has the cause.
         """
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
@@ -58,9 +66,15 @@ class PooledRetriever:
         missing = [query for query in asked if query not in cached]
         found: dict[str, Hits] = {}
         if missing:
-            found = dict(zip(missing, await self.batcher.ask(missing, k), strict=True))
-            for query, hits in found.items():
-                self._cache.put(query, k, hits)
+            refused: list[Refusal] = []
+            for query, answer in zip(missing, await self.batcher.ask(missing, k), strict=True):
+                if isinstance(answer, Refusal):
+                    refused.append(answer)
+                else:
+                    found[query] = answer
+                    self._cache.put(query, k, answer)
+            if refused:
+                raise RetrievalError(refused[0].reason)
         known = cached | found
         # those who ask the same must not share a list
         answers: list[list[Passage]] = [_copy(known[query], is_cached=query in cached) for query in clean]
