@@ -195,7 +195,7 @@ def test_a_run_with_evaluations_and_checkpoints(
         assert (metrics["loop/policy_version"], metrics["loop/weight_fallbacks"]) == (version, 0)
         assert algorithm.evaluate().num_tasks == 8
 
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     try:
         assert algorithm.evaluate().num_tasks == 8
         algorithm.pretrain(lambda step, metrics: algorithm.save(wait=False) and None)
@@ -208,7 +208,7 @@ def test_a_run_with_evaluations_and_checkpoints(
     assert by_value.util.placement_group_table() == {} or all(
         group["state"] == "REMOVED" for group in by_value.util.placement_group_table().values()
     )
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     try:
         algorithm.restore()
         train(algorithm, 4)

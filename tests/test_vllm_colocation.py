@@ -24,7 +24,7 @@ def test_a_run_of_turns_samples_what_the_learner_computes(
     sections["env_runners"]["max_concurrent_trajectories"] = 16
     sections["learners"] |= {"num_learners": 1, "zero_stage": 1}
     sections["training"] |= {"lr": 0.01, "options": {"drop_zero_variance": False}}
-    algorithm = Algorithm(AlgorithmConfig(sections).freeze(), tmp_path / "run")
+    algorithm = Algorithm.create(AlgorithmConfig(sections).freeze(), tmp_path / "run")
     try:
         assert algorithm.evaluate().num_tasks == 8
         algorithm.pretrain(lambda step, metrics: None)

@@ -117,7 +117,7 @@ def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_pat
         .evaluation(num_tasks=4)
         .freeze()
     )
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     for version in range(2):
         metrics = algorithm.train()
         assert metrics["learner/logprob_gap_max"] < 1e-4, metrics

@@ -1,47 +1,17 @@
-"""One question to a trained policy, with its searches shown."""
+"""How ``ragr1 ask`` shows a trajectory, and a question to try it with."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pyarrow as pa
 from rich.text import Text
 
-from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import POLICY_FOLDER
 from ragr1_actors.core.schema import read_trajectories
-from ragr1_actors.core.types import Task, Trajectory
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.rollout.task_sampler import Issue
-from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from retrieval.fleet.group import RetrieverGroup
-from retrieval.registry import needs_index
+from ragr1_actors.core.types import Trajectory
 
 NO_EXAMPLE = "YOUR QUESTION"
-
-
-def ask(path: Path, question: str) -> Trajectory:
-    """Answer ``question`` greedily, in this process, with the newest checkpoint of a run or with the one named.
-
-    Raises:
-        RunDirectoryError: there is no run, or it has no checkpoint yet.
-    """
-    run_dir, checkpoint = find_checkpoint(path)
-    return asyncio.run(_ask(open_run_directory(run_dir), run_dir, checkpoint / POLICY_FOLDER, question))
-
-
-async def _ask(config: RunConfig, run_dir: Path, policy_dir: Path, question: str) -> Trajectory:
-    settings = config.retrieval.model_copy(update={"num_retrievers": 0})
-    index_dir = None
-    if needs_index(settings.type):
-        index_dir = Path(settings.index) if settings.index else run_dir / "index"
-    runner = EnvRunner.load(config, policy_dir, RetrieverGroup.create(index_dir, settings).retriever())
-    task = Task("ask", question, ())
-    group = await runner.sample_group(GroupRequest(Issue("ask", task, 0), 1, 0.0))
-    await runner.close()
-    return group.trajectories[0]
 
 
 def render_trajectory(trajectory: Trajectory) -> Text:

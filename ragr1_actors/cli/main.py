@@ -21,7 +21,6 @@ from ragr1_actors.core.errors import DataError, RagR1Error, UserError
 from ragr1_actors.core.resolve import recipe_descriptions
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.interrupt import exit_status
 from ragr1_actors.training.preflight import check_names
 
 app = typer.Typer(
@@ -67,7 +66,10 @@ def train(
         check_names(config)
         run_dir = run_dir or _new_run_dir(recipe)
         create_run_directory(config, run_dir)
-    from ragr1_actors.training.stages import TrainingRun  # torch and Ray take seconds; what is wrong is said before
+    from ragr1_actors.training.stages import (
+        TrainingRun,
+        exit_status,
+    )  # torch and Ray take seconds; what is wrong is said before
 
     _console.print(config.to_yaml(), style="dim", highlight=False)
     _console.print(f"run directory {run_dir}", soft_wrap=True, highlight=False)
@@ -88,7 +90,7 @@ def claims(
 ) -> None:
     """Check RAG-R1's claim at toy scale: several queries a turn against one, EM and search rounds."""
     from ragr1_actors.cli.claims import compare, render_comparison
-    from ragr1_actors.training.stages import TrainingRun
+    from ragr1_actors.training.stages import TrainingRun, exit_status
 
     base = run_dir or _new_run_dir("claims")
     reports = []
@@ -115,8 +117,8 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question with the newest policy of a run, its searches shown."""
-    from ragr1_actors.cli.ask import ask as ask_policy
     from ragr1_actors.cli.ask import render_trajectory
+    from ragr1_actors.training.evaluation import ask as ask_policy
 
     trajectory = ask_policy(run, question)
     if as_json:

@@ -38,7 +38,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer tasks greedily with a trained policy and print exact match, F1 and how much it searched."""
-    from ragr1_actors.training.evaluating import evaluate as evaluate_policy  # torch and transformers take seconds
+    from ragr1_actors.training.evaluation import evaluate as evaluate_policy  # torch and transformers take seconds
 
     result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
     if as_json:
@@ -68,8 +68,8 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL data."""
-    from ragr1_actors.training.selecting import SelectionSettings  # torch and Ray take seconds
-    from ragr1_actors.training.selecting import select as select_tasks
+    from ragr1_actors.training.selection import SelectionSettings  # torch and Ray take seconds
+    from ragr1_actors.training.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

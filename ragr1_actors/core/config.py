@@ -235,8 +235,8 @@ class DebuggingSettings(Section):
     """Torch threads a process; 0 takes the actor's CPUs."""
 
 
-class RunConfig(BaseModel):
-    """The resolved configuration of a run: every key has a value. Stored as ``config.yaml``."""
+class SamplerConfig(BaseModel):
+    """The sections that sampling reads: all that ``ragr1 evaluate``, ``ask`` and ``select`` need of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -244,12 +244,17 @@ class RunConfig(BaseModel):
     policy: PolicySettings = PolicySettings()
     env_runners: EnvRunnerSettings = EnvRunnerSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
+    debugging: DebuggingSettings = DebuggingSettings()
+
+
+class RunConfig(SamplerConfig):
+    """The resolved configuration of a run: every key has a value. Stored as ``config.yaml``."""
+
     sft: SFTSettings = SFTSettings()
     training: TrainingSettings = TrainingSettings()
     learners: LearnerSettings = LearnerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpointing: CheckpointingSettings = CheckpointingSettings()
-    debugging: DebuggingSettings = DebuggingSettings()
 
     def to_yaml(self) -> str:
         """Every section and key with its value."""

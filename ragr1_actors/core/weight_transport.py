@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
-
-if TYPE_CHECKING:  # config imports this module
-    from ragr1_actors.core.config import RunConfig
 
 TransportName = Literal["object_store", "broadcast", "ipc"]
 WakeTag = Literal["weights", "kv_cache"]
@@ -16,13 +14,17 @@ RECEIVING_ENGINES = ("transformers", "vllm")
 """The project's own that receive weights from a learner directly."""
 
 
-def choose_transport(config: RunConfig) -> TransportName:
+def choose_transport(config: SamplerConfig) -> TransportName:
     """Return what the recipe names; ``auto`` is the way that fits where the parts sit.
+
+    Without learners there are no new weights, and the answer is ``object_store``, which needs no preparation.
 
     That is ``ipc`` where a runner and a learner rank share each GPU, ``broadcast`` where both sides have whole GPUs,
     else ``object_store``. Neither of the first two has been run on GPUs yet: where they fail, they say so and take the
     object store.
     """
+    if not isinstance(config, RunConfig):
+        return "object_store"
     runners, learners = config.env_runners, config.learners
     if runners.weight_transport != "auto":
         return runners.weight_transport

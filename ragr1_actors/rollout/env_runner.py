@@ -23,7 +23,7 @@ from cluster.weights.weight_stream import Invitation
 from envs.base import EnvContext, TextEnv
 from envs.registry import ENVS
 from envs.rewards import exact_match, token_f1
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.plugins import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -71,11 +71,11 @@ class GroupSummary:
 class EnvRunner:
     """Samples trajectories with one engine."""
 
-    def __init__(self, config: RunConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
+    def __init__(self, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
         """Sample with an engine that is loaded.
 
         Args:
-            config: of the run.
+            config: a run's configuration, or its sections for sampling.
             policy_dir: Hugging Face folder or hub name, for the tokenizer.
             retriever: what environments search with.
             engine: of this runner alone; closed with it.
@@ -89,7 +89,7 @@ class EnvRunner:
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
     @classmethod
-    def load(cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
+    def load(cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
@@ -106,7 +106,7 @@ class EnvRunner:
 
     @classmethod
     def recite(
-        cls, config: RunConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
+        cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
     ) -> Self:
         """Say ``scripts``, turns by trajectory id, in place of the policy; no model is loaded."""
         return cls(config, policy_dir, retriever, ScriptedEngine(scripts, PolicyTokenizer(policy_dir).encode))
@@ -167,7 +167,7 @@ class EnvRunner:
 class EnvRunnerActor:
     """``EnvRunner`` as a Ray actor. It ends with its engine: Ray starts both anew."""
 
-    def __init__(self, config: RunConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
+    def __init__(self, config: SamplerConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores.
 
         Started anew beside a learner on its device, it does so in ``catch_up``: that device may be the learner's now.
@@ -242,7 +242,7 @@ def _exit(reason: str) -> NoReturn:
     os._exit(1)
 
 
-def engine_settings(config: RunConfig, version: int) -> EngineSettings:
+def engine_settings(config: SamplerConfig, version: int) -> EngineSettings:
     """Return what the run's configuration says of its engines."""
     settings = config.env_runners
     return EngineSettings(
@@ -256,7 +256,7 @@ def engine_settings(config: RunConfig, version: int) -> EngineSettings:
     )
 
 
-def set_threads(config: RunConfig) -> None:
+def set_threads(config: SamplerConfig) -> None:
     """Give torch the runner's share of the cores."""
     import torch
 

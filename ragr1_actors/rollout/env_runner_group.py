@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -28,7 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from cluster.placement import ActorOptions, anywhere
 from cluster.weights.weight_sync import Receiver
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import WakeTag
@@ -73,7 +72,7 @@ class _Runner:
     num_deaths: int = 0
     num_failed_loads: int = 0
     num_in_flight: int = 0
-    num_finished: int = 0
+    """Trajectories that it was asked for and has not returned."""
     probe: Any = None
     """Reference of the question that is open: a ping of a healthy runner, else the newest weights."""
     probed_at: float = field(default_factory=time.monotonic)
@@ -111,7 +110,7 @@ class EnvRunnerGroup:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: SamplerConfig,
         policy_dir: str | Path,
         retriever: Retriever,
         version: int = 0,
@@ -120,7 +119,7 @@ class EnvRunnerGroup:
         """Start the runners, which load while the caller goes on.
 
         Args:
-            config: of the run.
+            config: a run's configuration, or its sections for sampling.
             policy_dir: Hugging Face folder or hub name.
             retriever: what environments search with.
             version: of the policy in ``policy_dir``.
@@ -137,8 +136,9 @@ class EnvRunnerGroup:
         self._last_loss = "none came back in time"
         self.num_restarts = 0
         self._local: EnvRunner | None = None
+        self._loads: list[tuple[float, int]] = []
         # twice what a runner works on at once: the next request is there when a trajectory ends
-        self._max_in_flight = 2 * math.ceil(settings.max_concurrent_trajectories / max(1, config.training.group_size))
+        self._max_in_flight = 2 * settings.max_concurrent_trajectories
         if settings.num_env_runners == 0:
             self._local = EnvRunner.load(config, policy_dir, retriever, version)
             self._loop = asyncio.new_event_loop()
@@ -150,7 +150,7 @@ class EnvRunnerGroup:
                 num_gpus=settings.num_gpus_per_env_runner,
                 max_restarts=-1,
                 max_task_retries=0,  # the group hands the request to another runner
-                max_concurrency=4 * self._max_in_flight,
+                max_concurrency=2 * self._max_in_flight,
                 **actor_options(index),
             )
             self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
@@ -176,20 +176,33 @@ class EnvRunnerGroup:
 
     @property
     def load(self) -> list[int]:
-        """Groups that each runner works on; -1 for one that takes none."""
+        """Trajectories in flight on each runner; -1 for a runner that takes none."""
         if self._local is not None:
-            return [len(self._pending)]
+            return [sum(request.num_trajectories for request in self._pending)]
         return [runner.num_in_flight if runner.is_healthy else -1 for runner in self._runners]
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of the fleet, for an iteration's metrics."""
-        finished = [runner.num_finished for runner in self._runners]
+        """Health and load of the fleet.
+
+        ``num_healthy`` runners take requests now, ``num_lost`` do not start any more, and runners died
+        ``num_restarts`` times since the start. ``load`` is the number of trajectories in flight per healthy runner and
+        ``queue`` the number of groups that wait for a runner, both averaged over the calls of ``collect`` since the
+        last call of this method.
+        """
+        loads, self._loads = self._loads or [(0.0, 0)], []
         return {
             "num_healthy": float(self.num_healthy),
             "num_restarts": float(self.num_restarts),
             "num_lost": float(sum(runner.is_lost for runner in self._runners)),
-            **({"least_groups": float(min(finished)), "most_groups": float(max(finished))} if finished else {}),
+            "load": sum(load for load, _ in loads) / len(loads),
+            "queue": sum(queue for _, queue in loads) / len(loads),
         }
+
+    def _note_load(self) -> None:
+        """Remember how much the fleet has to do, for ``metrics``."""
+        loads = [load for load in self.load if load >= 0]
+        queue = 0 if self._local is not None else len(self._pending)
+        self._loads.append((sum(loads) / max(1, len(loads)), queue))
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
         """Call ``func`` with every healthy runner, where it lives, and return the results.
@@ -217,6 +230,7 @@ class EnvRunnerGroup:
         Raises:
             FleetError: no runner is left and none comes back; the message has the last one's reason.
         """
+        self._note_load()
         if self._local is not None:
             return self._loop.run_until_complete(self._collect_local(self._local))
         deadline = time.monotonic() + RESTART_TIMEOUT_S
@@ -315,12 +329,12 @@ class EnvRunnerGroup:
             runner = min(free, key=lambda r: r.num_in_flight)
             request = self._pending.popleft()
             summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
-            runner.num_in_flight += 1
+            runner.num_in_flight += request.num_trajectories
             self._in_flight[summary] = _InFlight(request, runner, batch)
 
     def _finish(self, ref: Any) -> FinishedGroup | None:
         flight = self._in_flight.pop(ref)
-        flight.runner.num_in_flight -= 1
+        flight.runner.num_in_flight -= flight.request.num_trajectories
         try:
             summary = ray.get(ref)
         except RayActorError as error:
@@ -331,7 +345,6 @@ class EnvRunnerGroup:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {_cause(error)}") from error
-        flight.runner.num_finished += 1
         return FinishedGroup(flight.request, summary, flight.batch)
 
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:

@@ -1,51 +1,60 @@
-"""Finished groups on their way to the learner."""
+"""GroupBuffer: finished trajectory groups on their way to the learner, and the metrics of the groups of a batch."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
 
 from learners.advantages import has_variance
 from learners.algorithms.options import GroupOptions
 from learners.algorithms.registry import learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.runs.metrics import TIME_PREFIX, mean_over
 
 
 def max_set_aside(config: RunConfig) -> int:
-    """Groups a batch that the algorithm's dynamic sampling may pass over."""
+    """Return how many groups per batch the algorithm's dynamic sampling may pass over."""
     options = learner_options(config.training)
     num_batches = options.max_sampled_batches if isinstance(options, GroupOptions) else 1
     return (num_batches - 1) * config.training.train_batch_size
 
 
 class GroupBuffer:
-    """Holds finished groups in the order they came, and hands out batches none of whose groups is too stale.
+    """Holds finished groups in the order they came, and returns batches without stale groups.
 
-    With dynamic sampling, ``max_set_aside`` groups a batch whose rewards are all alike do not count, so that others are
-    sampled in their place (DAPO, arXiv:2503.14476, section 3.2). One more does, and fills the batch up: which groups
-    make a batch at lag 0 depends on the order of the tasks, not on that in which groups come.
+    With dynamic sampling, a group whose rewards are all equal is set aside, and another group is sampled in its place
+    (DAPO, arXiv:2503.14476, section 3.2). At most ``max_set_aside`` groups per batch are; further ones fill the batch.
+    At lag 0, which groups make a batch depends on the order of the tasks, not on the order in which groups finish.
     """
 
     def __init__(self, max_policy_lag: int, max_set_aside: int = 0) -> None:
-        """Take the versions a group may be behind the policy that it trains, and how many a batch are set aside."""
+        """Hold no group yet.
+
+        Args:
+            max_policy_lag: versions that a group may be behind the policy it trains.
+            max_set_aside: groups per batch that may be set aside; 0 is no dynamic sampling.
+        """
         self._max_policy_lag = max_policy_lag
         self._max_set_aside = max_set_aside
         self._groups: deque[FinishedGroup] = deque()
         self._set_aside: list[FinishedGroup] = []
 
     def __len__(self) -> int:
-        """Groups that a batch can be made of."""
+        """Return the number of groups that a batch can be made of."""
         return len(self._groups) + max(0, len(self._set_aside) - self._max_set_aside)
 
     def add(self, group: FinishedGroup) -> None:
-        """Take a finished group."""
+        """Add a finished group."""
         if self._max_set_aside and not has_variance(group.summary.rewards):
             self._set_aside.append(group)
         else:
             self._groups.append(group)
 
     def drop_set_aside(self) -> list[FinishedGroup]:
-        """Remove and return, in the order of their tasks, the groups that were set aside for the last batch."""
+        """Remove and return the groups that were set aside, in the order of their tasks."""
         dropped, self._set_aside = self._set_aside, []
         return sorted(dropped, key=lambda group: group.request.issue.issue_id)
 
@@ -54,7 +63,7 @@ class GroupBuffer:
         oldest = policy_version - self._max_policy_lag
 
         def is_stale(group: FinishedGroup) -> bool:
-            return 0 <= group.summary.oldest_version < oldest  # below 0: nothing was sampled, which does not age
+            return 0 <= group.summary.oldest_version < oldest  # -1: no token was sampled
 
         held = [*self._groups, *self._set_aside]
         self._groups = deque(group for group in self._groups if not is_stale(group))
@@ -62,8 +71,24 @@ class GroupBuffer:
         return [group for group in held if is_stale(group)]
 
     def take(self, count: int) -> list[FinishedGroup]:
-        """Remove and return the ``count`` groups that came first, the last of them from what was set aside."""
+        """Remove and return the ``count`` groups that came first; groups that were set aside come last."""
         self._set_aside.sort(key=lambda group: group.request.issue.issue_id)
         missing = max(0, count - len(self._groups))
         filling, self._set_aside = self._set_aside[:missing], self._set_aside[missing:]
         return [self._groups.popleft() for _ in range(count - missing)] + filling
+
+
+def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Average the groups of a batch: ``{"rollout/reward": 0.61, "rollout/em": 0.6, "time/retrieval_s": 0.2, ...}``."""
+    summaries = [group.summary for group in batch]
+    rewards = [np.array(s.rewards) for s in summaries if s.rewards]
+    names = {name for s in summaries for name in s.means}  # a name that a group does not have counts as 0
+    means = mean_over([dict.fromkeys(names, 0.0) | s.means for s in summaries if s.means])
+    return {
+        **{name if name.startswith(TIME_PREFIX) else f"rollout/{name}": value for name, value in means.items()},
+        "rollout/reward": float(np.mean([r.mean() for r in rewards])),
+        "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
+        "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),
+        "rollout/queries_per_round": means["queries"] / means["rounds"] if means.get("rounds") else 0.0,
+        "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
+    }

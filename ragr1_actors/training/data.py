@@ -1,19 +1,26 @@
-"""What a run needs before its first actor starts: tasks, corpus, index, policy folder and demonstrations."""
+"""What a run needs before its first actor starts: tasks, index, policy folder and demonstrations.
+
+``prepare`` loads or makes all of it and returns a ``Workspace``. The fleets are built from that, see ``algorithm.py``.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.tasks import load_tasks, overlap, without_overlap
-from envs.world import World, make_world
-from ragr1_actors.core.config import EnvironmentSettings, RunConfig
-from ragr1_actors.core.errors import DataError
+from envs.world import make_world
+from learners.algorithms.sft import segment
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import write_folder
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Task, TrajectoryGroup
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
@@ -25,62 +32,83 @@ from retrieval.registry import needs_index
 WORLD = "world"
 TINY = "tiny"
 HELD_OUT_SHARE = 0.2
-"""Most of a task file that is held out where no file of evaluation tasks is given."""
+"""The largest share of a task file that is held out if no file of evaluation tasks is given."""
 
 Demonstrate = Callable[[Task, random.Random], list[str]]
-"""The model's turns of one scripted attempt."""
+"""Returns the turns of one scripted attempt at a task."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The questions of a run."""
+
+    train: tuple[Task, ...]
+    evaluation: tuple[Task, ...]
+    """Held out: never trained on."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about the files, one sentence each."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Everything on disk and in memory that the actors are built from."""
+    """Everything on disk and in memory that the fleets are built from."""
 
     train_tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
     index_dir: Path | None
-    """None where ``retrieval.type`` needs no index."""
+    """None if ``retrieval.type`` needs no index."""
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
     demonstrate: Demonstrate
     recall: dict[str, float]
-    """``{"recall@3": 0.61, ...}`` of the evaluation questions, where their evidence is known."""
+    """``{"recall@3": 0.61, ...}`` of the evaluation questions, if their evidence is known."""
     notes: tuple[str, ...]
-    """What is worth telling a person about the data."""
+    """What a person should know about the data."""
 
 
 def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     """Load the tasks, and build what is missing: the index from the corpus, the tiny policy from the texts.
 
     Raises:
-        UserError: a file that cannot be used; the message says which and why.
+        UserError: a file cannot be used, or no task is left to train on or to hold out.
     """
-    environment, retrieval = config.environment, config.retrieval
-    needs_world = WORLD in (environment.tasks, retrieval.corpus)
-    world = make_world(environment.world_seed) if needs_world else None
-    train_tasks, eval_tasks, notes = _load_tasks(config, world)
-    index_dir = _make_index(config, run_dir, world) if needs_index(retrieval.type) else None
+    environment = config.environment
+    tasks = split_tasks(config, config.evaluation.num_tasks)
+    if not tasks.evaluation:
+        raise DataError(
+            f"{environment.tasks}: {len(tasks.train)} tasks are too few to hold one in five out; name a file of "
+            "evaluation tasks in environment.eval_tasks"
+        )
+    if not tasks.train:
+        raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
+    index_dir = prepare_index(config, run_dir)
     recall = {}
-    if index_dir is not None and any(task.supporting_ids for task in eval_tasks):
-        recall = evaluate_index(index_dir, eval_tasks)
-    demonstrate: Demonstrate = _evidence(environment)
-    texts: Iterable[str] = [environment.prompt]
-    if environment.tasks == WORLD and world is not None:
-        demonstrator = Demonstrator(world, environment.max_queries_per_turn, environment.query_format)
-        demonstrate = demonstrator.demonstrate
-        texts = [*texts, *world.texts(), *demonstrator.texts()]
-    else:
-        texts = [*texts, *(f" {task.question}" for task in train_tasks)]
-        if index_dir is not None:
-            texts += [f" {p.title}: {p.text}" for p in Corpus.open(index_dir)]
-    policy_dir = _make_policy(config, run_dir, texts)
-    return Workspace(train_tasks, eval_tasks, index_dir, policy_dir, demonstrate, recall, notes)
+    if index_dir is not None and any(task.supporting_ids for task in tasks.evaluation):
+        recall = evaluate_index(index_dir, tasks.evaluation)
+    policy_dir = prepare_policy(config, run_dir, tasks.train, index_dir)
+    demonstrate = _demonstrate(environment)
+    return Workspace(tasks.train, tasks.evaluation, index_dir, policy_dir, demonstrate, recall, tasks.notes)
 
 
-def _load_tasks(config: RunConfig, world: World | None) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
+def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
+    max_queries, query_format = environment.max_queries_per_turn, environment.query_format
+    if environment.tasks == WORLD:
+        return Demonstrator(make_world(environment.world_seed), max_queries, query_format).demonstrate
+    return lambda task, _: evidence_demonstration(task, max_queries, query_format)
+
+
+def split_tasks(config: RunConfig, num_eval_tasks: int) -> Tasks:
+    """Load the training tasks and hold out at most ``num_eval_tasks`` evaluation tasks.
+
+    Raises:
+        DataError: a task file cannot be used.
+    """
     environment = config.environment
     notes: list[str] = []
     if environment.tasks == WORLD:
-        assert world is not None
+        world = make_world(environment.world_seed)
         train, evaluation = world.train_tasks, world.eval_tasks
     else:
         loaded = load_tasks(environment.tasks)
@@ -92,20 +120,28 @@ def _load_tasks(config: RunConfig, world: World | None) -> tuple[tuple[Task, ...
         evaluation = loaded.tasks
         shared = len(overlap(train, evaluation))
         if shared:
-            notes.append(f"{shared} evaluation questions also stand in the training tasks; left out of training")
+            notes.append(f"{shared} evaluation questions are also training tasks; they are left out of training")
             train = without_overlap(train, evaluation)
     if not evaluation:
         order = random.Random(config.debugging.seed).sample(range(len(train)), len(train))
-        num_held_out = min(config.evaluation.num_tasks, int(len(train) * HELD_OUT_SHARE))
-        held_out = set(order[:num_held_out])
+        held_out = set(order[: min(num_eval_tasks, int(len(train) * HELD_OUT_SHARE))])
         evaluation = tuple(task for index, task in enumerate(train) if index in held_out)
         train = tuple(task for index, task in enumerate(train) if index not in held_out)
         notes.append(f"{len(evaluation)} tasks held out for evaluation")
-    return train, evaluation[: config.evaluation.num_tasks], tuple(notes)
+    return Tasks(train, evaluation[:num_eval_tasks], tuple(notes))
 
 
-def _make_index(config: RunConfig, run_dir: Path, world: World | None) -> Path:
+def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
+    """Return the index that ``retrieval`` names; else build it from the corpus into ``run_dir``.
+
+    Returns None if ``retrieval.type`` needs no index.
+
+    Raises:
+        UserError: the index or the corpus cannot be used.
+    """
     settings = config.retrieval
+    if not needs_index(settings.type):
+        return None
     if settings.index:
         manifest = Manifest.read(settings.index)
         if manifest.is_dense and settings.encoder not in (
@@ -119,14 +155,12 @@ def _make_index(config: RunConfig, run_dir: Path, world: World | None) -> Path:
             )
         return Path(settings.index)
     index_dir = run_dir / "index"
-    if index_dir.exists():  # a resumed run: the index appeared whole or not at all
+    if index_dir.exists():  # a resumed run: the index is written whole or not at all
         return index_dir
-    passages: Iterable[Passage]
-    if settings.corpus == WORLD:
-        assert world is not None
-        passages = world.passages
-    else:
-        passages = read_passages(settings.corpus)
+    is_world = settings.corpus == WORLD
+    passages: Iterable[Passage] = (
+        make_world(config.environment.world_seed).passages if is_world else read_passages(settings.corpus)
+    )
     return build_index(
         passages,
         index_dir,
@@ -139,18 +173,24 @@ def _make_index(config: RunConfig, run_dir: Path, world: World | None) -> Path:
     )
 
 
-def _make_policy(config: RunConfig, run_dir: Path, texts: Iterable[str]) -> str:
+def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], index_dir: Path | None) -> str:
+    """Return ``policy.model``; a tiny policy is made in ``run_dir``, with a tokenizer for the texts of the run.
+
+    Args:
+        config: of the run.
+        run_dir: the tiny policy's folder is ``policy`` in it.
+        tasks: the tokenizer is trained on their questions, and on the passages of the index.
+        index_dir: None for no index.
+    """
     policy = config.policy
     if policy.model != TINY:
         return policy.model
-    from ragr1_actors.training.tiny_policy import make_tiny_policy  # pulls in torch
-
     directory = run_dir / "policy"
 
     def write(writing: Path) -> None:
         make_tiny_policy(
             writing,
-            texts,
+            _texts(config, tasks, index_dir),
             seed=config.debugging.seed,
             vocab_size=policy.vocab_size,
             hidden_size=policy.hidden_size,
@@ -164,18 +204,58 @@ def _make_policy(config: RunConfig, run_dir: Path, texts: Iterable[str]) -> str:
     return str(directory)
 
 
-def _evidence(environment: EnvironmentSettings) -> Demonstrate:
-    return lambda task, _: evidence_demonstration(task, environment.max_queries_per_turn, environment.query_format)
+def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None) -> Iterator[str]:
+    """Yield the texts that the policy reads and writes."""
+    environment = config.environment
+    yield environment.prompt
+    if environment.tasks == WORLD:
+        world = make_world(environment.world_seed)
+        yield from world.texts()
+        yield from Demonstrator(world, environment.max_queries_per_turn, environment.query_format).texts()
+        return
+    yield from (f" {task.question}" for task in tasks)
+    if index_dir is not None:
+        yield from (f" {passage.title}: {passage.text}" for passage in Corpus.open(index_dir))
 
 
-def demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
-    """Draw ``count`` scripted attempts over the training tasks, seeded; tasks repeat where there are fewer."""
+def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
+    """Draw ``count`` scripted attempts at the training tasks, seeded. Tasks repeat if there are fewer."""
     rng = random.Random(f"demonstrations {seed}")
-    tasks: Sequence[Task] = workspace.train_tasks
     drawn: list[tuple[Task, tuple[str, ...]]] = []
     while len(drawn) < count:
-        for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
-            # the id is the attempt's, since the same task may be demonstrated twice
+        for task in rng.sample(workspace.train_tasks, min(len(workspace.train_tasks), count - len(drawn))):
+            # each attempt has its own id, since the same task may be demonstrated twice
             named = replace(task, task_id=f"{task.task_id}/demonstration{len(drawn)}")
             drawn.append((named, tuple(workspace.demonstrate(task, rng))))
     return drawn
+
+
+def learnable(groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Counter[str]]:
+    """Return the played demonstrations that hold decisions, and the number of decisions per category.
+
+    The second is ``{"first_search": 198, ...}``. A warning is logged if some demonstrations failed: if those that
+    answer all fail, because of a reward for example, the policy would learn never to answer.
+
+    Raises:
+        FleetError: all demonstrations failed.
+    """
+    kept: list[TrajectoryGroup] = []
+    num_decisions: Counter[str] = Counter()
+    for group in groups:
+        whole = [trajectory for trajectory in group.trajectories if not trajectory.stop_reason.is_failure]
+        segments = [found for trajectory in whole for found in segment(trajectory)]
+        num_decisions.update(found.category.value for found in segments)
+        if segments:
+            kept.append(group)
+    num_failed = len(groups) - len(kept)
+    if num_failed:
+        errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
+        reason = (
+            f"the last one with: {errors[-1]}"
+            if errors
+            else "their prompts fill env_runners.max_context_tokens: raise it"
+        )
+        if not kept:
+            raise FleetError(f"all {len(groups)} demonstrations failed; {reason}")
+        logger.warning("%d of %d demonstrations failed and are not learned from; %s", num_failed, len(groups), reason)
+    return kept, num_decisions

@@ -11,7 +11,7 @@ from envs.base import TextEnv
 from envs.registry import ENVS
 from envs.rewards import REWARDS
 from learners.algorithms.registry import LEARNERS, learner_options
-from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, TrainingSettings
+from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
 from ragr1_actors.rollout.engines.base import Engine
@@ -23,32 +23,42 @@ _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 
 
 def check_names(config: RunConfig, *, has_index: bool = False) -> None:
-    """Say at once which name in a recipe is nothing that there is; the libraries behind known ones are not imported.
+    """Check every name of a run's configuration. The libraries behind known names are not imported.
 
     Args:
         config: of a run.
         has_index: the run has made its index; the corpus is not needed any more.
 
     Raises:
-        ConfigError: names the key, what stands there and what was expected.
+        ConfigError: a name is unknown; the message has the key, what was got and what was expected.
+        DataError: ``retrieval.index`` names a directory without an index.
+    """
+    check_sampler(config, has_index=has_index)
+    _check_learner(config.training)
+    for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
+        if file not in ("", "world"):
+            _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
+    if config.environment.tasks == "":
+        raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
+
+
+def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
+    """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval.
+
+    Raises:
+        ConfigError: as of ``check_names``.
         DataError: ``retrieval.index`` names a directory without an index.
     """
     check_environment(config.environment.env)
     _check_reward(config.environment.reward)
     _check_engine(config.env_runners.engine)
-    _check_learner(config.training)
     _check_retrieval_type(config.retrieval.type)
     _check_policy(config.policy.model)
-    for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
-        if file not in ("", "world"):
-            _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
     retrieval = config.retrieval
     if needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
     elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
         _check_file("retrieval.corpus", retrieval.corpus, "world or a corpus file")
-    if config.environment.tasks == "":
-        raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
 
 
 def check_environment(name: str) -> type[TextEnv]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +18,7 @@ from safetensors import SafetensorError
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room
+from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import (
@@ -30,8 +33,7 @@ from ragr1_actors.runs.report import (
 )
 from ragr1_actors.runs.run_state import read_standing
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.interrupt import InterruptGuard
-from ragr1_actors.training.sessions import session_for
+from ragr1_actors.training.data import Workspace, prepare
 
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
@@ -67,10 +69,16 @@ class TrainingRun:
             ) from error
 
     def _execute(self) -> RunReport:
-        with PeakMemory() as memory, InterruptGuard() as guard, session_for(self._config), self._logger() as logger:
-            guard.take_over()  # Ray answers SIGTERM in its own way from its start on
+        with (
+            PeakMemory() as memory,
+            InterruptGuard() as guard,
+            session_for(self._config, self._config.learners),
+            self._logger() as logger,
+        ):
+            guard.take_over()  # Ray has installed its own handlers
+            workspace = prepare(self._config, self._run_dir)
             with self._console.status("starting the fleets"):
-                algorithm = Algorithm(self._config, self._run_dir, guard)
+                algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
             try:
                 self._restore(algorithm)  # interrupted in here, a run has nothing to save yet, and much to overwrite
                 self._run_or_save(algorithm, logger, guard)
@@ -81,14 +89,14 @@ class TrainingRun:
             wall_s=self._wall_s(),
             peak_rss_bytes=memory.peak_bytes,
             tasks=TaskCounts(**algorithm.task_counts()),
-            ratios=dict(algorithm.workspace.recall),
+            ratios=dict(workspace.recall),
         )
         write_report(self._run_dir, report)
         return report
 
     def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger, guard: InterruptGuard) -> None:
         try:
-            self._describe(algorithm)
+            self._describe(algorithm.workspace)
             self._run_stages(algorithm, logger)
         except KeyboardInterrupt:
             if (
@@ -128,8 +136,7 @@ class TrainingRun:
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
 
-    def _describe(self, algorithm: Algorithm) -> None:
-        workspace = algorithm.workspace
+    def _describe(self, workspace: Workspace) -> None:
         for note in workspace.notes:
             self._console.print(note)
         recall = ", ".join(f"{name} {value:.2f}" for name, value in workspace.recall.items())
@@ -234,3 +241,70 @@ class TrainingRun:
             soft_wrap=True,
             highlight=False,
         )
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class TerminationError(KeyboardInterrupt):
+    """SIGTERM: an interrupt that did not come from a keyboard."""
+
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """Return what a shell reports of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
+
+
+class InterruptGuard:
+    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is one.
+
+    At once, or at the end of a ``held()`` block; a second signal inside the block is not held back. Used as a context
+    manager in the main thread; without that it holds nothing and changes no handler.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self.is_torn = False
+        """Whether a second signal broke a ``held()`` block off, which leaves its states apart."""
+        self._depth = 0
+        self._pending: KeyboardInterrupt | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Take the signals over."""
+        self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def take_over(self) -> None:
+        """Take the signals again, where something has put handlers of its own in place, as Ray does when it starts."""
+        if self._previous:
+            for number in _SIGNALS:
+                signal.signal(number, self._handle)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold an interrupt back until the block is done."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._pending and not self._depth:
+            interrupt, self._pending = self._pending, None
+            raise interrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
+        if self._depth and not self._pending:
+            self._pending = interrupt
+            return
+        self.is_torn = self.is_torn or self._depth > 0
+        raise interrupt

@@ -24,7 +24,7 @@ from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.saving import CheckpointSaver
+from ragr1_actors.training.algorithm import CheckpointSaver
 from ragr1_actors.training.stages import TrainingRun
 
 
@@ -80,7 +80,7 @@ def test_the_learner_goes_on_while_its_state_of_before_is_written(
     first = update(learners)
     saver.begin(1, {"iteration": 1}, None)
     second = update(learners)
-    saver.look()
+    saver.commit_if_written()
     assert store.latest() is None  # a run that dies here has no checkpoint, rather than half of one
     threading.Timer(0.5, disk.is_free.set).start()
     saver.begin(2, {"iteration": 2}, None)  # waits for the one before
@@ -108,7 +108,7 @@ def test_what_could_not_be_written_is_raised_when_somebody_looks(
     saver.begin(2, {}, None)
     with pytest.raises(UserError, match=r"no room to write a checkpoint .* free some space"):
         saver.finish()
-    saver.look()  # said once
+    saver.commit_if_written()  # said once
     assert store.steps() == [1]
     disk.error = None
     saver.begin(3, {}, None)

@@ -1,8 +1,9 @@
 """``ragr1 select``: the tasks that a policy can learn from, chosen by how often it answers them.
 
-After RAG-R1 (arXiv:2507.02962), which chose the data of its second stage so: the questions that the model got wrong
-once were sampled up to ten times more, at temperature 1.2 and with up to ten searches; kept were those with a right
-answer among these, and a random quarter of the questions that it had got right. Its model was Qwen2.5-72B-Instruct.
+After RAG-R1 (arXiv:2507.02962), which chose the data of its second stage in this way: the questions that the model got
+wrong once were sampled up to ten times more, at temperature 1.2 and with up to ten searches. Kept were those with a
+correct answer among these, and a random quarter of the questions that it had got right. Its model was
+Qwen2.5-72B-Instruct.
 
 Deviation: whether a question is hard is decided by its pass rate over all samples, not by one attempt, which is a coin
 toss for a question that is answered half of the time.
@@ -20,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.config import RunConfig
+from envs.tasks import load_tasks
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import POLICY_FOLDER
 from ragr1_actors.core.resolve import recipe_names
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.sampler import Sampler, session_for
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.preflight import check_names
-from ragr1_actors.training.sessions import session_for
+from ragr1_actors.training.data import prepare_index, prepare_policy
+from ragr1_actors.training.preflight import check_sampler
 
-ALL_TASKS = 2**31
 _TAKEN_AS = {
     "environment.tasks": "--tasks",
     "environment.eval_tasks": "--tasks",
@@ -46,32 +47,32 @@ class SelectionSettings:
     """How tasks are sampled and which are kept; RAG-R1's numbers where it has one."""
 
     num_samples: int = 10
-    """Trajectories a task."""
+    """Trajectories per task."""
     temperature: float = 1.2
     max_turns: int = 11
     """Ten searches, and the answer."""
     max_pass_rate: float = 0.5
-    """Share of samples answered right up to which a task is hard. Not RAG-R1's; see above."""
+    """A task is hard if at most this share of its samples is correct. Not RAG-R1's; see above."""
     easy_share: float = 0.25
-    """Of the tasks above it."""
+    """The share of the easier tasks that is kept."""
 
 
 @dataclass(frozen=True)
 class SelectionCounts:
-    """What became of the tasks of a file; each is in one of never, hard, easy, always and failed."""
+    """What became of the tasks of a file; each is one of never, hard, easy, always and failed."""
 
     tasks: int
     never: int
-    """Answered right in no sample; dropped."""
+    """No sample was correct; dropped."""
     hard: int
-    """In some, and in ``max_pass_rate`` of them at most; kept."""
+    """Some samples were correct, at most the share ``max_pass_rate``; kept."""
     easy: int
-    """In more, but not in all; a share is kept, of the next as well."""
+    """More were correct, but not all; a share of these and of ``always`` is kept."""
     always: int
     failed: int
     """The machinery failed on them, retries included; dropped."""
     kept_easy: int
-    """Of ``easy`` and ``always``."""
+    """Kept of ``easy`` and ``always``."""
     kept: int
 
 
@@ -85,7 +86,7 @@ def select(
     index: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> SelectionCounts:
-    """Sample every task of a file and write those worth training on, in the file's order, with their pass rates.
+    """Sample every task of a file and write the tasks worth training on, in the file's order, with their pass rates.
 
     Each line is a task that ``environment.tasks`` takes::
 
@@ -95,34 +96,24 @@ def select(
         source: a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does.
         tasks: a task file.
         out: a file that does not exist yet.
-        settings: which are kept.
-        overrides: ``section.key=value`` ..., of the recipe's or the run's.
-        index: an index directory; without it, the recipe's or the run's own.
-        on_task: called with the tasks done and all of them.
+        settings: how tasks are sampled and which are kept.
+        overrides: ``section.key=value`` ..., for the recipe or the run.
+        index: an index directory; None takes the recipe's or the run's own.
+        on_task: called with the number of tasks done and the number of all tasks.
 
     Raises:
-        UserError: a file, recipe or run that cannot be used; or no task would be kept.
+        UserError: a file, recipe or run cannot be used; or no task would be kept.
         FleetError: every task failed.
     """
-    if not tasks.is_file():
-        raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
-    if out.exists():
-        raise DataError(f"{out} exists already; choose another --out, or delete it")
-    if not out.absolute().parent.is_dir():
-        raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
-    if not os.access(out.absolute().parent, os.W_OK):
-        raise DataError(f"cannot write into {out.absolute().parent}; choose another --out")
-    if not 0 <= settings.temperature < math.inf:
-        raise DataError(f"got --temperature {settings.temperature}, expected a finite number, 0 for greedy")
-    config = selection_config(source, tasks, settings, overrides, index)
-    check_names(config)
+    _check_arguments(tasks, out, settings)
+    config = selection_config(source, settings, overrides, index)
+    check_sampler(config)
+    found = load_tasks(tasks).tasks
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
-        algorithm = Algorithm(config, Path(scratch), learns=False)
-        try:
-            found = algorithm.workspace.eval_tasks
-            successes = _sample(algorithm, found, settings, on_task)
-        finally:
-            algorithm.stop()
+        index_dir = prepare_index(config, Path(scratch))
+        policy_dir = prepare_policy(config, Path(scratch), found, index_dir)
+        with Sampler(config, policy_dir, index_dir) as sampler:
+            successes = _sample(sampler, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
         raise DataError(
@@ -133,10 +124,23 @@ def select(
     return counts
 
 
+def _check_arguments(tasks: Path, out: Path, settings: SelectionSettings) -> None:
+    if not tasks.is_file():
+        raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
+    if out.exists():
+        raise DataError(f"{out} exists already; choose another --out, or delete it")
+    if not out.absolute().parent.is_dir():
+        raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise DataError(f"cannot write into {out.absolute().parent}; choose another --out")
+    if not 0 <= settings.temperature < math.inf:
+        raise DataError(f"got --temperature {settings.temperature}, expected a finite number, 0 for greedy")
+
+
 def selection_config(
-    source: str, tasks: Path, settings: SelectionSettings, overrides: Iterable[str], index: Path | None
-) -> RunConfig:
-    """Return the configuration of a recipe, run or checkpoint, changed so that it samples ``tasks`` and learns nothing.
+    source: str, settings: SelectionSettings, overrides: Iterable[str], index: Path | None
+) -> SamplerConfig:
+    """Return how a recipe, run or checkpoint samples, with ``settings.max_turns`` and its own policy and index.
 
     Raises:
         UserError: there is no such recipe, run or key.
@@ -145,31 +149,29 @@ def selection_config(
     for name in (override.partition("=")[0] for override in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
-    run_index = ""
     is_recipe = source in recipe_names() or Path(source).suffix in (".yaml", ".yml")
+    own_index = ""
     if is_recipe or not (Path(source).is_dir() or "/" in source):
         builder = AlgorithmConfig.from_recipe(source)
     else:
         run_dir, checkpoint = find_checkpoint(Path(source))
-        builder = AlgorithmConfig(open_run_directory(run_dir).model_dump()).policy(
-            model=str(checkpoint / POLICY_FOLDER)
-        )
-        run_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
+        builder = AlgorithmConfig(open_run_directory(run_dir).model_dump())
+        builder.policy(model=str(checkpoint / POLICY_FOLDER))
+        own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
     config = builder.override(overrides).freeze()
-    builder = AlgorithmConfig(config.model_dump())
-    builder.environment(
-        tasks="world", eval_tasks=str(tasks), max_turns=settings.max_turns
-    )  # nothing of the world is used
-    builder.retrieval(index=str(index) if index else config.retrieval.index or run_index)
-    builder.evaluation(num_tasks=ALL_TASKS).learners(num_learners=0).checkpointing(keep_trajectories=False)
-    builder.env_runners(weight_transport="object_store")  # no weights come
-    return builder.freeze()
+    return SamplerConfig(
+        environment=config.environment.model_copy(update={"max_turns": settings.max_turns}),
+        policy=config.policy,
+        env_runners=config.env_runners,
+        retrieval=config.retrieval.model_copy(update={"index": str(index or config.retrieval.index or own_index)}),
+        debugging=config.debugging,
+    )
 
 
 def _sample(
-    algorithm: Algorithm, tasks: tuple[Task, ...], settings: SelectionSettings, on_task: Callable[[int, int], None]
+    sampler: Sampler, tasks: tuple[Task, ...], settings: SelectionSettings, on_task: Callable[[int, int], None]
 ) -> dict[str, int]:
-    """Return the right answers of every task that came to its end, by task id."""
+    """Return the number of correct answers by task id, for every task that did not fail."""
     successes: dict[str, int] = {}
 
     def on_group(group: FinishedGroup) -> None:
@@ -179,20 +181,20 @@ def _sample(
             on_task(len(successes), len(tasks))
 
     on_task(0, len(tasks))
-    algorithm.sample(tasks, settings.num_samples, settings.temperature, on_group)
+    sampler.sample_tasks(tasks, settings.num_samples, settings.temperature, on_group)
     return successes
 
 
 def choose(
     tasks: Iterable[Task], successes: dict[str, int], settings: SelectionSettings, seed: int
 ) -> tuple[list[Task], SelectionCounts]:
-    """Return the tasks to keep, in their order, and how many there are of each class.
+    """Return the tasks to keep, in their order, and the number of tasks per class.
 
     Args:
         tasks: all of them.
-        successes: right answers of ``settings.num_samples``, by task id; a task that is not in it has failed.
+        successes: correct answers among ``settings.num_samples``, by task id; a task without an entry has failed.
         settings: which are kept.
-        seed: of the draw among the easy ones.
+        seed: of the draw among the easier ones.
     """
     classes: dict[str, list[Task]] = {name: [] for name in ("never", "hard", "easy", "always", "failed")}
     tasks = list(tasks)
@@ -206,14 +208,14 @@ def choose(
     return kept, SelectionCounts(tasks=len(tasks), **sizes, kept_easy=len(drawn), kept=len(kept))
 
 
-def _class(num_right: int | None, settings: SelectionSettings) -> str:
-    if num_right is None:
+def _class(num_correct: int | None, settings: SelectionSettings) -> str:
+    if num_correct is None:
         return "failed"
-    if num_right == 0:
+    if num_correct == 0:
         return "never"
-    if num_right / settings.num_samples <= settings.max_pass_rate:
+    if num_correct / settings.num_samples <= settings.max_pass_rate:
         return "hard"
-    return "always" if num_right == settings.num_samples else "easy"
+    return "always" if num_correct == settings.num_samples else "easy"
 
 
 def _write(out: Path, tasks: list[Task], successes: dict[str, int], num_samples: int, stem: str) -> None:
@@ -222,21 +224,20 @@ def _write(out: Path, tasks: list[Task], successes: dict[str, int], num_samples:
     try:
         with writing.open("w", encoding="utf-8") as file:
             for task in tasks:
-                file.write(
-                    json.dumps(_record(task, successes[task.task_id], num_samples, stem), ensure_ascii=False) + "\n"
-                )
+                record = _record(task, successes[task.task_id], num_samples, stem)
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
         writing.rename(out)
     finally:
         writing.unlink(missing_ok=True)
 
 
-def _record(task: Task, num_right: int, num_samples: int, stem: str) -> dict[str, Any]:
+def _record(task: Task, num_correct: int, num_samples: int, stem: str) -> dict[str, Any]:
     known = {"category": task.category, "supporting_ids": list(task.supporting_ids)}
     return {
-        "id": task.task_id.removeprefix(f"{stem}/"),  # read again, it gets the stem of its new file
+        "id": task.task_id.removeprefix(f"{stem}/"),  # the reader of the new file puts that file's stem before it
         "question": task.question,
         "golden_answers": list(task.golden_answers),
         **{name: value for name, value in known.items() if value},
-        "pass_rate": num_right / num_samples,
+        "pass_rate": num_correct / num_samples,
         "num_samples": num_samples,
     }

@@ -25,9 +25,8 @@ from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.demonstrations import learnable
-from ragr1_actors.training.interrupt import InterruptGuard, TerminationError, exit_status
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.data import learnable
+from ragr1_actors.training.stages import InterruptGuard, TerminationError, TrainingRun, exit_status
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def test_a_failure_that_is_not_the_tasks_is_told_before_all_of_them_failed(
     config = make_config(files, {"num_steps": 0}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
     config = changed(config, "env_runners", max_task_retries=0)
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     with pytest.raises(FleetError, match=r"all of 3 tasks failed; the last one with: .*no library today"):
         algorithm.train()
     algorithm.stop()

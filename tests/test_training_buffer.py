@@ -98,7 +98,7 @@ def test_a_policy_that_never_answers_meets_the_bound(tmp_path: Path, monkeypatch
     config = make_config(
         make_files(tmp_path), {"num_steps": 0}, algorithm="dapo", options=options, train_batch_size=4, group_size=2
     )
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     try:
         for iteration in (1, 2):
             metrics = algorithm.train()

@@ -17,7 +17,7 @@ from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.selecting import SelectionSettings, choose
+from ragr1_actors.training.selection import SelectionSettings, choose
 from ragr1_actors.training.stages import TrainingRun
 
 NUM_SAMPLES = 8

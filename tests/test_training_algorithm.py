@@ -41,9 +41,9 @@ from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.interrupt import InterruptGuard
-from ragr1_actors.training.stages import TrainingRun
-from ragr1_actors.training.summaries import rollout_metrics
+from ragr1_actors.training.buffer import rollout_metrics
+from ragr1_actors.training.data import prepare
+from ragr1_actors.training.stages import InterruptGuard, TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,7 @@ def mixed(task: Task, rng: random.Random) -> list[str]:
 
 @contextmanager
 def algorithm(config: RunConfig, run_dir: Path) -> Iterator[Algorithm]:
-    built = Algorithm(config, run_dir)
-    built.workspace = replace(built.workspace, demonstrate=mixed)
+    built = Algorithm.start(config, run_dir, replace(prepare(config, run_dir), demonstrate=mixed))
     try:
         yield built
     finally:
@@ -133,7 +132,9 @@ def test_a_recorded_run_is_replayed_without_a_retriever(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No corpus, index or encoder: the policy's own folder is all that the two runs share beside the records."""
-    monkeypatch.setattr("ragr1_actors.training.data._evidence", lambda environment: mixed)
+    monkeypatch.setattr(
+        "ragr1_actors.training.data.evidence_demonstration", lambda task, *_: mixed(task, random.Random(task.task_id))
+    )
     config = make_config(files, SHORT)
     recorded = run(config, tmp_path / "recorded")
     options = {"run": str(tmp_path / "recorded")}
@@ -290,7 +291,7 @@ def failing_reward(task: Task, answer: str) -> float:
 @pytest.mark.parametrize(
     ("environment", "env_runners", "reason"),
     [
-        ({"reward": "test_ragr1_actors_algorithm:failing_reward"}, {}, r"all 16 demonstrations failed.*reward boom"),
+        ({"reward": f"{__name__}:failing_reward"}, {}, r"all 16 demonstrations failed.*reward boom"),
         ({"prompt": "{question} " * 100}, {"max_context_tokens": 32}, "all 16 demonstrations failed.*raise it"),
     ],
 )
@@ -304,7 +305,7 @@ def test_demonstrations_that_all_fail_say_why(
             "env_runners": config.env_runners.model_copy(update=env_runners),
         }
     )
-    algorithm = Algorithm(config, tmp_path / "run")
+    algorithm = Algorithm.create(config, tmp_path / "run")
     with pytest.raises(FleetError, match=reason):
         algorithm.pretrain(lambda step, metrics: None)
     algorithm.stop()

@@ -1,0 +1,207 @@
+"""Sampler: the env runners and retrievers that sample trajectory groups with one policy.
+
+Training streams groups through ``env_runners``. Evaluation, ``ragr1 ask`` and ``ragr1 select`` need nothing else: they
+pass a list of tasks to ``sample_tasks``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster.placement import ActorOptions, anywhere
+from cluster.session import Session
+from ragr1_actors.core.config import LearnerSettings, SamplerConfig
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.types import Task, TrajectoryGroup
+from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from retrieval.fleet.group import RetrieverGroup
+from retrieval.registry import needs_index
+
+logger = logging.getLogger(__name__)
+
+OnGroup = Callable[[FinishedGroup], None]
+
+
+def _drop(group: FinishedGroup) -> None:
+    """The ``aside`` of a sampler that is used for one list of tasks only."""
+
+
+class Sampler:
+    """An ``EnvRunnerGroup`` that searches with a ``RetrieverGroup``. Both start together and stop together."""
+
+    def __init__(
+        self,
+        config: SamplerConfig,
+        policy_dir: str | Path,
+        index_dir: Path | None,
+        actor_options: ActorOptions = anywhere,
+    ) -> None:
+        """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
+
+        Args:
+            config: a run's configuration, or its sections for sampling.
+            policy_dir: Hugging Face folder or hub name of the policy.
+            index_dir: the index to search; None if ``retrieval.type`` needs none.
+            actor_options: Ray options of the env runner with an index, such as its place.
+
+        Raises:
+            UserError: the index or a setting cannot be used.
+            FleetError: a fleet did not start.
+        """
+        self._config = config
+        self._policy_dir = policy_dir
+        self._retrievers = RetrieverGroup.create(index_dir, config.retrieval)
+        try:
+            retriever = self._retrievers.retriever()
+            self.env_runners = EnvRunnerGroup(config, policy_dir, retriever, actor_options=actor_options)
+        except BaseException:
+            self._retrievers.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        """Wait until both fleets are ready."""
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop both fleets."""
+        self.stop()
+
+    def wait_until_ready(self) -> None:
+        """Return once every actor has loaded its index or engine.
+
+        Raises:
+            FleetError: an actor did not start.
+        """
+        self._retrievers.wait_until_ready()
+        self.env_runners.wait_until_ready()
+
+    def sample_tasks(
+        self,
+        tasks: Sequence[Task],
+        num_trajectories: int,
+        temperature: float,
+        on_group: OnGroup,
+        aside: OnGroup = _drop,
+    ) -> int:
+        """Sample a trajectory group for each task and return how many tasks failed.
+
+        Args:
+            tasks: each is sampled again if a trajectory failed, at most ``env_runners.max_task_retries`` times.
+            num_trajectories: per group.
+            temperature: 0 is greedy.
+            on_group: called with every group as it finishes, including groups with a failed trajectory.
+            aside: called with finished groups of other requests, which were in flight before this call.
+
+        Raises:
+            FleetError: every task failed.
+        """
+        settings = self._config.env_runners
+        left = list(tasks)
+        num_attempts = 1 + settings.max_task_retries
+        room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
+        max_unfinished = max(1, room // num_trajectories)
+        failed: list[FinishedGroup] = []
+        for attempt in range(num_attempts):
+            issues = [Issue(task.task_id, task, 0, attempt) for task in left]
+            requests = [GroupRequest(issue, num_trajectories, temperature) for issue in issues]
+            failed = self._sample(requests, max_unfinished, on_group, aside)
+            left = [group.request.issue.task for group in failed]
+            if not left:
+                return 0
+        message = f"{len(left)} of {len(tasks)} evaluation tasks failed {num_attempts} times"
+        message += f"; the last one with: {failed[-1].summary.errors[-1]}"
+        if len(left) == len(tasks):
+            raise FleetError(message)
+        logger.warning("%s", message)
+        return len(left)
+
+    def _sample(
+        self, requests: list[GroupRequest], max_unfinished: int, on_group: OnGroup, aside: OnGroup
+    ) -> list[FinishedGroup]:
+        """Sample every request once and return the groups with a failed trajectory."""
+        waiting, open_ids = deque(requests), {request.issue.issue_id for request in requests}
+        failed: list[FinishedGroup] = []
+        while open_ids:
+            while waiting and self.env_runners.num_unfinished < max_unfinished:
+                self.env_runners.submit(waiting.popleft())
+            for group in self.env_runners.collect():
+                if group.request.issue.issue_id not in open_ids:
+                    aside(group)
+                    continue
+                open_ids.remove(group.request.issue.issue_id)
+                on_group(group)
+                if group.summary.num_failed:
+                    failed.append(group)
+        return failed
+
+    def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
+        """Play scripted turns through the environment, in this process, and return one group per task in order.
+
+        Args:
+            scripts: tasks with unique ids, each with the turns that a policy would write.
+        """
+        requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
+        turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
+        return asyncio.run(self._play(requests, turns))
+
+    async def _play(self, requests: list[GroupRequest], turns: dict[str, Sequence[str]]) -> list[TrajectoryGroup]:
+        reciter = EnvRunner.recite(self._config, self._policy_dir, self._retrievers.retriever(), turns)
+        return await asyncio.gather(*(reciter.sample_group(request) for request in requests))
+
+    def metrics(self) -> dict[str, float]:
+        """Health and load of both fleets: ``{"env_runners/num_healthy": 8.0, "retrieval/retriever_busy": 0.3, ...}``.
+
+        See ``EnvRunnerGroup.metrics`` and ``RetrieverGroup.metrics``.
+        """
+        runners = {f"env_runners/{name}": value for name, value in self.env_runners.metrics().items()}
+        return runners | self._retrievers.metrics()
+
+    def stop(self) -> None:
+        """End all actors. Groups in flight are lost."""
+        self.env_runners.stop()
+        self._retrievers.stop()
+
+
+def session_for(config: SamplerConfig, learners: LearnerSettings | None = None) -> AbstractContextManager[object]:
+    """Return a Ray session with room for every actor; a context that does nothing if all work is in the driver.
+
+    Args:
+        config: of the env runners and retrievers.
+        learners: of the learner ranks; None if nothing is learned.
+    """
+    runners, retrieval = config.env_runners, config.retrieval
+    learners = learners or LearnerSettings(num_learners=0)
+    num_index_actors = retrieval.num_retrievers * retrieval.num_shards if needs_index(retrieval.type) else 0
+    num_encoders = retrieval.num_encoders if num_index_actors else 0
+    num_cpus = (
+        runners.num_env_runners * runners.num_cpus_per_env_runner
+        + num_index_actors * retrieval.num_cpus_per_retriever
+        + num_encoders * retrieval.num_cpus_per_encoder
+        + learners.num_learners * learners.num_cpus_per_learner
+    )
+    num_gpus = num_index_actors * retrieval.num_gpus_per_retriever + num_encoders * retrieval.num_gpus_per_encoder
+    if choose_transport(config) == "ipc":  # a runner and a learner share a bundle of one whole GPU
+        num_gpus += learners.num_learners * math.ceil(learners.num_gpus_per_learner)
+    else:
+        num_gpus += runners.num_env_runners * runners.num_gpus_per_env_runner
+        num_gpus += learners.num_learners * learners.num_gpus_per_learner
+    num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
+    return Session(num_cpus, num_gpus) if num_actors else nullcontext()
