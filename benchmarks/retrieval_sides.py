@@ -240,7 +240,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
     from retrieval.corpora.corpus import Corpus
     from retrieval.fleet.client import RetrieverClient
     from retrieval.fleet.pooled import PoolSettings
-    from retrieval.indexes.ranking import Ranking
+    from retrieval.indexes.ranking import Ranking, to_hits
 
     stubs = start_stubs(index_dir, 1, 0.0)
     try:
@@ -250,7 +250,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
         async def bare() -> Any:
             found = await handle.call.remote("rank_batch", asked, TOP_K, None)
-            return corpus.hits(Ranking(found.scores, found.rows), found.index_version)
+            return to_hits(Ranking(found.scores, found.rows), corpus, found.index_version)
 
         ours, theirs = [], []
         for _ in range(3 if quick else 10):

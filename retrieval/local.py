@@ -15,7 +15,7 @@ from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.indexes.index_types import parse_options
 from retrieval.indexes.manifest import Manifest
-from retrieval.indexes.ranking import Ranker, Ranking
+from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
 if TYPE_CHECKING:
     from retrieval.encoders.reranker import Reranker
@@ -140,7 +140,7 @@ class LocalRetriever:
             RetrievalError: vectors that are none.
         """
         ranking = self.rank(queries, k, vectors)
-        return ranking, list(self._corpus.hits(ranking, self.version))
+        return ranking, list(to_hits(ranking, self._corpus, self.version))
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
         """Return what ``search_rows`` does, without the passages."""

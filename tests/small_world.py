@@ -23,8 +23,8 @@ SHORT = {"num_steps": 14, "num_demonstrations": 64}
 
 def make_files(directory: Path) -> Path:
     """Write a corpus that says where eight things lie, an index over it, and a question about each."""
+    from retrieval.build import build_index
     from retrieval.corpora.readers import read_passages
-    from retrieval.indexes.build import build_index
 
     places = {thing: PLACES[index % 4] for index, thing in enumerate(THINGS)}
     corpus = [{"id": t, "title": t, "text": f"The {t} lies in {p}."} for t, p in places.items()]

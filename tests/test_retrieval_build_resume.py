@@ -19,11 +19,11 @@ from small_world import ROOT, wait_for
 
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
+from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding_store import EmbeddingStore
 from retrieval.encoders.encoder import Encoder
 from retrieval.encoders.static_encoder import make_static_encoder
-from retrieval.indexes.build import build_index, index_info
 from retrieval.indexes.build_directory import building_dir
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.vector_index import VectorIndex
@@ -211,7 +211,7 @@ def test_a_process_that_is_ended_in_the_middle_is_continued(tmp_path: Path, numb
         import sys
         from pathlib import Path
         from retrieval.base import Passage
-        from retrieval.indexes.build import build_index
+        from retrieval.build import build_index
         passages = [Passage(str(i), f"Person{i}", f"Born in town{i % 97}.") for i in range(40_000)]
         build_index(passages, Path(sys.argv[1]), encoder=sys.argv[2])
         """,
@@ -242,7 +242,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_build_goes_on(tmp_path: Path) 
         import os, resource, sys
         from ragr1_actors.core.errors import UserError
         from retrieval.base import Passage
-        from retrieval.indexes.build import build_index
+        from retrieval.build import build_index
         # Most bytes in the index, fewer in the vectors, in the encoder and in the corpus.
         passages = [Passage(str(i), f"word{i % 1000}", "a b c " * 4) for i in range(4500)]
         for limit in (8_000, 300, 1_000_000, 8_000_000, 9_000_000):

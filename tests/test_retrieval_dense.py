@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieval_world import NAMES, PASSAGES, hard_vectors
 
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
-from retrieval.indexes.build import build_index
+from retrieval.build import build_index
 from retrieval.indexes.dense import DenseRanker
 from retrieval.indexes.manifest import FileRecord, Manifest, Shard
 from retrieval.indexes.ranking import ABSENT, merge_rankings

@@ -20,13 +20,13 @@ from small_world import descendants, wait_for
 
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from retrieval.base import Passage
+from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus, write_corpus
 from retrieval.encoders import embedding_workers as embedding_fleet
 from retrieval.encoders.embedding_store import EmbeddingStore, StoreHeader
 from retrieval.encoders.embedding_workers import fill_store
 from retrieval.encoders.encoder import Encoder
 from retrieval.encoders.static_encoder import make_static_encoder
-from retrieval.indexes.build import build_index, index_info
 
 NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
 
@@ -96,22 +96,22 @@ def once_three_shards_are_there(act: Callable[[], None]) -> Iterator[None]:
 
 def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
-    fill_store(store, world.directory, world.encoder_dir, progress=False)
+    fill_store(store, world.directory, world.encoder_dir)
     world.check(store)
     (tmp_path / "shard-000005.npy").unlink()
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    fill_store(store, world.directory, "not even loaded", encoder=world.encoder, progress=False)
+    fill_store(store, world.directory, "not even loaded", encoder=world.encoder)
     world.check(store)
     assert {path.name for path in tmp_path.iterdir() if path.stat().st_mtime_ns not in kept.values()} == {
         "shard-000005.npy"
     }
-    fill_store(store, world.directory, "not even loaded", progress=False)  # nothing is missing
+    fill_store(store, world.directory, "not even loaded")  # nothing is missing
 
 
 def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path, encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000; its files differ or changed"):
-        fill_store(store, world.directory, world.encoder_dir, progress=False)
+        fill_store(store, world.directory, world.encoder_dir)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
         os.kill(killed[0], signal.SIGKILL)
 
     with once_three_shards_are_there(kill):
-        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
+        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5)
     assert killed
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
 
@@ -170,11 +170,11 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
         pytest.raises(KeyboardInterrupt),
         once_three_shards_are_there(lambda: os.kill(os.getpid(), signal.SIGINT)),
     ):
-        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, progress=False)
+        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5)
     assert wait_for(lambda: not actor_processes(), 20)
     again = EmbeddingStore.create(tmp_path, store.header)
     assert 0 < len(again.missing()) < again.num_shards
-    fill_store(again, world.directory, world.encoder_dir, encoder=world.encoder, progress=False)
+    fill_store(again, world.directory, world.encoder_dir, encoder=world.encoder)
     world.check(again)
 
 
@@ -183,10 +183,10 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
 def test_what_an_actor_refuses_is_said_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     other = world.store(tmp_path / "a", encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000"):
-        fill_store(other, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, progress=False)
+        fill_store(other, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
     store = world.store(tmp_path / "b")
     with pytest.raises(ConfigError, match="unknown dtype 'fp8'"):
-        fill_store(store, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, dtype="fp8", progress=False)
+        fill_store(store, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, dtype="fp8")
     assert len(store.missing()) == store.num_shards
 
 
@@ -203,7 +203,6 @@ def test_actors_that_cannot_start_are_not_waited_for(
             2,
             num_cpus_per_actor=0,
             num_gpus_per_actor=0.25,
-            progress=False,
         )
 
 
@@ -221,9 +220,7 @@ def test_actors_that_die_again_and_again_end_it(ray_local: ModuleType, world: Wo
     thread.start()
     try:
         with pytest.raises(FleetError, match="6 actors that encode the corpus died one after the other"):
-            fill_store(
-                world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, progress=False
-            )
+            fill_store(world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
     finally:
         stop.set()
         thread.join()

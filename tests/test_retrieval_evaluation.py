@@ -12,9 +12,9 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Task
 from retrieval import evaluation
 from retrieval.base import Passage
+from retrieval.build import build_index
 from retrieval.corpora.splitter import split_passages
 from retrieval.evaluation import evaluate_index
-from retrieval.indexes.build import build_index
 
 TASKS = [
     Task("a", "Where was Ana Bell born?", ("x",), supporting_ids=("p0",)),

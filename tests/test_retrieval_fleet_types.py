@@ -13,8 +13,8 @@ from transformers import BertForSequenceClassification
 
 from ragr1_actors.core.config import RetrievalSettings
 from retrieval.base import Hits, Passage
+from retrieval.build import build_index
 from retrieval.fleet.group import RetrieverGroup
-from retrieval.indexes.build import build_index
 from retrieval.local import LocalRetriever
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

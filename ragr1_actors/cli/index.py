@@ -48,8 +48,8 @@ def build(
 ) -> None:
     """Index a corpus. Interrupted, the same command goes on where it stopped."""
     from cluster.session import Session
+    from retrieval.build import build_index, index_info
     from retrieval.corpora.readers import read_passages
-    from retrieval.indexes.build import build_index, index_info
     from retrieval.indexes.build_directory import building_dir
 
     settings: dict[str, Any] = {
@@ -76,7 +76,7 @@ def build(
 @index_app.command("info")
 def info(index: IndexArgument) -> None:
     """Print an index's manifest."""
-    from retrieval.indexes.build import index_info
+    from retrieval.build import index_info
 
     _print_json(index_info(index))
 

@@ -26,10 +26,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
-from retrieval.base import Hits, Passage
+from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages as read_passages
 from retrieval.corpora.texts import hash_text, valid_unicode
-from retrieval.indexes.ranking import ABSENT, Ranking
 
 CORPUS_FILE = "corpus.arrow"
 IDS_FILE = "corpus.ids"
@@ -114,33 +113,7 @@ class Corpus(Sequence[Passage]):
 
     def take(self, rows: Sequence[int]) -> list[Passage]:
         """Return the passages of many rows, in that order."""
-        return [Passage(*fields) for fields in zip(*self._fields(rows), strict=True)]
-
-    def hits(self, ranking: Ranking, index_version: str) -> list[Hits]:
-        """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``.
-
-        Args:
-            ranking: of rows of this corpus.
-            index_version: of the index that was searched.
-        """
-        if not ranking.rows.size:
-            return [Hits(index_version=index_version) for _ in ranking.rows]
-        unique, inverse = np.unique(ranking.rows, return_inverse=True)
-        num_absent = int(unique[0] == ABSENT)
-        ids, titles, texts = self._fields(unique[num_absent:].tolist())
-        places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
-        scores: list[list[float]] = ranking.scores.tolist()
-        return [
-            Hits(
-                [
-                    Passage(ids[place], titles[place], texts[place], score)
-                    for place, score in zip(row_places, row_scores, strict=True)
-                    if place >= 0
-                ],
-                index_version=index_version,
-            )
-            for row_places, row_scores in zip(places, scores, strict=True)
-        ]
+        return [Passage(*fields) for fields in zip(*self.fields(rows), strict=True)]
 
     def row_of(self, passage_id: str) -> int:
         """Return the row of an id: a binary search in the mapped file.
@@ -161,8 +134,8 @@ class Corpus(Sequence[Passage]):
                 return row
         raise KeyError(passage_id)
 
-    def _fields(self, rows: Sequence[int]) -> list[list[str]]:
-        """Return ids, titles and texts of some rows."""
+    def fields(self, rows: Sequence[int]) -> list[list[str]]:
+        """Return the ids, the titles and the texts of many rows, each in that order: three lists of ``len(rows)``."""
         if len(rows) < TAKE_FROM:
             return [[column[row].as_py() for row in rows] for column in self._columns]
         indices = pa.array(rows, pa.int64())

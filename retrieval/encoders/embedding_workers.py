@@ -25,7 +25,6 @@ from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
 from ragr1_actors.core.files import is_no_room
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding_store import EmbeddingStore
-from retrieval.indexes.progress import progress_bar
 
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
@@ -122,7 +121,7 @@ def fill_store(
     device: str = "cpu",
     dtype: str = "auto",
     encoder: Encoder | None = None,
-    progress: bool = True,
+    advance: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
     """Encode the passages of all shards that the store lacks. Interrupted, the shards written so far stay.
 
@@ -136,7 +135,7 @@ def fill_store(
         device: ``cpu`` or ``cuda``.
         dtype: of the encoder's weights.
         encoder: the same one, loaded already; used where no actors are asked for.
-        progress: show a bar.
+        advance: called with the number of rows that were encoded since its last call.
 
     Raises:
         DataError: an encoder that cannot be loaded or is not the store's, or a vector that holds NaN.
@@ -144,25 +143,23 @@ def fill_store(
         OSError: a shard cannot be written.
     """
     missing = store.missing()
-    done = store.header.count - sum(len(store.rows(number)) for number in missing)
-    with progress_bar("encoding passages", store.header.count, done, is_shown=progress) as advance:
-        if num_actors and missing:
-            settings = EmbeddingSettings(
-                str(store.directory.absolute()),
-                str(Path(corpus_dir).absolute()),
-                encoder_name,
-                device,
-                dtype,
-                max(1, int(num_cpus_per_actor)),
-            )
-            _Fleet(settings, num_actors, num_cpus_per_actor, num_gpus_per_actor).fill(store, missing, advance)
-        elif missing:
-            from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
+    if num_actors and missing:
+        settings = EmbeddingSettings(
+            str(store.directory.absolute()),
+            str(Path(corpus_dir).absolute()),
+            encoder_name,
+            device,
+            dtype,
+            max(1, int(num_cpus_per_actor)),
+        )
+        _Fleet(settings, num_actors, num_cpus_per_actor, num_gpus_per_actor).fill(store, missing, advance)
+    elif missing:
+        from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
 
-            encoder = encoder or Encoder.load(encoder_name, device=device, dtype=dtype)
-            corpus = Corpus.open(corpus_dir)
-            for number in missing:
-                fill_shard(store, corpus, encoder, number, advance)
+        encoder = encoder or Encoder.load(encoder_name, device=device, dtype=dtype)
+        corpus = Corpus.open(corpus_dir)
+        for number in missing:
+            fill_shard(store, corpus, encoder, number, advance)
 
 
 class _Fleet:

@@ -27,11 +27,11 @@ from sentence_transformers.sentence_transformer.modules import Pooling, StaticEm
 from transformers.utils import logging as transformers_logging
 
 from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.files import fingerprint_file
 from retrieval.base import Passage
 from retrieval.corpora.texts import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder
 from retrieval.encoders.length_batches import batch_by_length
-from retrieval.indexes.manifest import fingerprint_file
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Of an encoder's weights, beside ``auto``; vectors are always handed out as float32."""

@@ -33,7 +33,7 @@ from retrieval.fleet.batching import Batcher, BatcherCounts
 from retrieval.fleet.pooled import PooledRetriever, PoolSettings
 from retrieval.fleet.wire import RowHits, WireHits, expand, merge
 from retrieval.indexes.manifest import Manifest
-from retrieval.indexes.ranking import Ranking, merge_rankings
+from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
 
 REFRESH_S = 2.0
 """Between two looks at who is in the fleet, while anybody searches."""
@@ -192,7 +192,7 @@ class _LocalCorpus:
 
     def hits(self, shards: Sequence[RowHits], k: int) -> list[Hits]:
         ranking = merge_rankings([Ranking(hits.scores, hits.rows) for hits in shards], k)
-        return self.corpus.hits(ranking, self.index_version)
+        return to_hits(ranking, self.corpus, self.index_version)
 
 
 class _NamedActor:

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.files import fingerprint_file
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
-
-_WHOLE_UP_TO = 64 * 2**20
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 
 
 @dataclass(frozen=True)
@@ -170,23 +168,6 @@ class Manifest:
         """
         for file in (self.corpus, *self.files):
             file.check(Path(directory))
-
-
-def fingerprint_file(path: Path) -> str:
-    """Return a SHA-256 over a file's size and content.
-
-    Of a file over 64 MiB only 64 blocks of 64 KiB are read, evenly spread, the first and the last byte among them: a
-    replica must not read 60 GB before it serves. That finds truncation and another file, not one changed byte.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= _WHOLE_UP_TO:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256(str(size).encode())
-        for index in range(_NUM_SAMPLES):
-            file.seek(index * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.base import Hits, Passage
+from retrieval.corpora.corpus import Corpus
+
 ABSENT = -1
 """The row in place of a passage where fewer were found than the ranking is deep; its score is ``-inf``."""
+SPARE = 8
+"""Candidates beyond ``k`` that are scored again, so that rounding cannot push one of the best ``k`` out."""
 RRF_CONSTANT = 60
 """Of reciprocal rank fusion, as Cormack et al. (2009) set it."""
 
@@ -102,3 +107,31 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int, constant: int = RRF_CONST
     fused = best_of(totals.astype(np.float32), np.where(is_first, rows, ABSENT), k)
     depth = int((fused.rows != ABSENT).sum(axis=1).max(initial=0))
     return Ranking(fused.scores[:, :depth], fused.rows[:, :depth])
+
+
+def to_hits(ranking: Ranking, corpus: Corpus, index_version: str) -> list[Hits]:
+    """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``.
+
+    Args:
+        ranking: of rows of the corpus.
+        corpus: the passages.
+        index_version: ``Manifest.version`` of the index that was searched.
+    """
+    if not ranking.rows.size:
+        return [Hits(index_version=index_version) for _ in ranking.rows]
+    unique, inverse = np.unique(ranking.rows, return_inverse=True)
+    num_absent = int(unique[0] == ABSENT)
+    ids, titles, texts = corpus.fields(unique[num_absent:].tolist())
+    places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
+    scores: list[list[float]] = ranking.scores.tolist()
+    return [
+        Hits(
+            [
+                Passage(ids[place], titles[place], texts[place], score)
+                for place, score in zip(row_places, row_scores, strict=True)
+                if place >= 0
+            ],
+            index_version=index_version,
+        )
+        for row_places, row_scores in zip(places, scores, strict=True)
+    ]

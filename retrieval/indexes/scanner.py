@@ -13,8 +13,6 @@ from retrieval.indexes.ranking import Ranking
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
-SPARE = 8
-"""Candidates beyond ``k`` that are scored again, so that rounding cannot push one of the best ``k`` out."""
 BLOCK_ROWS = 8192
 """Vectors decoded at once; in float32 they stay in the processor's cache."""
 _RESCORED_NUMBERS = 2**20
@@ -48,32 +46,6 @@ class Unturned:
     def turn(self, queries: Floats) -> Floats:
         """Return them as they are."""
         return queries
-
-
-class TorchScanner(Unturned):
-    """``flat`` and ``fp16`` in half precision on a GPU, without faiss-gpu."""
-
-    is_lossless = False
-    rescores = False
-
-    def __init__(self, scanner: Scanner, count: int, dimension: int, device: str) -> None:
-        """Copy the vectors of another scanner to a device.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
-        from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
-
-        self._cpu = scanner
-        self._index = TorchFlatIndex(scan_blocks(scanner, count, BLOCK_ROWS), count, dimension, device=device)
-
-    def find(self, queries: Floats, k: int) -> Ranking:
-        """Search on the device."""
-        return Ranking(*self._index.search(queries, k))
-
-    def vectors(self, rows: Rows) -> Floats:
-        """Return the vectors from which those on the device were made."""
-        return self._cpu.vectors(rows)
 
 
 def scan_blocks(scanner: Scanner, count: int, num_rows: int) -> Iterator[Floats]:

@@ -23,14 +23,12 @@ from retrieval.indexes.byte_codes import decode_bytes
 from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of
 from retrieval.indexes.index_types import FLAT, INDEX_TYPES, parse_options
 from retrieval.indexes.manifest import Shard
-from retrieval.indexes.ranking import Ranking, best_of, merge_rankings
+from retrieval.indexes.ranking import SPARE, Ranking, best_of, merge_rankings
 from retrieval.indexes.scanner import (
     BLOCK_ROWS,
-    SPARE,
     Floats,
     Rows,
     Scanner,
-    TorchScanner,
     Unturned,
     rescore,
     scan_blocks,
@@ -335,6 +333,8 @@ def _on_gpu(scanner: Scanner, index: Any, index_type: str, device: str) -> Scann
     if faiss.get_num_gpus() and index_type in (FLAT, "ivf"):
         return _GpuSearch(scanner, index, device)
     if index_type in (FLAT, "fp16"):
+        from retrieval.indexes.torch_index import TorchScanner  # torch takes seconds to import
+
         return TorchScanner(scanner, index.ntotal, index.d, device)
     return scanner
 

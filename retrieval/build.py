@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.core.files import fingerprint_file
 from ragr1_actors.core.validation import nearest
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
@@ -30,7 +31,7 @@ from retrieval.encoders.embedding_store import EmbeddingStore, StoreHeader, publ
 from retrieval.encoders.embedding_workers import fill_store
 from retrieval.indexes.build_directory import BuildArguments, building_dir, check_free, has_costly_work, work_directory
 from retrieval.indexes.index_types import BM25, FLAT, HYBRID, INDEX_TYPES, parse_options
-from retrieval.indexes.manifest import BM25_FOLDER, ENCODER_FOLDER, FileRecord, Manifest, Shard, fingerprint_file
+from retrieval.indexes.manifest import BM25_FOLDER, ENCODER_FOLDER, FileRecord, Manifest, Shard
 from retrieval.indexes.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -240,18 +241,20 @@ def _build_shards(
     store = EmbeddingStore.create(directory / _STORE_FOLDER, header)
     if not missing:
         return
-    fill_store(
-        store,
-        directory,
-        str(directory / ENCODER_FOLDER) if arguments.encoder == STATIC else arguments.encoder,
-        workers.num_actors,
-        num_cpus_per_actor=workers.num_cpus_per_actor,
-        num_gpus_per_actor=workers.num_gpus_per_actor,
-        device=workers.device,
-        dtype=workers.dtype,
-        encoder=encoder,
-        progress=workers.progress,
-    )
+    done = len(corpus) - sum(len(store.rows(number)) for number in store.missing())
+    with progress_bar("encoding passages", len(corpus), done, is_shown=workers.progress) as advance:
+        fill_store(
+            store,
+            directory,
+            str(directory / ENCODER_FOLDER) if arguments.encoder == STATIC else arguments.encoder,
+            workers.num_actors,
+            num_cpus_per_actor=workers.num_cpus_per_actor,
+            num_gpus_per_actor=workers.num_gpus_per_actor,
+            device=workers.device,
+            dtype=workers.dtype,
+            encoder=encoder,
+            advance=advance,
+        )
     from retrieval.indexes.vector_index import VectorIndex  # with faiss, which an inverted index does not need
 
     with progress_bar("building shards", len(bounds), len(bounds) - len(missing), is_shown=workers.progress) as advance:
