@@ -28,7 +28,7 @@ from ragr1_actors.core.config import RunConfig  # noqa: E402
 from ragr1_actors.core.lora_settings import LoraSettings  # noqa: E402
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
-from retrieval.indexes.index_types import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
+from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "configuration.md"
 LONG_DEFAULT = 40

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
-from retrieval.indexes.index_types import parse_options
-from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.manifest import Manifest, parse_options
 from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
-from retrieval.corpora.words import split_words, stem_word
-from retrieval.indexes import bm25_build
-from retrieval.indexes.bm25 import BM25Ranker, bm25_text, build_bm25
-from retrieval.indexes.bm25_build import K1, METHOD, B, bm25_settings
+from retrieval.corpora.text import split_words, stem_word
+from retrieval.indexes import bm25 as bm25_build
+from retrieval.indexes.bm25 import K1, METHOD, B, BM25Ranker, bm25_settings, bm25_text, build_bm25
 from retrieval.indexes.manifest import FileRecord, Manifest
 from retrieval.indexes.ranking import ABSENT, Ranking
 

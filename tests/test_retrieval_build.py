@@ -14,7 +14,7 @@ from encoder_world import change_json, write_modules, write_plain
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
-from retrieval.encoders.static_encoder import make_static_encoder
+from retrieval.encoders.encoder import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 

@@ -19,12 +19,10 @@ from small_world import ROOT, wait_for
 
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
-from retrieval.build import build_index, index_info
+from retrieval.build import build_index, building_dir, index_info
 from retrieval.corpora.corpus import Corpus
-from retrieval.encoders.embedding_store import EmbeddingStore
-from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.static_encoder import make_static_encoder
-from retrieval.indexes.build_directory import building_dir
+from retrieval.encoders.embedding import EmbeddingStore
+from retrieval.encoders.encoder import Encoder, make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.vector_index import VectorIndex
 from retrieval.local import LocalRetriever

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.length_batches import batch_by_length
-from retrieval.encoders.static_encoder import make_static_encoder
+from retrieval.encoders.encoder import Encoder, batch_by_length, make_static_encoder
 
 TEXTS = [
     "Ana Bell was born in Riga in 1902.",

@@ -13,7 +13,7 @@ from ragr1_actors.core.types import Task
 from retrieval import evaluation
 from retrieval.base import Passage
 from retrieval.build import build_index
-from retrieval.corpora.splitter import split_passages
+from retrieval.corpora.text import split_passages
 from retrieval.evaluation import evaluate_index
 
 TASKS = [

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.corpora import json_stream
-from retrieval.corpora.formats import Namer
-from retrieval.corpora.readers import CORPUS_FORMATS, read_passages
-from retrieval.corpora.texts import HashTable, hash_text
+from retrieval.corpora.readers import CORPUS_FORMATS, Namer, read_passages
+from retrieval.corpora.text import HashTable, hash_text
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public corpora")

@@ -48,9 +48,8 @@ def build(
 ) -> None:
     """Index a corpus. Interrupted, the same command goes on where it stopped."""
     from cluster.session import Session
-    from retrieval.build import build_index, index_info
+    from retrieval.build import build_index, building_dir, index_info
     from retrieval.corpora.readers import read_passages
-    from retrieval.indexes.build_directory import building_dir
 
     settings: dict[str, Any] = {
         "encoder": encoder,
@@ -143,8 +142,8 @@ def evaluate(
 def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
     """Say how many gold answers, and how much of the evidence, stand in the corpus at all."""
     from envs.tasks import load_tasks
-    from retrieval.corpora.audit import audit_corpus
     from retrieval.corpora.corpus import Corpus
+    from retrieval.evaluation import audit_corpus
 
     found = audit_corpus(Corpus.open(index), load_tasks(tasks).tasks)
     if as_json:

@@ -25,8 +25,8 @@ from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
+from retrieval.base import needs_index
 from retrieval.fleet.group import RetrieverGroup
-from retrieval.registry import needs_index
 
 logger = logging.getLogger(__name__)
 

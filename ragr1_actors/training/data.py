@@ -21,13 +21,12 @@ from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import write_folder
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.training.tiny_policy import make_tiny_policy
-from retrieval.base import Passage
+from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import evaluate_index
 from retrieval.indexes.manifest import Manifest
-from retrieval.registry import needs_index
 
 WORLD = "world"
 TINY = "tiny"

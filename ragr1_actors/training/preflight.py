@@ -16,8 +16,8 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
 from ragr1_actors.rollout.engines.base import Engine
 from ragr1_actors.rollout.engines.registry import ENGINES
+from retrieval.base import needs_index
 from retrieval.indexes.manifest import Manifest
-from retrieval.registry import needs_index
 
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages as read_passages
-from retrieval.corpora.texts import hash_text, valid_unicode
+from retrieval.corpora.text import hash_text, valid_unicode
 
 CORPUS_FILE = "corpus.arrow"
 IDS_FILE = "corpus.ids"

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from ragr1_actors.core.errors import DataError, RetrievalError
 from retrieval.base import Passage
-from retrieval.corpora.texts import valid_unicode
-from retrieval.encoders.length_batches import batch_by_length
+from retrieval.corpora.text import valid_unicode
+from retrieval.encoders.encoder import batch_by_length
 
 MAX_TOKENS = 512
 """Of a query and a passage together; what is beyond is cut off, of the longer of the two first."""

@@ -15,12 +15,11 @@ from cluster.actor_fleet import PING_TIMEOUT_S, ActorFleet
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
-from retrieval.base import Retriever
+from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
 from retrieval.fleet.actor import ActorSettings, EncoderActor, RetrieverActor
 from retrieval.fleet.client import RetrieverClient
 from retrieval.fleet.pooled import PoolSettings
 from retrieval.indexes.manifest import Manifest
-from retrieval.registry import RETRIEVERS, SHARED_KEYS
 
 START_TIMEOUT_S = 600.0
 """For all replicas to load; an index of tens of gigabytes is read once from a cold disk."""

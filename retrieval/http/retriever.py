@@ -23,7 +23,7 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.corpora.texts import valid_unicode
+from retrieval.corpora.text import valid_unicode
 from retrieval.fleet.batching import Batcher, BatcherCounts
 from retrieval.fleet.cache import AnswerCache
 from retrieval.http.client import (

@@ -29,7 +29,7 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.corpora.texts import valid_unicode
+from retrieval.corpora.text import valid_unicode
 from retrieval.http.client import (
     HttpAnswer,
     HttpClient,

@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from retrieval.indexes.byte_codes import SCALE_BYTES, encode_bytes
-from retrieval.indexes.index_types import FLAT
-from retrieval.indexes.vector_blocks import checked, sample
+from retrieval.indexes.manifest import FLAT
 
 Floats = NDArray[np.float32]
 
@@ -185,3 +183,69 @@ def _reserve(index: Any, count: int) -> NDArray[np.uint8]:
     index.codes.resize(count * index.code_size)
     index.ntotal = count
     return codes_of(index)
+
+
+def checked(blocks: Iterable[Floats], dimension: int) -> Iterator[Floats]:
+    """Yield the blocks, contiguous float32 ``[n, dimension]``.
+
+    Raises:
+        DataError: another shape, or a number that is NaN or infinite.
+    """
+    start = 0
+    for block in blocks:
+        if block.ndim != 2 or block.shape[1] != dimension:
+            raise DataError(
+                f"vectors from {start}: got shape {block.shape}, expected [n, {dimension}]; encode all with one encoder"
+            )
+        is_finite = np.isfinite(block).all(axis=1)
+        if not is_finite.all():
+            row = start + int(np.argmin(is_finite))
+            raise DataError(
+                f"vector {row} holds NaN or infinity; the encoder is broken or overflows in half precision, so check "
+                "its files or encode in float32"
+            )
+        yield np.ascontiguousarray(block, np.float32)
+        start += len(block)
+
+
+def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int, seed: int = 0) -> Floats:
+    """Draw rows without replacement, every row as likely as any other, in one pass.
+
+    Args:
+        blocks: float32 ``[n, dimension]`` each.
+        dimension: of a vector.
+        count: rows of all blocks together; rows beyond it are not drawn.
+        size: rows to draw; memory holds these and a block.
+        seed: the same one draws the same rows.
+
+    Returns:
+        float32 ``[min(size, count), dimension]`` in row order.
+    """
+    rows = np.sort(np.random.default_rng(seed).choice(count, min(size, count), replace=False, shuffle=False))
+    drawn = np.zeros((len(rows), dimension), np.float32)
+    start = 0
+    for block in blocks:
+        first, last = np.searchsorted(rows, [start, start + len(block)])
+        drawn[first:last] = block[rows[first:last] - start]
+        start += len(block)
+    return drawn
+
+
+SCALE_BYTES = 4
+_ZERO, _HIGHEST = 128, 127
+
+
+def encode_bytes(vectors: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Round vectors, float32 ``[n, dimension]``, to codes, uint8 ``[n, dimension + 4]``."""
+    scales = np.abs(vectors).max(axis=1, keepdims=True).astype(np.float32) / np.float32(_HIGHEST)
+    numbers = np.rint(vectors / np.where(scales > 0, scales, 1)) + _ZERO
+    return np.concatenate([numbers.astype(np.uint8), scales.view(np.uint8)], axis=1)
+
+
+def decode_bytes(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Undo ``encode_bytes`` but for the rounding: uint8 ``[n, dimension + 4]`` to float32 ``[n, dimension]``."""
+    scales = np.ascontiguousarray(codes[:, -SCALE_BYTES:]).view(np.float32)
+    numbers = codes[:, :-SCALE_BYTES].astype(np.float32)
+    numbers -= _ZERO
+    numbers *= scales
+    return numbers

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from retrieval.indexes.ranking import SPARE, Ranking, best_of
-from retrieval.indexes.scanner import BLOCK_ROWS, Floats, Rows, Scanner, Unturned, scan_blocks
+from retrieval.indexes.ranking import SPARE, best_of
 
 _MAX_QUERIES = 1024
 """Searched at once; more are searched in turns."""
@@ -140,27 +139,3 @@ class TorchFlatIndex:
             for start in range(0, len(queries), step)
         ]
         return torch.cat(parts)
-
-
-class TorchScanner(Unturned):
-    """``flat`` and ``fp16`` in half precision on a GPU, without faiss-gpu."""
-
-    is_lossless = False
-    rescores = False
-
-    def __init__(self, scanner: Scanner, count: int, dimension: int, device: str) -> None:
-        """Copy the vectors of another scanner to a device.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
-        self._cpu = scanner
-        self._index = TorchFlatIndex(scan_blocks(scanner, count, BLOCK_ROWS), count, dimension, device=device)
-
-    def find(self, queries: Floats, k: int) -> Ranking:
-        """Search on the device."""
-        return Ranking(*self._index.search(queries, k))
-
-    def vectors(self, rows: Rows) -> Floats:
-        """Return the vectors from which those on the device were made."""
-        return self._cpu.vectors(rows)

@@ -13,29 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import faiss
 import numpy as np
+from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
-from retrieval.indexes.byte_codes import decode_bytes
-from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of
-from retrieval.indexes.index_types import FLAT, INDEX_TYPES, parse_options
-from retrieval.indexes.manifest import Shard
+from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of, decode_bytes
+from retrieval.indexes.manifest import FLAT, INDEX_TYPES, Shard, parse_options
 from retrieval.indexes.ranking import SPARE, Ranking, best_of, merge_rankings
-from retrieval.indexes.scanner import (
-    BLOCK_ROWS,
-    Floats,
-    Rows,
-    Scanner,
-    Unturned,
-    rescore,
-    scan_blocks,
-)
 
 __all__ = ["INDEX_TYPES", "VectorIndex"]
 
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+BLOCK_ROWS = 8192
+"""Vectors decoded at once; in float32 they stay in the processor's cache."""
+_RESCORED_NUMBERS = 2**20
+"""Decoded at once when candidates are scored again: 12 MB, whatever batch and ``k`` are."""
 LEAST_CANDIDATES = 64
 """Of a compressed index, however small ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
 _BLAS_FROM = 4
@@ -43,6 +40,35 @@ _BLAS_FROM = 4
 _SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
 _MAX_GPU_K = 2048
 """faiss-gpu's own limit."""
+
+
+class Scanner(Protocol):
+    """What finds candidates, and keeps vectors that score them."""
+
+    is_lossless: bool
+    """Whether ``vectors`` are those that were given."""
+    rescores: bool
+    """Whether ``find``'s scores are only good enough to choose candidates."""
+
+    def turn(self, queries: Floats) -> Floats:
+        """Return queries as ``find`` and ``vectors`` have them: some types turn the space first."""
+        ...
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        """Return at least ``k`` candidates of each query where there are so many, absent ones anywhere."""
+        ...
+
+    def vectors(self, rows: Rows) -> Floats:
+        """Return the vectors of rows, float32 ``[len(rows), dimension]``."""
+        ...
+
+
+class Unturned:
+    """A scanner in the space that the vectors were given in."""
+
+    def turn(self, queries: Floats) -> Floats:
+        """Return them as they are."""
+        return queries
 
 
 class VectorIndex:
@@ -294,6 +320,32 @@ class _GpuSearch(Unturned):
         return self._cpu.vectors(rows)
 
 
+class _TorchSearch(Unturned):
+    """``flat`` and ``fp16`` in half precision on a GPU, without faiss-gpu."""
+
+    is_lossless = False
+    rescores = False
+
+    def __init__(self, scanner: Scanner, count: int, dimension: int, device: str) -> None:
+        """Copy the vectors of another scanner to a device.
+
+        Raises:
+            ConfigError: there is no such device.
+        """
+        from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
+
+        self._cpu = scanner
+        self._index = TorchFlatIndex(scan_blocks(scanner, count, BLOCK_ROWS), count, dimension, device=device)
+
+    def find(self, queries: Floats, k: int) -> Ranking:
+        """Search on the device."""
+        return Ranking(*self._index.search(queries, k))
+
+    def vectors(self, rows: Rows) -> Floats:
+        """Return the vectors from which those on the device were made."""
+        return self._cpu.vectors(rows)
+
+
 def _type_of(index: Any) -> str:
     kind = type(index).__name__
     if kind == "IndexScalarQuantizer":
@@ -333,11 +385,32 @@ def _on_gpu(scanner: Scanner, index: Any, index_type: str, device: str) -> Scann
     if faiss.get_num_gpus() and index_type in (FLAT, "ivf"):
         return _GpuSearch(scanner, index, device)
     if index_type in (FLAT, "fp16"):
-        from retrieval.indexes.torch_index import TorchScanner  # torch takes seconds to import
-
-        return TorchScanner(scanner, index.ntotal, index.d, device)
+        return _TorchSearch(scanner, index.ntotal, index.d, device)
     return scanner
 
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def scan_blocks(scanner: Scanner, count: int, num_rows: int) -> Iterator[Floats]:
+    """Yield the vectors of rows 0 to ``count - 1`` as a scanner keeps them."""
+    for start in range(0, count, num_rows):
+        yield scanner.vectors(np.arange(start, min(start + num_rows, count)))
+
+
+def rescore(scanner: Scanner, queries: Floats, rows: Rows) -> Floats:
+    """Score candidates again: float32 ``[num_queries, num_candidates]``, as ``rows``.
+
+    Scans and matrix products of different sizes round differently; one more sum in double precision does not.
+    """
+    scores = np.empty(rows.shape, np.float32)
+    dimension = queries.shape[1]
+    step = max(1, _RESCORED_NUMBERS // (rows.shape[1] * dimension))
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        # Row 0 in place of absent ones, which lose whatever their score is.
+        vectors = scanner.vectors(np.maximum(some, 0).ravel()).reshape(*some.shape, dimension)
+        wide = queries[start : start + step].astype(np.float64)
+        scores[start : start + step] = np.einsum("qcd,qd->qc", vectors.astype(np.float64), wide)
+    return scores

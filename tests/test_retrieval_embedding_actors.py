@@ -22,11 +22,9 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus, write_corpus
-from retrieval.encoders import embedding_workers as embedding_fleet
-from retrieval.encoders.embedding_store import EmbeddingStore, StoreHeader
-from retrieval.encoders.embedding_workers import fill_store
-from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.static_encoder import make_static_encoder
+from retrieval.encoders import embedding as embedding_fleet
+from retrieval.encoders.embedding import EmbeddingStore, StoreHeader, fill_store
+from retrieval.encoders.encoder import Encoder, make_static_encoder
 
 NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
 

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from retrieval_world import hard_vectors
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from retrieval.indexes.byte_codes import decode_bytes, encode_bytes
-from retrieval.indexes.index_types import parse_options
-from retrieval.indexes.manifest import FileRecord, Shard
+from retrieval.indexes.faiss_build import decode_bytes, encode_bytes, sample
+from retrieval.indexes.manifest import FileRecord, Shard, parse_options
 from retrieval.indexes.ranking import ABSENT
-from retrieval.indexes.vector_blocks import sample
 from retrieval.indexes.vector_index import INDEX_TYPES, VectorIndex
 
 COUNT, DIMENSION = 3000, 384

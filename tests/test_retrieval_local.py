@@ -167,7 +167,7 @@ def test_importing_the_retriever_is_light() -> None:
 
 
 def test_encoder_folder_is_used_from_where_it_is_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.encoders.static_encoder import make_static_encoder
+    from retrieval.encoders.encoder import make_static_encoder
 
     monkeypatch.chdir(tmp_path)
     make_static_encoder("model", [passage.text for passage in PASSAGES], seed=8)

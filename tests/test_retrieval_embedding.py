@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
-from retrieval.encoders.embedding_store import EmbeddingStore, StoreHeader, publish
+from retrieval.encoders.embedding import EmbeddingStore, StoreHeader, publish
 
 HEADER = StoreHeader("corpus", "encoder", dimension=3, count=10, rows_per_shard=4)
 VECTORS = np.arange(30, dtype=np.float32).reshape(10, 3)

@@ -13,8 +13,8 @@ from envs.tasks import load_tasks
 from ragr1_actors.core.text import normalize_answer
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage
-from retrieval.corpora.audit import NUM_EXAMPLES, MissingTask, audit_corpus
 from retrieval.corpora.readers import read_passages
+from retrieval.evaluation import NUM_EXAMPLES, MissingTask, audit_corpus
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public questions")

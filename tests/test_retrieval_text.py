@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError
 from retrieval.base import Passage
-from retrieval.corpora.splitter import split_passages
+from retrieval.corpora.text import split_passages
 
 
 def test_long_passages_become_pieces_with_the_title() -> None:
