@@ -44,10 +44,10 @@ from learners.models.export import gather, policy_shapes, policy_weights
 from learners.models.policy_folder import PolicyCopy
 from learners.models.reference import Reference, make_reference
 from learners.models.scoring import PolicyModel, TokenOutputs, ValueModel, pair_cost
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.lora_settings import BASE_KEY, MERGING_ENGINES, AdapterBase, read_lora
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
+from ragr1_actors.core.weight_transport import BASE_KEY, MERGING_ENGINES, AdapterBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.validation import nearest
+from ragr1_actors.core.text import nearest
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
 from retrieval.corpora.text import valid_unicode

@@ -17,8 +17,8 @@ from test_vllm_engine import LONG, TEXTS, Reference, Weights
 from cluster.weights.weight_group import WeightGroup, listen
 from cluster.weights.weight_stream import Invitation, WeightSpec
 from ragr1_actors.core.errors import TransferError
-from ragr1_actors.core.lora_settings import BASE_KEY, AdapterBase
 from ragr1_actors.core.types import Message, Sampling
+from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.validation import first_problem, nearest
+from ragr1_actors.core.text import first_problem, nearest
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Of KL(policy, reference): ``learners/losses.py`` has the formulas, and what the gradient of each is."""

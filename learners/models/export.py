@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State
-from ragr1_actors.core.lora_settings import LoraSettings
+from ragr1_actors.core.config import LoraSettings
 
 
 def policy_weights(

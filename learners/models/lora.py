@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine
+from ragr1_actors.core.config import LoraSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.lora_settings import LoraSettings
-from ragr1_actors.core.validation import nearest
+from ragr1_actors.core.text import nearest
 
 _ADAPTER = "default"
 _BASE = ".base_layer."

@@ -1,15 +1,22 @@
 """The configuration of a run: sections of keys, each with its type, default and meaning.
 
 Two levels, ``section.key``, with the same names in a recipe file, on the command line and in Python
-(``training/algorithm_config.py``). ``resolve.py`` makes a ``RunConfig`` of a recipe and refuses what does not fit.
+(``training/algorithm_config.py``). ``resolve.py`` makes a ``RunConfig`` from a recipe and refuses wrong values.
+
+Every key says what it means, its unit, and where its default comes from. "Search-R1" is its published GRPO run on
+7B (recipe ``search_r1_grpo_7b``), "RAG-R1" its published PPO run with several queries (recipe ``ragr1_mq_7b``).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.text import first_problem, nearest
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "
@@ -17,222 +24,312 @@ DEFAULT_PROMPT = (
     "found will stand inside <information> and </information>. Search as often as you need. Once you know, write only "
     "the short answer inside <answer> and </answer>.\nQuestion: {question}"
 )
+LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The linear layers of a decoder layer of Qwen2, Llama and Mistral."""
+RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")
+"""Known values of ``retrieval.type``; any other is ``my_module:MyRetriever``."""
 
 QueryFormat = Literal["lines", "comma", "json", "single"]
-"""How queries stand inside ``<search>``; ``envs/actions.py`` shows each."""
+"""How a turn writes its queries inside ``<search>``; ``envs/actions.py`` shows each format."""
 ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
-"""How passages stand inside ``<information>``; ``envs/observations.py`` shows each."""
+"""How passages are written inside ``<information>``; ``envs/observations.py`` shows each format."""
+LRSchedule = Literal["constant", "cosine"]
 
 
 class Section(BaseModel):
-    """A section of the configuration: frozen, and closed to unknown keys."""
+    """A group of keys: frozen, without unknown keys, and without NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @classmethod
+    def read(cls, options: Mapping[str, Any], key: str) -> Self:
+        """Check a mapping that a recipe holds under ``key``, such as ``retrieval.options``.
+
+        Raises:
+            ConfigError: an unknown name (with the most similar known one), a wrong type or a value out of range.
+        """
+        known = list(cls.model_fields)
+        for name in options:
+            if name not in known:
+                instead = nearest(str(name), known) if known else f"; it has no keys: leave {key} empty"
+                raise ConfigError(f"unknown key {key}.{name}{instead}")
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            name, found, problem = first_problem(error)
+            raise ConfigError(f"{key}.{name}: got {found!r}; {problem}") from error
+
 
 class EnvironmentSettings(Section):
-    """What the policy acts in."""
+    """The environment that the policy acts in, and its tasks."""
 
     env: str = "search"
-    """``search``, or a custom ``my_module:MyEnv``."""
+    """Environment: ``search``, or a class ``my_module:MyEnv``."""
     tasks: str = "world"
-    """Training tasks: ``world`` (made by the project) or a task file."""
+    """Training tasks: ``world`` (generated from ``world_seed``) or the path of a task file (JSON or JSONL)."""
     eval_tasks: str = ""
-    """Held-out tasks: a task file; empty takes the world's, or holds ``evaluation.num_tasks`` of the file out."""
+    """Held-out tasks: the path of a task file. Empty takes the generated world's own held-out tasks, or else holds
+    ``evaluation.num_tasks`` tasks of the file ``tasks`` out of training, a fifth of it at most."""
     world_seed: int = 0
+    """Seed of the generated world; the same seed gives the same passages and tasks on every machine."""
     prompt: str = DEFAULT_PROMPT
-    """The user message; ``{question}``, ``{max_queries}`` and ``{query_format}`` ("one a line") are filled in."""
+    """The user message, with the fields ``{question}``, ``{max_queries}`` and ``{query_format}`` ("one a line")."""
     reward: str = "exact_match"
-    """``exact_match``, ``token_f1`` or ``my_module:my_function``."""
+    """Reward of an answer: ``exact_match`` (RAG-R1), ``token_f1``, or a function ``my_module:my_function``."""
     max_turns: int = Field(5, ge=1)
-    """Turns the policy has, its answer included; searches are at most one less."""
+    """Turns per trajectory, the answer included; the policy can search in all turns but the last. Default: Search-R1
+    and RAG-R1, four searches and an answer."""
     max_queries_per_turn: int = Field(3, ge=1, le=64)
+    """Queries per turn that are executed; further ones are dropped and counted. Default: RAG-R1."""
     query_format: QueryFormat = "lines"
-    """Of the queries of one turn: ``lines``, ``comma`` (RAG-R1-mq), ``json`` or ``single`` (RAG-R1-sq, Search-R1)."""
+    """How a turn writes its queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1).
+    The default is this project's: no character of a query has a second meaning."""
     observation_format: ObservationFormat = "grouped"
-    """Of what is found: ``grouped`` by query, or ``ragr1_json``, ``ragr1``, ``searchr1`` for published checkpoints."""
+    """How passages are shown: ``grouped`` by query (this project's), or ``ragr1_json``, ``ragr1``, ``searchr1`` for
+    published checkpoints."""
     top_k: int = Field(3, ge=1, le=100)
-    """Passages a query."""
+    """Passages per query. Default: Search-R1 and RAG-R1."""
     max_observation_tokens_per_query: int = Field(512, ge=8)
+    """Token budget for the passages of one query; longer ones are cut. Default: about Search-R1's 500."""
     max_observation_tokens: int = Field(1536, ge=16)
+    """Token budget of one observation. Default: three queries of 512 tokens."""
 
 
 class PolicySettings(Section):
     """The model that is trained."""
 
     model: str = "tiny"
-    """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 and its tokenizer, made in the run directory."""
+    """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 with random weights and its tokenizer, made in the
+    run directory."""
     vocab_size: int = Field(2048, ge=300)
-    """Of the tiny policy, as are the next three."""
+    """Tokens in the vocabulary of the ``tiny`` policy; other policies ignore it, as they do the next three keys."""
     hidden_size: int = Field(128, ge=8)
+    """Width of the ``tiny`` policy; an even multiple of ``num_heads``."""
     num_layers: int = Field(3, ge=1)
+    """Decoder layers of the ``tiny`` policy."""
     num_heads: int = Field(4, ge=1)
+    """Attention heads of the ``tiny`` policy. The defaults of these four keys suit two CPU cores."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
 
 
 class EnvRunnerSettings(Section):
-    """The rollout fleet."""
+    """The env runners: actors that sample trajectories."""
 
     num_env_runners: int = Field(1, ge=0)
-    """Actors; 0 samples in the driver."""
+    """Env runner actors; 0 samples in the driver. Name and meaning of 0: RLlib."""
     num_cpus_per_env_runner: float = Field(1, ge=0)
+    """CPUs that Ray reserves per env runner. Default: RLlib."""
     num_gpus_per_env_runner: float = Field(0, ge=0)
+    """GPUs that Ray reserves per env runner; a fraction shares a GPU. Default: RLlib."""
     engine: str = "transformers"
-    """``transformers``, ``vllm``, or ``my_module:MyEngine``."""
+    """Inference engine: ``transformers`` (any CPU), ``vllm``, or a class ``my_module:MyEngine``."""
     engine_options: dict[str, Any] = {}
-    """Passed on to the engine by its own names: for vLLM ``{tensor_parallel_size: 2, gpu_memory_utilization: 0.8}``."""
+    """Options of the engine, by its names: for vLLM ``{tensor_parallel_size: 2, gpu_memory_utilization: 0.8}``."""
     max_concurrent_trajectories: int = Field(128, ge=1)
-    """In one runner."""
+    """Trajectories that one env runner advances at the same time."""
     max_context_tokens: int = Field(4096, ge=32)
-    """Prompt, model turns and observations together."""
+    """Tokens per trajectory at most: prompt, model turns and observations together. Default: Search-R1."""
     max_new_tokens_per_turn: int = Field(500, ge=1)
+    """Tokens that the policy may sample per turn. Default: Search-R1 and RAG-R1."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature in training; evaluation is greedy. Default: Search-R1 and RAG-R1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the learner scores every batch anew, one forward pass more: the engine's log-probs are of the nucleus."""
+    """Nucleus sampling; 1 (default) is off. Below 1 the engine's log-probs are those of the nucleus, so the learner
+    computes the log-probs of every batch again: one more forward pass."""
     max_task_retries: int = Field(3, ge=0)
-    """Times a task is issued again after a failure of the machinery."""
+    """Times that a task is issued again after an engine, environment or retrieval failure."""
     weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "object_store"
-    """How new weights come from the learner: ``cluster/weights/weight_sync.py`` has the table. ``auto`` broadcasts
-    where both sides have whole GPUs, and takes ``ipc`` where they share one; neither has been run on GPUs yet."""
-
-
-RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")
-"""What ``retrieval.type`` may name beside ``my_module:MyRetriever``."""
+    """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (default; works
+    everywhere), by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each
+    GPU). ``auto`` picks the fastest way that fits. ``broadcast`` and ``ipc`` have not been run on GPUs yet."""
 
 
 class RetrievalSettings(Section):
-    """The retrieval fleet."""
+    """The index and the retrievers that search it."""
 
     corpus: str = "world"
-    """``world``, or a corpus file to index into the run directory."""
+    """``world`` (the generated passages), or the path of a corpus file; it is indexed into the run directory."""
     index: str = ""
-    """An index directory made by ``ragr1 index build``; empty builds one from ``corpus``."""
+    """An index directory made by ``ragr1 index build``; empty builds an index from ``corpus``."""
     type: str = "flat"
-    """Index type to build (``flat``, ``pq``, ``hnsw``, ``bm25``, ``hybrid`` ...); or what is searched in place of an
-    index: ``http`` (a ``/retrieve`` server), ``web`` (a search API), ``replay`` (a recorded run), or
-    ``my_module:MyRetriever``."""
+    """Type of the index to build: ``flat`` (exact; default), ``fp16``, ``sq8``, ``pq``, ``ivf``, ``ivf_pq``, ``hnsw``,
+    ``bm25`` or ``hybrid``. Or what is searched instead of an index: ``http`` (a ``/retrieve`` server), ``web`` (a
+    search API), ``replay`` (a recorded run), or a class ``my_module:MyRetriever``."""
     options: dict[str, Any] = {}
-    """Of the type, by its own names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url: "http://10.0.0.2:8000"}``,
-    for ``replay`` ``{run: runs/mine}``."""
+    """Options of the type, by its own names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url:
+    "http://10.0.0.2:8000"}``, for ``replay`` ``{run: runs/mine}``."""
     encoder: str = "static"
-    """``static`` (seeded random token vectors, no download) or a sentence-transformers folder or hub name."""
+    """``static`` (seeded random token vectors; no download), or a sentence-transformers folder or hub name."""
     reranker: str = ""
-    """A cross-encoder, folder or hub name, that orders anew what was found; empty is none."""
+    """A cross-encoder, folder or hub name, that ranks the passages found again; empty (default) is none."""
     num_retrievers: int = Field(1, ge=0)
-    """Replicas of the index; 0 searches in the process that asks."""
+    """Retriever replicas, each with the whole index; 0 searches in the process that asks."""
     num_shards: int = Field(1, ge=1)
-    """Actors of one replica, each with its share of the vectors."""
+    """Actors per replica, each with its share of the vectors."""
     num_cpus_per_retriever: float = Field(1, ge=0)
-    """Of one actor."""
+    """CPUs that Ray reserves per retriever actor."""
     num_gpus_per_retriever: float = Field(0, ge=0)
+    """GPUs that Ray reserves per retriever actor."""
     num_encoders: int = Field(0, ge=0)
-    """Actors that only encode queries; 0 lets each retriever encode its own."""
+    """Actors that only encode queries; 0 (default) lets each retriever encode the queries it gets."""
     num_cpus_per_encoder: float = Field(1, ge=0)
+    """CPUs that Ray reserves per encoder actor."""
     num_gpus_per_encoder: float = Field(0, ge=0)
+    """GPUs that Ray reserves per encoder actor."""
     cache_size: int = Field(16384, ge=0)
-    """Queries of which each searching process remembers the answer; 0 is no cache."""
+    """Queries whose results each searching process keeps; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
-    """Of one attempt at one replica."""
+    """Seconds that one attempt at one replica may take."""
     max_retries: int = Field(2, ge=0)
-    """On other replicas, before the search counts as failed."""
+    """Attempts on other replicas after the first, before the search counts as failed."""
 
 
 class SFTSettings(Section):
     """Stage 1: supervised fine-tuning on demonstrations."""
 
     num_steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 skips the stage."""
+    """Optimizer steps; 0 (default) skips the stage."""
     num_demonstrations: int = Field(4000, ge=1)
+    """Demonstrations that are played once before the first step; the steps draw from them."""
     batch_size: int = Field(64, ge=1)
-    """Trajectories a step."""
+    """Trajectories per optimizer step."""
     lr: float = Field(1e-5, gt=0)
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up; ``cosine`` falls to 0 at the last step. So in ``training``."""
+    """Learning rate after the warm-up: a usual value for full fine-tuning of 7B models; RAG-R1 publishes none."""
+    lr_schedule: LRSchedule = "constant"
+    """Learning rate after the warm-up: ``constant``, or ``cosine`` down to 0 at the last step."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
 
 
 class TrainingSettings(Section):
-    """Stage 2: reinforcement learning. Names are RLlib's where RLlib has one."""
+    """Stage 2: reinforcement learning. Names are RLlib's where RLlib has the key."""
 
     algorithm: str = "grpo"
     """``ppo``, ``grpo``, ``dr_grpo``, ``dapo``, ``rloo``, ``reinforce_pp``, ``gspo``, ``cispo``, ``dpo``, ``ipo``, or a
-    custom ``my_module:MyLearner``."""
+    class ``my_module:MyLearner``."""
     num_iterations: int = Field(100, ge=0)
+    """Iterations of the stage; each samples and trains one batch."""
     train_batch_size: int = Field(512, ge=1)
-    """Tasks an iteration."""
+    """Tasks per iteration. Default: Search-R1 and RAG-R1."""
     group_size: int = Field(5, ge=1, le=4096)
-    """Trajectories a task."""
+    """Trajectories per task. Default: Search-R1's GRPO."""
     num_epochs: int = Field(1, ge=1)
+    """Passes over a batch. Default: Search-R1 and RAG-R1."""
     num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps an epoch."""
+    """Optimizer steps per epoch. Default: strictly on-policy; Search-R1 takes 10 with GRPO, RAG-R1 4 with PPO."""
     max_policy_lag: int = Field(0, ge=0)
-    """Versions a trajectory may be behind the policy it trains; 0 is synchronous."""
+    """Policy versions that a trajectory may be behind the policy that trains on it; 0 (default) is synchronous."""
     lr: float = Field(1e-6, gt=0)
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up. Default: Search-R1 and RAG-R1."""
+    lr_schedule: LRSchedule = "constant"
+    """As ``sft.lr_schedule``. Default: Search-R1 and RAG-R1."""
     warmup_steps: int = Field(0, ge=0)
+    """As ``sft.warmup_steps``."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay per step, times the learning rate; Search-R1 and RAG-R1 take 0.01."""
     grad_clip: float = Field(1.0, gt=0)
+    """Norm to which the gradient is clipped, in stage 1 too. Default: Search-R1 and RAG-R1."""
     clip_low: float | None = Field(None, ge=0)
-    """How far the ratio may fall below 1; null is the algorithm's own, 0.2 for most. So ``clip_high``, above 1."""
+    """How far the probability ratio may fall below 1; null takes the algorithm's own value, 0.2 for most."""
     clip_high: float | None = Field(None, ge=0)
+    """How far the probability ratio may rise above 1; null takes the algorithm's own value, 0.2 for most."""
     tis_clip: float = Field(0.0, ge=0)
-    """Truncated importance sampling: a token's loss is weighted by how much more likely the learner makes it than the
-    engine that sampled it did, but by this at most; 2 is usual, 0 is off. An update of several steps takes a forward
-    pass more."""
+    """Truncated importance sampling: each token's loss is weighted by its probability under the learner divided by that
+    under the engine that sampled it, truncated at this value. 2 is usual; 0 (default) is off. An update of several
+    steps needs one more forward pass."""
     kl_coeff: float = Field(0.0, ge=0)
-    """Of the divergence from the policy at the start of the stage; ``options`` say which estimate of it goes where."""
+    """Weight of the KL divergence from the policy at the start of the stage; ``options`` choose the estimator and
+    where it enters. 0 (default) needs no reference; Search-R1 and RAG-R1 take 0.001."""
     entropy_coeff: float = 0.0
+    """Weight of the entropy bonus, per token; Search-R1 and RAG-R1 take 0.001."""
     options: dict[str, Any] = {}
-    """Of the algorithm, by its own names: for ``ppo`` ``{vf_clip: 0.5}``; see ``learners/algorithms/options.py``."""
+    """Options of the algorithm, by its names: for ``ppo`` ``{vf_clip: 0.5}``; ``learners/algorithms/options.py`` has them."""
 
 
 class LearnerSettings(Section):
-    """The learner group."""
+    """The learner group: the DeepSpeed ranks that compute gradients."""
 
     num_learners: int = Field(1, ge=0)
-    """DeepSpeed ranks, each an actor; 0 learns in the driver."""
+    """Learner ranks, each an actor; 0 learns in the driver. Name and meaning of 0: RLlib."""
     num_cpus_per_learner: float = Field(1, ge=0)
+    """CPUs that Ray reserves per learner rank. Default: RLlib."""
     num_gpus_per_learner: float = Field(0, ge=0)
+    """GPUs that Ray reserves per learner rank; at most 1. Default: RLlib."""
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights."""
     micro_batch_tokens: int = Field(16384, ge=32)
-    """Token budget of one forward and backward pass."""
+    """Token budget of one forward and backward pass per rank; raise it until the GPU's memory is full."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     max_restarts: int = Field(2, ge=0)
-    """Times in a run that the group is started anew after a rank failed, without losing a batch; 0 ends the run."""
+    """Times per run that the learner group is restarted after a rank failed, without losing a batch; 0 ends the run at
+    the first failure."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
-    """What lives in the host's memory: ``optimizer`` (its states and its step; ``zero_stage`` 1 to 3) and ``params``
+    """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
     lora: dict[str, Any] = {}
-    """Train adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``; ``{}``
-    trains every weight. ``lora_settings.py`` has the keys."""
+    """Train low-rank adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``, the
+    keys of ``LoraSettings``; ``{}`` (default) trains every weight."""
+
+
+class LoraSettings(Section):
+    """The keys of ``learners.lora``: a weight W is used as W + alpha / rank * B A (Hu et al., arXiv:2106.09685)."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(32, ge=1)
+    """Scaling of the adapters, divided by ``rank``. Default: twice the rank, as is usual."""
+    target_modules: list[str] = Field(LINEAR_LAYERS, min_length=1)
+    """Last part of the names of the linear layers that get an adapter. Default: all of a decoder layer."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _leave_the_vocabulary_alone(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name in ("lm_head", "embed_tokens") or "." in name or not name:
+                raise ValueError(f"{name!r} is none of a decoder layer's linear layers, such as 'q_proj'")
+        return names
+
+
+def read_lora(options: dict[str, Any]) -> LoraSettings | None:
+    """Return the settings in ``learners.lora``; None if it is empty.
+
+    Raises:
+        ConfigError: an unknown key, or a value out of range.
+    """
+    return LoraSettings.read(options, "learners.lora") if options else None
 
 
 class EvaluationSettings(Section):
     """Greedy evaluation on held-out tasks."""
 
     interval: int = Field(0, ge=0)
-    """Iterations between evaluations; 0 evaluates at the ends of the stages only."""
+    """Iterations between evaluations; 0 (default) evaluates at the ends of the stages only."""
     num_tasks: int = Field(200, ge=1)
+    """Held-out tasks, one trajectory each."""
 
 
 class CheckpointingSettings(Section):
-    """What is kept of a run."""
+    """What a run keeps on disk."""
 
     interval: int = Field(10, ge=1)
-    """Iterations between checkpoints; one is always written at the end."""
+    """Iterations between checkpoints; the end of each stage writes one too."""
     num_to_keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
     best_metric: Literal["", "em", "f1"] = ""
-    """The checkpoint with the highest one on the held-out tasks is kept too, as ``checkpoints/best``; empty: none."""
+    """The checkpoint with the highest value on the held-out tasks is kept too, as ``checkpoints/best``; empty: none."""
     keep_trajectories: bool = True
-    """Write demonstrations, and each iteration's and evaluation's trajectories, to ``trajectories/*.arrow``."""
+    """Write the trajectories of demonstrations, iterations and evaluations to ``trajectories/*.arrow``."""
 
 
 class DebuggingSettings(Section):
-    """Seeds and threads."""
+    """Seed and threads."""
 
     seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of everything random in a run but the generated world."""
     num_threads: int = Field(0, ge=0)
-    """Torch threads a process; 0 takes the actor's CPUs."""
+    """Torch threads per env runner and learner rank; 0 (default) takes as many as Ray reserves CPUs for the actor."""
 
 
 class SamplerConfig(BaseModel):
@@ -257,5 +354,15 @@ class RunConfig(SamplerConfig):
     checkpointing: CheckpointingSettings = CheckpointingSettings()
 
     def to_yaml(self) -> str:
-        """Every section and key with its value."""
+        """Return every section and key with its value, as YAML."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the keys that differ from the defaults, such as ``{"training.lr": 0.0005}``."""
+        default = RunConfig().model_dump()
+        return {
+            f"{section}.{key}": value
+            for section, keys in self.model_dump().items()
+            for key, value in keys.items()
+            if value != default[section][key]
+        }

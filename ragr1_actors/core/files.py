@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,10 +35,33 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
 
 
+def write_file(final: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` create a file that gets the name ``final`` once it is whole and on disk.
+
+    ``write_file(path, lambda writing: writing.write_text(text, "utf-8"))``. A file of that name is replaced. The
+    temporary name is unique, so that several processes may write one file: the last one to finish wins.
+
+    Raises:
+        OSError: the file cannot be written; ``final`` is then as it was, and so it is where ``write`` raises.
+    """
+    writing = final.with_name(f"{WRITING}{secrets.token_hex(4)}_{final.name}")
+    try:
+        write(writing)
+        sync(writing)
+        writing.replace(final)
+        sync(final.parent)
+    finally:
+        writing.unlink(missing_ok=True)
+
+
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a folder that gets its name ``final`` once it is whole; one of that name is replaced."""
+    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; a folder of that name is replaced.
+
+    Raises:
+        OSError: the folder cannot be written; ``final`` is then as it was, and so it is where ``write`` raises.
+    """
     writing = final.with_name(f"{WRITING}{final.name}")
-    shutil.rmtree(writing, ignore_errors=True)
+    shutil.rmtree(writing, ignore_errors=True)  # of an earlier process that was killed
     try:
         writing.mkdir(parents=True)
         write(writing)

@@ -1,22 +1,26 @@
-"""From sections of keys to a checked ``RunConfig``: recipes, overrides, unknown and conflicting keys."""
+"""From sections of keys to a checked ``RunConfig``: recipes, overrides, and the errors that name the wrong key."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.lora_settings import read_lora
-from ragr1_actors.core.validation import check_value, first_problem, nearest, parse_yaml, read_yaml_file, shortened
+from ragr1_actors.core.text import first_problem, nearest, one_line, shortened
 from ragr1_actors.core.weight_transport import check_transport
 
 Sections = dict[str, dict[str, Any]]
 """Keys that differ from the defaults, such as ``{"training": {"lr": 1e-4}}``."""
+MAX_DEPTH = 16
+"""Levels of lists and mappings in one value: ``env_runners.engine_options`` needs a few."""
+_MAX_BITS = 64
 
 
 def resolve(sections: Sections) -> RunConfig:
@@ -163,3 +167,83 @@ def _check_offload(config: RunConfig) -> None:
     has_reference = training.kl_coeff > 0 or training.algorithm in ("dpo", "ipo")
     if "reference" in learners.offload and is_known and not has_reference:
         raise ConfigError("learners.offload: got reference with training.kl_coeff=0, which needs none; take it out")
+
+
+def read_yaml_file(path: Path, instead: str) -> Any:
+    """Return what a YAML file holds.
+
+    Args:
+        path: of the file.
+        instead: what to do where there is no such file, for the message.
+
+    Raises:
+        ConfigError: it is missing, cannot be read, or is not YAML in UTF-8.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(f"no recipe file {path}; {instead}") from error
+    except OSError as error:
+        raise ConfigError(f"recipe file {shortened(str(path))} cannot be read: {error.strerror}; {instead}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        ConfigError: it is not YAML; the message begins with ``source``.
+    """
+    try:
+        return yaml.safe_load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+        raise ConfigError(f"{source}: not valid YAML: {one_line(error)}; quote what is text") from error
+
+
+def check_value(name: str, value: Any) -> None:
+    """Refuse what a recipe's key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
+
+    Raises:
+        ConfigError: names the key and what stands there.
+    """
+    level: list[tuple[str, Any]] = [(name, value)]
+    for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack
+        below: dict[int, tuple[str, Any]] = {}  # by identity: YAML's aliases may repeat one list a billion times
+        for where, item in level:
+            _check_kind(where, item)
+            if isinstance(item, dict):
+                below |= {id(child): (f"{where}.{key}", child) for key, child in item.items()}
+            elif isinstance(item, list | tuple):
+                below |= {id(child): (f"{where}[{index}]", child) for index, child in enumerate(item)}
+        if not below:
+            return
+        level = list(below.values())
+    raise ConfigError(f"{name}: nested more than {MAX_DEPTH} levels deep; write it flatter")
+
+
+def _check_kind(where: str, item: Any) -> None:
+    if isinstance(item, dict):
+        for key in item:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where}: got the key {key!r}, expected text; quote it")
+    elif isinstance(item, float | int):
+        _check_number(where, item)
+    elif isinstance(item, str):
+        if any("\ud800" <= char <= "\udfff" or char == "\0" for char in item):
+            raise ConfigError(f"{where}: got {shortened(repr(item))}, expected text without lone surrogates and NUL")
+    elif item is not None and not isinstance(item, list | tuple):
+        raise ConfigError(
+            f"{where}: got {shortened(str(item))}, a {type(item).__name__}, expected text, a number, true, false, a "
+            "list or a mapping; quote it if it is text"
+        )
+
+
+def _check_number(where: str, number: float | int) -> None:
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(f"{where}: got {number}, expected a finite number")
+    if isinstance(number, int) and number.bit_length() > _MAX_BITS:
+        raise ConfigError(f"{where}: got a number of {number.bit_length()} bits, expected one of at most {_MAX_BITS}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 
@@ -11,7 +13,22 @@ TransportName = Literal["object_store", "broadcast", "ipc"]
 WakeTag = Literal["weights", "kv_cache"]
 """What an engine that sleeps takes room for again, in this order."""
 RECEIVING_ENGINES = ("transformers", "vllm")
-"""The project's own that receive weights from a learner directly."""
+"""The project's own engines that receive weights from a learner directly."""
+MERGING_ENGINES = RECEIVING_ENGINES
+"""Engines that are sent adapters alone and merge them; a custom engine is sent merged weights."""
+BASE_KEY = "lora_base"
+"""Key of a weight update that holds an ``AdapterBase`` as JSON: the other keys are adapters."""
+
+
+class AdapterBase(BaseModel):
+    """What adapters are merged into: ``AdapterBase(folder="/runs/mine/policy_sft", scaling=2.0)``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str
+    """The policy at the start of the stage: a Hugging Face folder or hub name."""
+    scaling: float
+    """A weight W is used as W + scaling * B A."""
 
 
 def choose_transport(config: SamplerConfig) -> TransportName:

@@ -21,7 +21,7 @@ from yarl import URL
 
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.validation import first_problem, nearest
+from ragr1_actors.core.text import first_problem, nearest
 from retrieval.fleet.cache import normalise
 
 MAX_ANSWER_BYTES = 64 * 2**20

@@ -21,7 +21,7 @@ from typing import Any
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.validation import nearest
+from ragr1_actors.core.text import nearest
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2

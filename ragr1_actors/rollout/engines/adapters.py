@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from cluster.weights.weight_stream import Weights
 from ragr1_actors.core.errors import EngineError
-from ragr1_actors.core.lora_settings import AdapterBase
+from ragr1_actors.core.weight_transport import AdapterBase
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_FILE = "model.safetensors"

@@ -24,9 +24,8 @@ from transformers.utils import logging
 
 from cluster.weights.weight_stream import NO_GROUP, Invitation, WeightStream, join
 from ragr1_actors.core.errors import EngineError, TransferError
-from ragr1_actors.core.lora_settings import BASE_KEY, AdapterBase
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import WakeTag
+from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
 from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.kv_cache import RowCache

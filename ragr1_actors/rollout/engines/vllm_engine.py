@@ -49,9 +49,8 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from cluster.weights.weight_stream import Invitation
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError
-from ragr1_actors.core.lora_settings import BASE_KEY
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import WakeTag
+from ragr1_actors.core.weight_transport import BASE_KEY, WakeTag
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from cluster.weights.weight_stream import NO_GROUP, Invitation, Weights, WeightStream, join
 from ragr1_actors.core.errors import EngineError, TransferError
-from ragr1_actors.core.lora_settings import AdapterBase
+from ragr1_actors.core.weight_transport import AdapterBase
 from ragr1_actors.rollout.engines.adapters import MergedSource, Source, merged_weights
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
