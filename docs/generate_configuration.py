@@ -24,8 +24,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from learners.algorithms.registry import OPTIONS  # noqa: E402
-from ragr1_actors.core.config import RunConfig  # noqa: E402
-from ragr1_actors.core.lora_settings import LoraSettings  # noqa: E402
+from ragr1_actors.core.config import (
+    LoraSettings,
+    RunConfig,
+)
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
 from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402

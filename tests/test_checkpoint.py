@@ -79,7 +79,7 @@ def test_a_damaged_score_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFi
     (store.save(1, writer(1), 0.9) / "score.json").write_text('{"value": 1}')
     check(store.save(2, writer(2), 0.1), 2)
     check(store.best(), 2)
-    assert "score.json is damaged: step_1 does not count" in caplog.text
+    assert "step_1 does not count" in caplog.text
 
 
 def test_what_is_begun_counts_once_it_is_committed(store: CheckpointStore, tmp_path: Path) -> None:

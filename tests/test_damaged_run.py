@@ -115,7 +115,7 @@ def test_without_any_checkpoint_a_run_begins_anew(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints" / "step_2")
     newest = run_dir / "checkpoints" / "step_3"
     (newest / "state.json").write_text("")
-    assert f"delete the folder {newest} and --resume begins anew" in resume(run_dir)
+    assert f"delete the folder {newest} and --resume starts again" in resume(run_dir)
     shutil.rmtree(newest)
     assert "Held-out tasks" in resume(run_dir)
     assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == [1, 2, 3]

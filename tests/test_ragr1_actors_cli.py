@@ -102,7 +102,7 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.lr=1", "got training.lr; a resumed run keeps its configuration but for learners.key=value"),
+        ("training.lr=1", "got training.lr; a resumed run keeps its configuration, and takes only learners.key=value"),
         ("learners.lora={rank: 4}", "got learners.lora; a resumed run keeps"),
         ("learners.num_learner=2", "did you mean 'num_learners'?"),
         ("learners.zero_stage=4", "learners.zero_stage: got 4"),

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: folders renamed into place, JSON, and safetensors. Nothing is pickled."""
+"""Files and folders that are whole or absent, and the two formats that a run stores: JSON and safetensors."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.text import first_problem
 
 POLICY_FOLDER = "policy"
-"""In a checkpoint: a Hugging Face folder."""
+"""In a checkpoint: the policy as a Hugging Face folder."""
 ADAPTER_FOLDER = "adapter"
-"""In a checkpoint of a run with ``learners.lora``: what peft loads beside the policy that the stage began with."""
+"""In a checkpoint of a run with ``learners.lora``: the adapters, for peft to load beside the stage's first policy."""
 LEARNER_FILE = "learner.safetensors"
+"""In a checkpoint: the learners' state."""
 WRITING = ".writing_"
-"""Prefix of what is being written, or was left by a crash: never read."""
+"""Prefix of files and folders that are being written, or were left by a crash: never read."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a disk that is full, a quota that is used up, and a limit on the size of files."""
+
+T = TypeVar("T")
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-"""Of safetensors, in numpy's words; bfloat16 is not one of numpy's."""
+"""Names of number formats, safetensors' to numpy's; numpy has no bfloat16."""
 _WHOLE_UP_TO = 64 * 2**20
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
 
 
-def write_file(final: Path, write: Callable[[Path], None]) -> None:
+def write_file(final: Path, write: Callable[[Path], object]) -> None:
     """Have ``write`` create a file that gets the name ``final`` once it is whole and on disk.
 
     ``write_file(path, lambda writing: writing.write_text(text, "utf-8"))``. A file of that name is replaced. The
@@ -73,7 +79,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Whether an error of Python's or of safetensors' says that a disk, a quota or a limit on file sizes is full."""
+    """Return whether an error of Python or safetensors says that there is no room for a file."""
     return isinstance(error, OSError | SafetensorError) and error_number(error) in NO_ROOM
 
 
@@ -91,9 +97,9 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Read what ``write_tensors`` wrote: read-only views of the file, of which nothing is loaded before it is used.
+    """Read the file of ``write_tensors`` as read-only views; the operating system loads a page when it is first used.
 
-    The processes of a node that read one file share its pages.
+    Processes on one node that read the same file share its pages.
 
     Raises:
         DataError: the file is missing or is not a whole safetensors file.
@@ -111,7 +117,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     tensors: dict[str, NDArray[Any]] = {}
     for name, spec in header.items():
         if spec["dtype"] not in _DTYPES:
-            raise DataError(f"{path} cannot be read: {name} is of {spec['dtype']}, expected {', '.join(_DTYPES)}")
+            raise DataError(f"{path} cannot be read: {name} has dtype {spec['dtype']}, expected {', '.join(_DTYPES)}")
         start, end = spec["data_offsets"]
         tensors[name] = np.asarray(data[start:end]).view(_DTYPES[spec["dtype"]]).reshape(spec["shape"])
     return tensors
@@ -134,8 +140,30 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
+def read_json_as(kind: type[T], path: Path) -> T:
+    """Read a JSON file as a dataclass or pydantic model.
+
+    Raises:
+        DataError: the file is missing, is not JSON, or a key is missing, unknown or has a wrong value.
+    """
+    return validated(kind, read_json(path), str(path))
+
+
+def validated(kind: type[T], value: Any, where: str) -> T:
+    """Return ``value``, which was read from the file ``where``, as a dataclass or pydantic model.
+
+    Raises:
+        DataError: a key is missing, unknown or has a wrong value; the message names the first one.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        name, _, problem = first_problem(error)
+        raise DataError(f"{where} is damaged: {name or 'the whole file'}: {problem}") from error
+
+
 def error_number(error: OSError | SafetensorError) -> int:
-    """Return the errno of an error of Python's or of safetensors'; ``EIO`` where it has none."""
+    """Return the errno of an error of Python or safetensors; ``EIO`` if it has none."""
     if isinstance(error, OSError):
         return error.errno or errno.EIO
     match = _OS_ERROR.search(str(error))
@@ -160,7 +188,7 @@ def fingerprint_file(path: Path) -> str:
 
 
 def sync_tree(directory: Path) -> None:
-    """Wait until a folder and all that is in it is on disk."""
+    """Wait until a folder and everything in it are on disk."""
     for entry in sorted(directory.rglob("*")):
         sync(entry)
     sync(directory)

@@ -1,14 +1,17 @@
-"""Checkpoints that are whole or absent, and the two formats they are written in: safetensors and JSON.
+"""The checkpoints of a run: folders that are whole or absent, and ``state.json``, the position of the run in each.
 
 ::
 
     checkpoints/
-      step_10/            whole: it got its name by one rename, after everything in it was on disk
+      step_10/            whole: it was renamed once everything in it was on disk
+        policy/           Hugging Face folder
+        learner.safetensors
+        state.json        ``RunState``
       step_20/
-      best -> step_10     where a best one is kept: a link, so that best/policy is a folder like any other
-      .writing_step_30/   being written, or left by a crash; never read, removed before the next is written
+      best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
+      .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
-Nothing is pickled: a checkpoint that somebody else made cannot run code when it is loaded.
+Nothing is pickled: loading a checkpoint from somebody else cannot run code.
 """
 
 from __future__ import annotations
@@ -21,34 +24,109 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import NO_ROOM, WRITING, error_number, read_json, sync, sync_tree, write_json
+from ragr1_actors.core.files import (
+    NO_ROOM,
+    WRITING,
+    error_number,
+    read_json_as,
+    sync,
+    sync_tree,
+    validated,
+    write_json,
+)
+from ragr1_actors.runs.report import StageReport
 
+STATE_FILE = "state.json"
+SCORE_FILE = "score.json"
+"""The policy's score on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
+BEST = "best"
 _STEP = re.compile(r"step_(\d+)")
 _REPLACED = ".replaced_"
 
-
-SCORE_FILE = "score.json"
-"""What the policy scored on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
-BEST = "best"
-
 logger = logging.getLogger(__name__)
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Counts(_Stored):
+    """The return value of ``TaskSampler.counts``."""
+
+    issued: int = Field(ge=0)
+    trained: int = Field(ge=0)
+    failed: int = Field(ge=0)
+    lost: int
+    doubled: int = Field(ge=0)
+
+
+class Books(_Stored):
+    """The return value of ``TaskSampler.get_state``."""
+
+    epoch: int = Field(ge=0)
+    cursor: int = Field(ge=0)
+    outstanding: list[tuple[str, int, int]]
+    """Task id, epoch and attempt of each task that was issued and not yet trained."""
+    counts: Counts
+
+
+class RunState(_Stored):
+    """The content of ``state.json``: how far the run was at the checkpoint."""
+
+    sft_step: int = Field(ge=0)
+    iteration: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
+    learner: str
+    """Name of the learner that wrote the tensors; empty before the first one."""
+    sampler: Books
+    extra: dict[str, Any]
+    """Data of the caller of ``Algorithm.save``; of a ``TrainingRun`` the fields of ``Standing``."""
+
+
+class Standing(_Stored):
+    """What ``TrainingRun`` stores in addition: the wall time so far in seconds, and the finished stages."""
+
+    wall_s: float
+    stages: list[StageReport]
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Read ``state.json`` of a checkpoint.
+
+    Raises:
+        DataError: the file is missing, is not JSON, or has a wrong key or value; the message names it.
+    """
+    return read_json_as(RunState, checkpoint / STATE_FILE)
+
+
+def read_standing(extra: dict[str, Any]) -> Standing:
+    """Read ``RunState.extra`` of a ``TrainingRun``.
+
+    Raises:
+        DataError: it has a wrong key or value.
+    """
+    return validated(Standing, extra, f"extra in {STATE_FILE}")
 
 
 class CheckpointStore:
     """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them and the best one."""
 
     def __init__(self, directory: Path, num_to_keep: int = 2, best_metric: str = "") -> None:
-        """Keep checkpoints in ``directory``, which is made when the first is saved.
+        """Keep checkpoints in ``directory``; the first ``begin`` makes it.
 
         Args:
-            directory: ``runs/mine/checkpoints``
-            num_to_keep: of the newest.
-            best_metric: what scores are of; the checkpoint with the highest is kept too. Empty keeps none for that.
+            directory: such as ``runs/mine/checkpoints``.
+            num_to_keep: how many of the newest checkpoints to keep.
+            best_metric: name of the score; the checkpoint with the highest score is kept too. Empty: no scores.
+
+        Raises:
+            ValueError: ``num_to_keep`` is below 1.
         """
         if num_to_keep < 1:
             raise ValueError(f"got num_to_keep={num_to_keep}, expected at least 1")
@@ -57,23 +135,23 @@ class CheckpointStore:
         self._best_metric = best_metric
 
     def save(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
-        """``begin`` and ``commit`` in one."""
+        """Call ``begin`` and ``commit``; return the checkpoint's folder."""
         self.begin(step, write, score)
         return self.commit(step)
 
     def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
-        """Make the folder that is to become ``step_<step>`` and have ``write`` fill it; return it.
+        """Make the folder that ``commit`` will name ``step_<step>``, call ``write`` with it, and return it.
 
-        What more belongs into it may be written until ``commit``, one checkpoint at a time.
+        More files may be written into it until ``commit``. Only one checkpoint is written at a time.
 
         Args:
-            step: a checkpoint of that step that exists already is replaced by ``commit``.
-            write: writes into the folder it is given.
-            score: of ``best_metric``; None where this policy was not evaluated, or was when the step was saved before.
+            step: the step; ``commit`` replaces an existing checkpoint of the same step.
+            write: writes into the folder it gets.
+            score: value of ``best_metric`` for this policy; None keeps the score of the checkpoint that is replaced.
 
         Raises:
-            UserError: there is no room on disk, or the folder cannot be written. Earlier checkpoints stay as they are,
-                also where ``write`` raises.
+            UserError: there is no room on disk, or the folder cannot be written. Earlier checkpoints do not change,
+                also not when ``write`` raises.
         """
         writing = self._writing(step)
         with self._cleaned_up():
@@ -89,19 +167,19 @@ class CheckpointStore:
         return writing
 
     def commit(self, step: int, finish: Callable[[], None] = lambda: None) -> Path:
-        """Give what ``begin`` made its name ``step_<step>`` once ``finish`` has returned and all of it is on disk.
+        """Call ``finish``, wait until the folder of ``begin`` is on disk, and rename it to ``step_<step>``.
 
-        Older ones beyond ``num_to_keep`` are removed but for the best, and so are newer ones: they belong to a life of
-        the run that this one has not come to.
+        Removes older checkpoints beyond ``num_to_keep``, but not the best one. Removes newer checkpoints too: the run
+        was resumed from before them.
 
         Raises:
-            UserError: as of ``begin``.
+            UserError: as ``begin``.
         """
         final, writing = self._directory / f"step_{step}", self._writing(step)
         with self._cleaned_up():
             finish()
             sync_tree(writing)
-            if final.exists():  # a folder with content cannot be renamed over
+            if final.exists():  # a rename cannot replace a folder with content
                 final.rename(self._directory / f"{_REPLACED}{final.name}")
             writing.rename(final)
             sync(self._directory)
@@ -114,7 +192,7 @@ class CheckpointStore:
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:
-        """Where the block raises, leave nothing half written, also on Ctrl-C."""
+        """Remove what is half written if the block raises, Ctrl-C included."""
         is_whole = False
         try:
             yield
@@ -126,12 +204,12 @@ class CheckpointStore:
                 self._clean()
 
     def best(self) -> Path | None:
-        """Return the whole checkpoint with the highest score, of equal ones the newest; None where none has any."""
+        """Return the checkpoint with the highest score, the newest one on a tie; None if no checkpoint has a score."""
         best = self._best()
         return best[1] if best else None
 
     def is_best(self, score: float) -> bool:
-        """Whether a checkpoint with this score would be the best; never where none is kept for that."""
+        """Return whether a checkpoint with this score would be the best; False without a ``best_metric``."""
         best = self._best()
         return bool(self._best_metric) and (best is None or score > best[0])
 
@@ -146,14 +224,14 @@ class CheckpointStore:
         if not self._best_metric or not path.is_file():
             return None
         try:
-            found = TypeAdapter(_Score).validate_python(read_json(path))
-        except (DataError, ValidationError):  # no reason to end a run
-            logger.warning("%s is damaged: %s does not count as the best checkpoint", path, checkpoint.name)
+            found = read_json_as(_Score, path)
+        except DataError as error:  # no reason to end a run
+            logger.warning("%s; %s does not count as the best checkpoint", error, checkpoint.name)
             return None
         return found.value if found.metric == self._best_metric else None
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None where there is none. Changes nothing on disk."""
+        """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
         return max(self._whole().items(), default=(0, None))[1]
 
     def steps(self) -> list[int]:
@@ -161,17 +239,20 @@ class CheckpointStore:
         return sorted(self._whole())
 
     def without(self, checkpoint: Path) -> str:
-        """Return what to do about a checkpoint that is damaged: ``delete the folder ... and --resume goes on ...``."""
+        """Return the end of a message on a damaged checkpoint: which folder to delete, and what ``--resume`` does then.
+
+        ``"delete the folder runs/mine/checkpoints/step_20 and --resume goes on from step_10"``
+        """
         before = [path for path in self._whole().values() if path != checkpoint]
-        rest = f"goes on from {max(before, key=_step).name}" if before else "begins anew, there is no other checkpoint"
+        rest = f"goes on from {max(before, key=_step).name}" if before else "starts again: there is no other checkpoint"
         return f"delete the folder {checkpoint} and --resume {rest}"
 
     def _whole(self) -> dict[int, Path]:
         if not self._directory.is_dir():
             return {}
         whole: dict[int, Path] = {}
-        # Sorted, so that step_3 comes after .replaced_step_3 and wins; the latter counts only where a crash fell
-        # between the two renames of a replacement.
+        # Sorted, so that step_3 comes after .replaced_step_3 and wins; the latter counts only after a crash between
+        # the two renames of a replacement.
         for entry in sorted(self._directory.iterdir()):
             match = _STEP.fullmatch(entry.name.removeprefix(_REPLACED))
             if match and entry.is_dir():
@@ -187,7 +268,7 @@ class CheckpointStore:
         self._link(best)
         for step in not_newer[: -self._num_to_keep]:
             if whole[step] != best:
-                # Renamed first: a removal that is cut short must not leave half a checkpoint with a whole one's name.
+                # Renamed first: an interrupted removal must not leave half a checkpoint under a valid name.
                 whole[step].rename(self._directory / f"{WRITING}removed_{whole[step].name}")
 
     def _link(self, best: Path | None) -> None:
@@ -228,6 +309,6 @@ def _as_user_error(error: OSError | SafetensorError, directory: Path) -> UserErr
     if number in NO_ROOM:
         return UserError(
             f"no room to write a checkpoint into {directory} ({os.strerror(number)}); free some space and go on with "
-            "--resume: the checkpoints written before are whole"
+            "--resume: earlier checkpoints are whole"
         )
     return UserError(f"cannot write a checkpoint into {directory}: {error}")

@@ -1,11 +1,11 @@
-"""What a run writes about itself: one line of JSON an iteration, and the same numbers for TensorBoard.
+"""The metrics of a run: one line of JSON per iteration in ``metrics.jsonl``, and the same values for TensorBoard.
 
-``metrics.jsonl``, one line for every ``log``, keys sorted::
+``metrics.jsonl`` has one line per ``log`` call, its keys sorted::
 
     {"iteration": 3, "loop/tokens": 81920.0, "rollout/reward": 0.61, "stage": "rl", "time/iteration_s": 4.2}
 
-A metric's name is ``group/what``: ``rollout/…``, ``learner/…``, ``eval/…``, ``loop/…``. Names that start with ``time/``
-are wall times in seconds. They are the only ones that two runs of the same seed do not share.
+A metric's name is ``group/name``, with the groups ``rollout``, ``learner``, ``eval``, ``loop`` and others. Names that
+start with ``time/`` are wall times in seconds. Two runs with the same seed agree in all metrics but these.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.files import write_file
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -32,30 +33,35 @@ class MetricsLogger:
     """Appends to ``metrics.jsonl`` and ``tensorboard/`` of one run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Open for appending. ``run_dir`` is made where it does not exist."""
+        """Open the files for appending; makes ``run_dir`` if it does not exist.
+
+        Raises:
+            RunDirectoryError: ``metrics.jsonl`` of an earlier process is damaged.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
         if self._path.is_file():
-            self._rewrite(read_metrics(run_dir))  # without a last line that a crash cut off
+            self._rewrite(read_metrics(run_dir))  # drops a last line that a crash cut off
         self._file = self._path.open("a", encoding="utf-8")
         self._events: dict[str, _EventFile] = {}
 
     def log(self, stage: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one iteration of ``stage``. They are in both files when this returns.
+        """Append the metrics of one iteration of ``stage``; both files have them when this returns.
 
         ``log("rl", 3, {"rollout/reward": 0.61, "time/iteration_s": 4.2})``
 
-        A logger's first line of a stage drops the lines of that stage from ``iteration`` on: a run that is resumed
-        from iteration 3 does not keep what its earlier life logged after that checkpoint.
+        A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed
+        from iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
 
         Raises:
-            OSError: a file cannot be written; ``ENOSPC`` where there is no room.
+            ValueError: a metric is named ``stage`` or ``iteration``.
+            OSError: a file cannot be written; ``ENOSPC`` if there is no room.
         """
         reserved = [name for name in metrics if name in _RESERVED]
         if reserved:
             raise ValueError(
-                f"got a metric named {reserved[0]!r}, which is the line's own; name it group/{reserved[0]}"
+                f"got a metric named {reserved[0]!r}, a key that every line has; name it group/{reserved[0]}"
             )
         values = {name: float(value) for name, value in metrics.items()}
         events = self._event_file(stage, iteration)
@@ -64,7 +70,7 @@ class MetricsLogger:
         events.write(iteration, values)
 
     def close(self) -> None:
-        """Close the files, all of them also where one cannot be written to its end; may be called twice."""
+        """Close every file, even if writing the last bytes of one fails; may be called twice."""
         with ExitStack() as files:
             files.callback(self._file.close)
             for events in self._events.values():
@@ -72,7 +78,7 @@ class MetricsLogger:
             self._events = {}
 
     def _event_file(self, stage: str, iteration: int) -> _EventFile:
-        # One TensorBoard run a stage: iterations start at 0 in each, and the curves can be laid over one another.
+        # One TensorBoard run per stage: iterations start at 0 in each, and TensorBoard can overlay the curves.
         if stage not in self._events:
             resumed = self._drop(stage, iteration)
             directory = self._run_dir / TENSORBOARD_DIRECTORY / stage
@@ -89,20 +95,19 @@ class MetricsLogger:
         return any(row["stage"] == stage for row in rows)
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in rows), encoding="utf-8")
-        temporary.replace(self._path)
+        text = "".join(_line(row) for row in rows)
+        write_file(self._path, lambda writing: writing.write_text(text, encoding="utf-8"))
 
 
 class _EventFile:
-    """A file of TensorBoard's, written by the thread that calls.
+    """A TensorBoard event file, written in the calling thread with TensorBoard's ``RecordWriter``.
 
-    ``SummaryWriter`` leaves that to a thread of its own: where the disk is full, that thread prints a traceback of its
-    own too. It also imports torch.
+    Not torch's ``SummaryWriter``: its background thread prints a traceback when the disk is full, see
+    ``docs/decisions/run-files.md``.
     """
 
     def __init__(self, directory: Path, purge_from: int | None) -> None:
-        """Begin a file. From step ``purge_from`` on, TensorBoard forgets what earlier files of the folder hold."""
+        """Start a file. TensorBoard ignores steps from ``purge_from`` on in earlier files of the folder."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -117,7 +122,7 @@ class _EventFile:
             self._add(Event(wall_time=time.time(), step=purge_from, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of one step; they are in the file when this returns."""
+        """Append the values of one step; the file has them when this returns."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -134,12 +139,12 @@ class _EventFile:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl``, oldest first; a last line that a crash cut off is left out.
+    """Return the lines of ``metrics.jsonl``, oldest first, without a last line that a crash cut off.
 
-    Numbers that are not finite come back as floats again.
+    Infinite values and NaN, stored as text, are floats again.
 
     Raises:
-        RunDirectoryError: the folder has no metrics, or a line before the last cannot be read.
+        RunDirectoryError: the folder has no metrics, or a complete line cannot be read.
     """
     path = run_dir / METRICS_FILE
     if not path.is_file():
@@ -148,10 +153,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise RunDirectoryError(
-            f"{path} is damaged (not UTF-8 text at byte {error.start}); delete the file: the run goes on without what "
-            "it has logged so far"
+            f"{path} is damaged (not UTF-8 text at byte {error.start}); delete the file: the run continues, without "
+            "the metrics logged so far"
         ) from error
-    # what follows the last newline is empty, or cut off
+    # the text after the last newline is empty or cut off
     return [_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1)]
 
 
@@ -160,7 +165,7 @@ def _read_line(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise RunDirectoryError(f"{where}: not JSON ({error.msg}); delete the line") from error
-    except (ValueError, RecursionError) as error:  # a number without end, or brackets without end
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         raise RunDirectoryError(f"{where}: not a line of metrics ({error}); delete the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("iteration"), int) or not isinstance(row.get("stage"), str):
         raise RunDirectoryError(
@@ -169,16 +174,16 @@ def _read_line(line: str, where: str) -> dict[str, Any]:
     try:
         return {name: float(value) if name not in _RESERVED else value for name, value in row.items()}
     except (TypeError, ValueError, OverflowError) as error:
-        raise RunDirectoryError(f"{where}: a metric is no number ({error}); delete the line") from error
+        raise RunDirectoryError(f"{where}: a metric is not a number ({error}); delete the line") from error
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without wall times: two runs of the same seed share these."""
+    """Return the metrics without wall times; two runs with the same seed agree in them."""
     return {name: value for name, value in metrics.items() if not name.startswith(TIME_PREFIX)}
 
 
 def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Average every name over the mappings that hold it.
+    """Average each name over the mappings that have it.
 
     ``mean_over([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}``
     """
@@ -190,7 +195,7 @@ def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    # JSON has no word for these, and a diverged run must still leave a file that every JSON reader opens.
+    # JSON has no infinity or NaN, and a diverged run must still leave a file that every JSON reader opens.
     plain = {
         name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
         for name, value in row.items()

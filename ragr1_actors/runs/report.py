@@ -13,19 +13,18 @@
 from __future__ import annotations
 
 import html
-import os
+import math
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pydantic import TypeAdapter, ValidationError
+import psutil
 from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
-from ragr1_actors.core.files import read_json, write_json
+from ragr1_actors.core.files import read_json_as, write_file, write_json
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 
 REPORT_JSON = "report.json"
@@ -33,32 +32,34 @@ REPORT_HTML = "report.html"
 StageName = Literal["start", "sft", "rl"]
 STAGE_TITLES: dict[StageName, str] = {"start": "before SFT", "sft": "after SFT", "rl": "after RL"}
 CURVES = ("rollout/reward", "eval/em")
-"""Metrics drawn in ``report.html``, one line a stage."""
+"""Metrics that ``report.html`` draws, one curve per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Greedy evaluation on held-out tasks; means over tasks where nothing else is said."""
+    """Greedy evaluation on held-out tasks; a float is a mean over the tasks unless its docstring says otherwise."""
 
     em: float
-    """Share answered exactly, in [0, 1]."""
+    """Exact match, in [0, 1]."""
     f1: float
+    """Token F1, in [0, 1]."""
     rounds: float
-    """Turns that searched."""
+    """Turns that searched, per task."""
     queries_per_round: float
-    """All queries ÷ all rounds; 0 where nothing was searched."""
+    """All queries divided by all rounds; 0 if no task searched."""
     queries: float
+    """Queries per task."""
     tokens: float
-    """Tokens that the policy sampled."""
+    """Tokens per task that the policy sampled."""
     num_tasks: int
-    """Tasks that came to their end: those that the means are over."""
+    """Tasks with a finished trajectory; the means are over these."""
     num_failed: int = 0
-    """Tasks that the machinery failed on, retries included; they are in no mean."""
+    """Tasks that failed in every attempt for reasons other than the policy; they are in no mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What a stage cost, and what the policy could do at its end."""
+    """The evaluation at the end of a stage, and the stage's wall time in seconds."""
 
     stage: StageName
     eval: EvalResult
@@ -67,41 +68,44 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class TaskCounts:
-    """What became of the tasks that were issued for training. ``lost`` and ``doubled`` are 0 or there is a bug."""
+    """How many training tasks were issued and how they ended. ``lost`` and ``doubled`` are 0 unless there is a bug."""
 
     issued: int = 0
     trained: int = 0
     failed: int = 0
-    """Given up after every retry."""
+    """Failed in every attempt."""
     lost: int = 0
+    """Issued, but neither trained nor failed."""
     doubled: int = 0
     """Trained more than once in an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A whole run."""
+    """The content of ``report.json``."""
 
     stages: tuple[StageReport, ...]
     wall_s: float
     peak_rss_bytes: int
-    """Of the driver and every process below it, see ``PeakMemory``."""
+    """Memory of the driver and its descendants, see ``PeakMemory``."""
     tasks: TaskCounts = TaskCounts()
     ratios: dict[str, float] = field(default_factory=dict)
+    """Further figures, such as ``{"recall@3": 0.61}``."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
-    """Write ``report.json`` and ``report.html``, with the curves of ``metrics.jsonl`` where there is one."""
-    write_json(run_dir / REPORT_JSON, asdict(report))
+    """Write ``report.html``, with curves if the run has a ``metrics.jsonl``, and then ``report.json``."""
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
-    (run_dir / REPORT_HTML).write_text(_html(run_dir.name, report, rows), encoding="utf-8")
+    page = _html(run_dir.name, report, rows)
+    write_file(run_dir / REPORT_HTML, lambda writing: writing.write_text(page, encoding="utf-8"))
+    write_file(run_dir / REPORT_JSON, lambda writing: write_json(writing, asdict(report)))  # last: the run is finished
 
 
 def read_report(run_dir: Path) -> RunReport:
     """Read ``report.json`` of a run.
 
     Raises:
-        RunDirectoryError: the run has no report, which is written at its end, or it is damaged.
+        RunDirectoryError: the run has no report, which it writes at its end, or the report is damaged.
     """
     path = run_dir / REPORT_JSON
     if not path.is_file():
@@ -110,20 +114,16 @@ def read_report(run_dir: Path) -> RunReport:
         )
     again = "delete the file, and --resume writes it again"
     try:
-        report = TypeAdapter(RunReport).validate_python(read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "all of it"
-        raise RunDirectoryError(f"{path} is damaged: {name}: {first['msg'].lower()}; {again}") from error
+        report = read_json_as(RunReport, path)
     except DataError as error:
         raise RunDirectoryError(f"{error}; {again}") from error
     if not report.stages:
-        raise RunDirectoryError(f"{path} is damaged: it reports on no stage; {again}")
+        raise RunDirectoryError(f"{path} is damaged: it has no stages; {again}")
     return report
 
 
 def render_table(report: RunReport) -> Table:
-    """Return the table a person sees at the end of a run: a row a measure, a column a stage."""
+    """Return the table that a run prints at its end: one row per measure, one column per stage."""
     table = Table(title=f"Held-out tasks, greedy ({_num_tasks(report)})")
     table.add_column("")
     for stage in report.stages:
@@ -134,11 +134,10 @@ def render_table(report: RunReport) -> Table:
 
 
 class PeakMemory:
-    """Samples the memory of this process and of every process below it while the ``with`` block runs.
+    """Samples the memory of this process and its descendants while the ``with`` block runs.
 
-    Ray's daemons and workers are below the driver that started them (``ray.init`` without a running cluster), so the
-    whole of a run on one machine is seen; actors on other machines are not. Shared pages, such as Ray's object store,
-    are counted once: a process counts with its proportional set size where the kernel tells it.
+    Ray's daemons and workers descend from the driver that started them (``ray.init`` without a running cluster), so
+    the figure covers a run on one machine; actors on other machines are not in it.
 
     ::
 
@@ -148,12 +147,12 @@ class PeakMemory:
     """
 
     def __init__(self, interval_s: float = 3.0) -> None:
-        """Sample every ``interval_s`` seconds; a sample of a dozen processes costs about 0.05 s of one core."""
+        """Sample every ``interval_s`` seconds; a sample of a dozen processes takes about 0.05 s of one core."""
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
         self.peak_bytes = 0
-        """The largest sum seen up to now."""
+        """The largest sample so far."""
 
     def __enter__(self) -> Self:
         """Take the first sample and start the thread."""
@@ -164,7 +163,7 @@ class PeakMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take the last sample and end the thread."""
+        """Take a last sample and stop."""
         self._stop.set()
         self._thread.join()
         self._sample()
@@ -174,49 +173,34 @@ class PeakMemory:
             self._sample()
 
     def _sample(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, tree_rss_bytes())
+        self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
 
 
-def tree_rss_bytes(root: int | None = None) -> int:
-    """Return the memory of process ``root`` (this one by default) and all its descendants now; 0 without ``/proc``."""
-    return sum(_process_bytes(pid) for pid in _descendants(os.getpid() if root is None else root))
+def tree_memory_bytes(root: int | None = None) -> int:
+    """Return the memory of process ``root`` (default: this one) and its descendants in bytes.
+
+    A process counts with its proportional set size where the system has one (Linux), so that memory shared between
+    processes, such as Ray's object store, counts once; elsewhere with its resident set size.
+    """
+    process = psutil.Process(root)
+    return sum(_process_bytes(one) for one in (process, *process.children(recursive=True)))
 
 
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found = [root]
-    for pid in found:  # grows while it is read: a walk down the tree
-        found += children.get(pid, [])
-    return found
+def _process_bytes(process: psutil.Process) -> int:
+    try:
+        memory = process.memory_full_info()
+        return int(memory.pss if psutil.LINUX else memory.rss)
+    except psutil.AccessDenied:  # a process of another user
+        return _resident_bytes(process)
+    except psutil.NoSuchProcess:  # it has ended
+        return 0
 
 
-def _parents() -> Iterator[tuple[int, int]]:
-    """Yield ``(pid, parent pid)`` of every process that can be seen."""
-    proc = Path("/proc")
-    if not proc.is_dir():
-        return
-    for entry in proc.iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text(errors="replace")
-            except OSError:  # ended since it was listed
-                continue
-            # "412 (a name) with) spaces) S 400 ...": the name may hold anything, so count from its last bracket.
-            yield int(entry.name), int(stat.rpartition(")")[2].split()[1])
-
-
-def _process_bytes(pid: int) -> int:
-    for name, field_name in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
-        try:
-            lines = Path(f"/proc/{pid}/{name}").read_text(errors="replace").splitlines()
-        except OSError:  # ended, or another user's
-            continue
-        for line in lines:
-            if line.startswith(field_name):
-                return int(line.split()[1]) * 1024  # "Pss:   5124 kB"
-    return 0
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
 
 
 def _num_tasks(report: RunReport) -> str:
@@ -231,10 +215,10 @@ def _table_rows(report: RunReport) -> list[tuple[str, ...]]:
         ("EM", *(f"{result.em:.3f}" for result in evals)),
         ("F1", *(f"{result.f1:.3f}" for result in evals)),
         ("search rounds", *(f"{result.rounds:.2f}" for result in evals)),
-        ("queries a round", *(f"{result.queries_per_round:.2f}" for result in evals)),
+        ("queries per round", *(f"{result.queries_per_round:.2f}" for result in evals)),
         ("queries", *(f"{result.queries:.2f}" for result in evals)),
         ("tokens", *(f"{result.tokens:.1f}" for result in evals)),
-        *([("tasks failed, in no mean", *map(str, num_failed))] if any(num_failed) else []),
+        *([("failed tasks, in no mean", *map(str, num_failed))] if any(num_failed) else []),
         ("wall time of the stage", *(f"{stage.wall_s:.0f} s" for stage in report.stages)),
     ]
 
@@ -270,9 +254,9 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
 
 
 def _curve(name: str, stage: str, rows: list[dict[str, Any]]) -> str:
-    """Draw one metric of one stage as an SVG line over its iterations; empty with fewer than two points."""
+    """Draw one metric of one stage as an SVG line over its iterations; empty if it has fewer than two points."""
     points = [(row["iteration"], row[name]) for row in rows if row["stage"] == stage and name in row]
-    points = [(x, y) for x, y in points if abs(y) != float("inf") and y == y]
+    points = [(x, y) for x, y in points if math.isfinite(y)]
     if len(points) < 2:
         return ""
     left, top, width, height = 40, 10, 640, 160

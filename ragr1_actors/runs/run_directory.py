@@ -1,31 +1,42 @@
-"""Making and opening the directory of a run; light, so that mistakes are told before torch and Ray are loaded."""
+"""The directory of a run: makes and opens it, finds its checkpoints, and writes its trajectories.
+
+Imports neither torch nor Ray at the top, so that the command line reports a wrong path within a second.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import yaml
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
-from ragr1_actors.core.files import POLICY_FOLDER
+from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
+from ragr1_actors.core.schema import write_trajectories
+from ragr1_actors.core.text import one_line, shortened
 from ragr1_actors.runs.checkpoint import CheckpointStore
 
+if TYPE_CHECKING:
+    import ray
+
 CONFIG_FILE = "config.yaml"
-_START_ANEW = "put the file back, or start a new run in another --run-dir"
+_RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
 def create_run_directory(config: RunConfig, run_dir: Path) -> None:
     """Make the directory of a new run and store the resolved configuration in it.
 
     Raises:
-        RunDirectoryError: it holds a run already, or cannot be made.
+        RunDirectoryError: the directory holds a run already, or cannot be made.
     """
     try:
         if (run_dir / CONFIG_FILE).exists():
             raise RunDirectoryError(
-                f"{run_dir} holds a run already; go on with it by --resume, or choose another --run-dir"
+                f"{run_dir} holds a run already; continue it with --resume, or choose another --run-dir"
             )
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -34,38 +45,33 @@ def create_run_directory(config: RunConfig, run_dir: Path) -> None:
 
 
 def _write_config(config: RunConfig, run_dir: Path) -> None:
-    """Whole or not at all: half of it would be another run's configuration to whoever resumes."""
-    writing = run_dir / f".writing_{CONFIG_FILE}"
     try:
-        writing.write_text(config.to_yaml(), encoding="utf-8")
-        writing.rename(run_dir / CONFIG_FILE)
+        write_file(run_dir / CONFIG_FILE, lambda writing: writing.write_text(config.to_yaml(), encoding="utf-8"))
     except OSError as error:
         raise _cannot_write(run_dir, error) from error
-    finally:
-        writing.unlink(missing_ok=True)
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(f"cannot write to {_shortened(run_dir)}: {error.strerror}; choose another --run-dir")
+    return RunDirectoryError(f"cannot write to {shortened(str(run_dir))}: {error.strerror}; choose another --run-dir")
 
 
 def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) -> RunConfig:
-    """Change keys of ``learners`` in a run's configuration, such as the number of ranks that it goes on on.
+    """Change keys of ``learners`` in the stored configuration, such as the number of ranks; return the new one.
 
     Args:
-        run_dir: of the run.
-        config: what ``open_run_directory`` returned.
-        assignments: ``["learners.num_learners=8", "learners.zero_stage=3"]``; not ``learners.lora``, what is trained.
+        run_dir: the run directory.
+        config: the return value of ``open_run_directory``.
+        assignments: such as ``["learners.num_learners=8", "learners.zero_stage=3"]``.
 
     Raises:
-        ConfigError: another key is among them, or one of them cannot be.
+        ConfigError: a key of another section or ``learners.lora``, which a checkpoint depends on, or a wrong value.
         RunDirectoryError: the directory cannot be written.
     """
     for name in (assignment.partition("=")[0] for assignment in assignments):
         if not name.startswith("learners.") or name == "learners.lora":
             raise ConfigError(
-                f"got {name}; a resumed run keeps its configuration but for learners.key=value, lora excepted: leave "
-                "it out, or start another run"
+                f"got {name}; a resumed run keeps its configuration, and takes only learners.key=value without lora: "
+                "leave it out, or start another run"
             )
     changed = resolve(override(config.model_dump(), assignments))
     if changed != config:
@@ -77,7 +83,7 @@ def open_run_directory(run_dir: Path) -> RunConfig:
     """Return the configuration of the run in a directory.
 
     Raises:
-        RunDirectoryError: there is no run in it, or its configuration is not whole.
+        RunDirectoryError: the directory holds no run, or its configuration is damaged.
     """
     path = run_dir / CONFIG_FILE
     try:
@@ -86,12 +92,12 @@ def open_run_directory(run_dir: Path) -> RunConfig:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunDirectoryError(
-            f"{_shortened(path)} cannot be read: {error.strerror}; give the directory that a run printed"
+            f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: no UTF-8, or a date that is none
-        raise RunDirectoryError(f"{path} is damaged ({' '.join(str(error).split())}); {_START_ANEW}") from error
-    if not _is_complete(sections):  # a key that is missing would silently become its default
-        raise RunDirectoryError(f"{path} has not just the sections and keys that this version writes; {_START_ANEW}")
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
+        raise RunDirectoryError(f"{path} is damaged ({one_line(error)}); {_RESTORE_FILE}") from error
+    if not _is_complete(sections):  # a missing key would silently become its default
+        raise RunDirectoryError(f"{path} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}")
     return resolve(sections)
 
 
@@ -99,18 +105,18 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """Return the run directory and the checkpoint that ``path`` names.
 
     Raises:
-        RunDirectoryError: it is neither a run with a checkpoint nor a checkpoint of a run.
+        RunDirectoryError: ``path`` is neither a run with a checkpoint nor a checkpoint of a run.
     """
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
         raise RunDirectoryError(
-            f"{_shortened(path)} cannot be read: {error.strerror}; give the directory that a run printed"
+            f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
     if is_run:
         newest = CheckpointStore(path / "checkpoints").latest()
         if newest is None:
-            raise RunDirectoryError(f"{path} has no checkpoint yet; let the run go on for a while")
+            raise RunDirectoryError(f"{path} has no checkpoint yet; let the run continue until it has written one")
         return path, newest
     run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10, or best
     if (path / POLICY_FOLDER / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
@@ -121,9 +127,31 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     )
 
 
-def _shortened(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def keep_trajectories(
+    run_dir: Path, name: str, batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]
+) -> None:
+    """Write ``trajectories/<name>.arrow``, whole or not at all.
+
+    Args:
+        run_dir: the run directory.
+        name: such as ``iteration_00010``.
+        batches: trajectory groups, as record batches or as references to them.
+
+    Raises:
+        OSError: the file cannot be written; ``ENOSPC`` if there is no room.
+    """
+    directory = run_dir / "trajectories"
+    directory.mkdir(exist_ok=True)
+    fetched = [_fetch(batch) for batch in batches]
+    write_file(directory / f"{name}.arrow", lambda writing: write_trajectories(writing, fetched))
+
+
+def _fetch(batch: pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]) -> pa.RecordBatch:
+    if isinstance(batch, pa.RecordBatch):  # sampled in the driver
+        return batch
+    import ray
+
+    return ray.get(batch)
 
 
 def _is_complete(sections: object) -> bool:

@@ -51,11 +51,9 @@ from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, read_state
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.run_state import STATE_FILE, read_state
-from ragr1_actors.runs.trajectory_files import keep_trajectories
+from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside, rollout_metrics
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation import eval_result

@@ -19,7 +19,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room
 from ragr1_actors.rollout.sampler import session_for
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import CheckpointStore, read_standing
 from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import (
     EvalResult,
@@ -31,7 +31,6 @@ from ragr1_actors.runs.report import (
     render_table,
     write_report,
 )
-from ragr1_actors.runs.run_state import read_standing
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.data import Workspace, prepare
 
