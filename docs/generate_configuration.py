@@ -24,10 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from learners.algorithms.registry import OPTIONS  # noqa: E402
-from ragr1_actors.core.config import (
-    LoraSettings,
-    RunConfig,
-)
+from ragr1_actors.core.config import LoraSettings, RunConfig  # noqa: E402
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
 from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
