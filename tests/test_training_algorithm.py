@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,11 @@ from small_world import (
     wait_for,
 )
 
+from envs.base import EnvContext
 from envs.registry import ENVS
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.schema import read_trajectories
@@ -309,3 +311,39 @@ def test_demonstrations_that_all_fail_say_why(
     with pytest.raises(FleetError, match=reason):
         algorithm.pretrain(lambda step, metrics: None)
     algorithm.stop()
+
+
+class KillsItsRunnerOnce(SearchEnv):
+    """The first trajectory of a run kills the process of its env runner."""
+
+    def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
+        super().__init__(settings, context)
+        self._marker = Path(settings.tasks).with_name("killed")
+
+    async def reset(self, task: Task) -> list[Message]:
+        try:
+            self._marker.touch(exist_ok=False)
+        except FileExistsError:
+            return await super().reset(task)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.ray
+def test_a_killed_runner_is_counted_in_the_metrics(ray_local: ModuleType, tmp_path: Path) -> None:
+    config = make_config(make_files(tmp_path), {"num_steps": 0}, num_iterations=2)
+    environment = {"env": f"{__name__}:KillsItsRunnerOnce"}
+    runners = {"num_env_runners": 2, "num_cpus_per_env_runner": 0.5}
+    config = config.model_copy(
+        update={
+            "environment": config.environment.model_copy(update=environment),
+            "env_runners": config.env_runners.model_copy(update=runners),
+        }
+    )
+    first, last = [row for row in run(config, tmp_path / "run") if row["stage"] == "rl"]
+    assert first["env_runners/num_restarts"] == last["env_runners/num_restarts"] == 1
+    assert first["env_runners/num_lost"] == 0
+    assert 1 <= first["env_runners/num_healthy"] <= 2
+    assert 0 < first["env_runners/load"] <= 64
+    assert first["env_runners/queue"] == 0
+    assert last["tasks/trained"] == 16
