@@ -1,4 +1,4 @@
-"""Which task next: every task exactly once an epoch, through failures, crashes and resumes."""
+"""TaskSampler: the order of the training tasks. Each is trained once per epoch, through failures and resumes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Issue:
     """One task handed out: ``Issue("world/train/17#2", task, epoch=2, attempt=0)``."""
 
     issue_id: str
-    """Task and epoch; the same over attempts, so that what is trained twice is seen."""
+    """Task and epoch. All attempts share it, so that a task that is trained twice is counted."""
     task: Task
     epoch: int
     attempt: int = 0
 
     @property
     def group_id(self) -> str:
-        """Unique over attempts too: the sampling seeds depend on it."""
+        """Unique per attempt: the sampling seeds depend on it."""
         return f"{self.issue_id}.{self.attempt}" if self.attempt else self.issue_id
 
 
 class TaskSampler:
-    """Hands out tasks in a seeded order and remembers which are out.
+    """Issues tasks in a seeded order and remembers which are outstanding.
 
-    An issue leaves the books in one of two ways: ``trained``, or ``give_up`` after too many failures. Until then it is
-    outstanding, and a resumed run hands it out again.
+    An issue is outstanding until it is ``trained``, or until ``give_up`` after too many failures. A resumed run issues
+    outstanding tasks again.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -52,7 +52,7 @@ class TaskSampler:
         return order
 
     def next(self) -> Issue:
-        """The next issue: one that failed, else the next task of the epoch."""
+        """Return the next issue: one that failed, else the next task of the epoch."""
         if self._again:
             issue = self._again.popleft()
         else:
@@ -67,23 +67,23 @@ class TaskSampler:
         return issue
 
     def trained(self, issue: Issue) -> None:
-        """The learner has used it."""
+        """Count an issue that the learner has used."""
         if self._outstanding.pop(issue.issue_id, None) is None:
             self.num_doubled += 1
         else:
             self.num_trained += 1
 
     def again(self, issue: Issue) -> None:
-        """It failed, or went stale: hand it out again."""
+        """Issue a task again, because it failed or became stale."""
         self._again.append(replace(issue, attempt=issue.attempt + 1))
 
     def give_up(self, issue: Issue) -> None:
-        """It failed too often: counted, and not handed out again in this epoch."""
+        """Count a task that failed too often; it is not issued again in this epoch."""
         self.num_failed += 1
         self._outstanding.pop(issue.issue_id, None)
 
     def counts(self) -> dict[str, int]:
-        """The books: every issued task is trained, given up (failed) or still out, or else it was lost."""
+        """Return the counts. Every issued task is trained, given up (failed), outstanding, or else lost."""
         return {
             "issued": self.num_issued,
             "trained": self.num_trained,
@@ -93,7 +93,7 @@ class TaskSampler:
         }
 
     def get_state(self) -> dict[str, Any]:
-        """JSON state: what is outstanding is handed out again after ``set_state``."""
+        """Return the state as JSON; ``set_state`` issues its outstanding tasks again."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
@@ -102,18 +102,18 @@ class TaskSampler:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from ``get_state`` over the same tasks.
+        """Continue from ``get_state`` over the same tasks.
 
         Raises:
-            RunDirectoryError: they are not the same tasks.
+            RunDirectoryError: the tasks differ.
         """
         by_id = {task.task_id: task for task in self._tasks}
         unknown = [task_id for task_id, *_ in state["outstanding"] if task_id not in by_id]
         if unknown or state["cursor"] > len(self._tasks):
             what = f"task {unknown[0]}" if unknown else f"at least {state['cursor']:,} tasks"
             raise RunDirectoryError(
-                f"the checkpoint is of a run over {what}, which the {len(self._tasks):,} training tasks of now do not "
-                "hold; put the task file back as it was when the run began"
+                f"the checkpoint is of a run over {what}, but the {len(self._tasks):,} training tasks do not contain "
+                "that; put the task file back as it was when the run began"
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle(self._epoch)

@@ -13,19 +13,19 @@ from ragr1_actors.core.types import Message
 
 
 class PolicyTokenizer:
-    """A Hugging Face tokenizer, reduced to what a trajectory needs of it."""
+    """A Hugging Face tokenizer with the methods that a trajectory needs."""
 
     def __init__(self, policy_dir: str | Path) -> None:
         """Load the tokenizer and the end-of-sequence ids of a Hugging Face folder or hub name.
 
         Raises:
-            ConfigError: there is no tokenizer, or it has no end-of-sequence token.
+            ConfigError: no tokenizer can be loaded, or it has no end-of-sequence token.
         """
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(policy_dir)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot load a tokenizer from {policy_dir}: {error}") from error
-        # the Rust tokenizer behind it: encoding is called many times a turn, and the Python around it costs most
+        # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         ids = {self._tokenizer.eos_token_id} | _generation_eos(policy_dir)
         self.eos_token_ids = frozenset(int(i) for i in ids if i is not None)
@@ -33,17 +33,17 @@ class PolicyTokenizer:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added before or after it."""
+        """Return the token ids of a text; nothing is added before or after it."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens (end of sequence) left out."""
+        """Return the text of token ids, without special tokens (end of sequence)."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a chat up to where the assistant speaks; without a chat template, the bare contents."""
+        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents."""
         if self._tokenizer.chat_template is None:
             return self.encode("\n".join(message.content for message in messages) + "\n")
         chat = [{"role": message.role, "content": message.content} for message in messages]
@@ -54,7 +54,7 @@ class PolicyTokenizer:
         return list(ids)
 
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
-        """Ids of the tokens whose text holds any of some ASCII characters."""
+        """Return the ids of the tokens whose text contains any of some ASCII characters."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return frozenset(i for token, i in vocabulary.items() if any(char in token for char in characters))
 

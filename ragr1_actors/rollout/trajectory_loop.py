@@ -1,4 +1,4 @@
-"""One trajectory, from question to reward. Pure asyncio: knows neither Ray nor any engine.
+"""One trajectory, from question to reward. Pure asyncio, without Ray and without an engine.
 
 ::
 
@@ -7,7 +7,7 @@
                                │  └──► peek: searches begin                                                │
                                └───────────────────────────────────────────────────────────────────────────┘
 
-Each trajectory is a coroutine of its own and waits for nothing but its own tokens and its own documents.
+Each trajectory is one coroutine. It waits only for its own tokens and its own passages.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ragr1_actors.core.types import (
 
 
 class Tokenizer(Protocol):
-    """What a trajectory needs of the policy's tokenizer."""
+    """The methods of the policy's tokenizer that a trajectory needs."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added."""
+        """Return the token ids of a text; nothing is added."""
         ...
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a chat, up to where the assistant speaks."""
+        """Return the token ids of a chat up to the assistant's turn."""
         ...
 
 
@@ -52,14 +52,14 @@ class RolloutSettings:
     """Limits of one trajectory."""
 
     sampling: Sampling
-    """Of each turn; ``stop`` and ``seed`` are filled in here."""
+    """For each turn; ``stop`` and ``seed`` are set by the loop."""
     max_context_tokens: int
     """Prompt, model turns and observations together."""
 
 
 @dataclass(slots=True)
 class _Tokens:
-    """The growing context, one entry a token in every list."""
+    """The growing context, one entry per token in every list."""
 
     ids: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Progress:
-    """What the trajectory has come to so far; a failure in the middle keeps it."""
+    """The trajectory so far; a failure keeps it."""
 
     tokens: _Tokens = field(default_factory=_Tokens)
     turns: list[Turn] = field(default_factory=list)
@@ -100,22 +100,22 @@ async def run_trajectory(
     trajectory_id: str,
     seed: int,
 ) -> Trajectory:
-    """Let the policy act in ``env`` until it answers, is cut off, or the machinery fails.
+    """Let the policy act in ``env`` until it answers, reaches a limit, or the machinery fails.
 
-    Never raises for a failure of retrieval, engine or environment: the trajectory ends with a ``StopReason`` that says
-    which, keeps what it has, and carries no reward. Only a dead engine is the caller's affair.
+    A failure of retrieval, engine or environment is not raised: the trajectory ends with a ``StopReason`` that names
+    it, keeps its tokens, and has no reward. Only a dead engine is raised.
 
     Args:
-        env: fresh, used for this trajectory only.
+        env: new, for this trajectory only.
         task: what to answer.
         generate: the engine's ``generate``.
         tokenizer: the policy's.
-        settings: limits.
-        trajectory_id: unique; the engine's request id, and the salt of the sampling seeds.
+        settings: the limits.
+        trajectory_id: unique; the engine's request id, and a part of the sampling seeds.
         seed: of the run.
 
     Raises:
-        EngineDeadError: no trajectory of this engine can go on.
+        EngineDeadError: no trajectory of this engine can continue.
     """
     rollout = _Rollout(env, task, generate, tokenizer, settings, trajectory_id, seed)
     progress = rollout.progress
@@ -123,7 +123,7 @@ async def run_trajectory(
     try:
         try:
             stop_reason = await rollout.run()
-        finally:  # however it ended, a cancellation included
+        finally:  # also after a cancellation
             env.close()
     except RetrievalError as failure:
         stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
@@ -131,7 +131,7 @@ async def run_trajectory(
         raise
     except EngineError as failure:
         stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
-    except Exception as failure:  # a user's environment may raise anything; it ends its own trajectory and no other
+    except Exception as failure:  # a user's environment may raise anything; only its own trajectory ends
         stop_reason, error = StopReason.ENV_ERROR, f"{type(failure).__name__}: {failure}"
     tokens = progress.tokens
     return Trajectory(
@@ -152,7 +152,7 @@ async def run_trajectory(
 
 @dataclass(frozen=True, slots=True)
 class _Rollout:
-    """One call of ``run_trajectory``: its arguments, and how far it has come."""
+    """One call of ``run_trajectory``: its arguments and its progress."""
 
     env: TextEnv
     task: Task
@@ -164,7 +164,7 @@ class _Rollout:
     progress: _Progress = field(default_factory=_Progress)
 
     async def run(self) -> StopReason:
-        """Take turns until the trajectory ends, and say why it did."""
+        """Take turns until the trajectory ends, and return the reason."""
         tokens = self.progress.tokens
         tokens.add(self.tokenizer.prompt_ids(await self.env.reset(self.task)), TokenKind.PROMPT)
         while (room := self.settings.max_context_tokens - len(tokens.ids)) > 0:
@@ -188,7 +188,7 @@ class _Rollout:
             stop=self.env.stop,
             seed=turn_seed(self.seed, self.trajectory_id, len(self.progress.turns)),
         )
-        # an environment that does not look costs the engine no decoding
+        # the engine decodes no partial text for an environment without ``peek``
         on_text = None if type(self.env).peek is TextEnv.peek else self.env.peek
         tokens = self.progress.tokens
         completion = await self.generate(tokens.ids, sampling, request_id=self.trajectory_id, on_text=on_text)
@@ -230,6 +230,6 @@ def _record(progress: _Progress, completion: Completion, action: Action, result:
 
 
 def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
-    """A 63-bit sampling seed that depends on the run, the trajectory and the turn, and on nothing else."""
+    """Return a 63-bit sampling seed that depends only on the run, the trajectory and the turn."""
     digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -28,10 +28,7 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
 from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineSettings
-from ragr1_actors.rollout.engines.kv_cache import RowCache
-from ragr1_actors.rollout.engines.sampling import sample, uniform
-from ragr1_actors.rollout.engines.session import Session
-from ragr1_actors.rollout.engines.turn_text import TurnText
+from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
 PREFILL_TOKENS = 8192
@@ -342,7 +339,7 @@ class TransformersEngine:
             session.logprobs.append(logprob)
             session.versions.append(self._version)
             reason = self._finish_reason(session, token)
-            session.tell()
+            session.report_text()
             if reason is not None:
                 self._finish(session, reason)
 

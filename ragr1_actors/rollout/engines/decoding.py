@@ -1,0 +1,244 @@
+"""What the transformers engine decodes with: the key-value cache, the sampling of tokens, and the text of a turn.
+
+A ``Session`` is one trajectory in the engine. It has a row of the ``RowCache``; ``sample`` draws its next token; a
+``TurnText`` decodes the text that it has so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ragr1_actors.core.types import Completion, OnText, Sampling
+
+
+class RowCache(Cache):
+    """Keys and values of all resident trajectories, ``[layers, 2, rows, kv_heads, length, head_dim]``.
+
+    Before a forward pass the caller selects the rows to run and the column of each new token. The model then calls
+    ``update`` once per layer. Active rows are kept in front (``swap``), so that a decoding step reads a view and copies
+    nothing. The last column is scratch: padding is written there and never attended to.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Make an empty cache for a model; it grows on demand."""
+        self._shape = (
+            config.num_hidden_layers,
+            2,
+            config.num_key_value_heads,
+            config.head_dim if "head_dim" in config.to_dict() else config.hidden_size // config.num_attention_heads,
+        )
+        self._dtype, self._device = dtype, device
+        self._data = self._allocate(0, 0)
+        self._rows: slice | Tensor = slice(0, 0)
+        self._row_index = self._positions = torch.zeros(0, dtype=torch.long)
+        self.length = 0
+        """Columns that the next forward pass reads."""
+        super().__init__(layers=[_RowLayer(self, index) for index in range(config.num_hidden_layers)])
+
+    def _allocate(self, rows: int, length: int) -> Tensor:
+        layers, two, heads, head_dim = self._shape
+        return torch.zeros((layers, two, rows, heads, length, head_dim), dtype=self._dtype, device=self._device)
+
+    @property
+    def scratch(self) -> int:
+        """The column that padding is written to."""
+        return self._data.shape[4] - 1
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Grow to at least ``rows`` rows of ``length`` tokens, by doubling."""
+        old_rows, old_length = self._data.shape[2], max(0, self.scratch)
+        if rows <= old_rows and length <= old_length:
+            return
+        new_rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
+        new_length = old_length if length <= old_length else max(length, 2 * old_length, 64)
+        data = self._allocate(new_rows, new_length + 1)
+        data[:, :, :old_rows, :, :old_length] = self._data[:, :, :, :, :old_length]
+        self._data = data
+
+    def clear(self) -> None:
+        """Drop all rows and free their memory."""
+        self._data = self._allocate(0, 0)
+
+    def swap(self, row_a: int, row_b: int, length: int) -> None:
+        """Exchange the first ``length`` columns of two rows."""
+        if row_a != row_b and length:
+            used = self._data[:, :, :, :, :length]
+            used[:, :, [row_a, row_b]] = used[:, :, [row_b, row_a]]
+
+    def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
+        """Select the rows of the next forward pass.
+
+        Args:
+            rows: the rows, ``[n]``; a slice is read without a copy.
+            positions: the column that each new token is written to, ``[n, num_new]``.
+            length: columns to read.
+        """
+        self._rows, self._positions, self.length = rows, positions, length
+        index = torch.arange(rows.start, rows.stop, device=self._device) if isinstance(rows, slice) else rows
+        self._row_index = index.unsqueeze(1).expand_as(positions)
+
+    def write_and_read(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values ``[n, heads, num_new, head_dim]``; return the selected rows' whole context."""
+        stored = self._data[layer]
+        stored[0].transpose(1, 2)[self._row_index, self._positions] = keys.transpose(1, 2)
+        stored[1].transpose(1, 2)[self._row_index, self._positions] = values.transpose(1, 2)
+        return stored[0][self._rows][:, :, : self.length], stored[1][self._rows][:, :, : self.length]
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer's view of the shared tensor. The engine makes the masks itself, so the model never asks for sizes."""
+
+    def __init__(self, cache: RowCache, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self._index = cache, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the cache owns the tensor."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store this layer's new keys and values and return those of the context."""
+        return self._cache.write_and_read(self._index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns read, and their offset."""
+        return self._cache.length, 0
+
+    def get_seq_length(self) -> int:
+        """0: every row has another length, and positions are always given."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+
+def uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, step) by splitmix64 (Steele et al. 2014).
+
+    A token therefore depends on its request's seed and its index only, not on the requests beside it.
+
+    Args:
+        seeds: ``[n]``.
+        steps: ``[n]``, the index of the new token.
+    """
+    with np.errstate(over="ignore"):
+        z = seeds * np.uint64(0xD1342543DE82EF95) + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    mantissas: NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64)
+    return mantissas * np.float64(2.0**-53)
+
+
+def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample one token per row and return it with its log-prob under the distribution it was drawn from.
+
+    Args:
+        logits: ``[n, vocab]``.
+        temperatures: ``[n]``; 0 is greedy, with the log-prob of temperature 1.
+        top_ps: ``[n]``; 1 keeps the whole distribution.
+        uniforms: ``[n]`` in [0, 1).
+
+    Returns:
+        token ids ``[n]`` int64 and log-probs ``[n]`` float32.
+    """
+    greedy = temperatures == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    if bool((top_ps < 1).any()):
+        logprobs = _restrict(logprobs, top_ps)
+    cumulative = logprobs.exp().cumsum(dim=-1)
+    # the total is 1 only up to rounding: scaled by it, a draw reaches the last token and never beyond
+    draws = (uniforms * cumulative[:, -1]).unsqueeze(1)
+    sampled = torch.searchsorted(cumulative, draws, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(dim=-1), sampled)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _restrict(logprobs: Tensor, top_ps: Tensor) -> Tensor:
+    """Keep the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2020), renormalised."""
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_ps.unsqueeze(1))
+    return torch.log_softmax(logprobs.masked_fill(dropped, float("-inf")), dim=-1)
+
+
+class TurnText:
+    """The text of a turn while its tokens are sampled. Each token is decoded at most a few times.
+
+    Tokens are decoded together with those of the last piece of text, since a tokenizer may write a token differently at
+    the start of a text. A character of several tokens appears with its last token. The text only grows, and is always a
+    prefix of the decoded turn.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Start a turn; ``decode`` is the tokenizer's."""
+        self.text = ""
+        self._decode = decode
+        self._start = 0  # index of the first token of the last piece
+        self._end = 0  # number of tokens that are in the text
+        self._num_known = 0  # characters of the tokens from start to end
+        self._next_try = 0  # number of tokens at which to decode again
+
+    def grow(self, token_ids: Sequence[int]) -> bool:
+        """Take the turn's tokens so far; return whether the text has grown."""
+        if len(token_ids) < self._next_try:
+            return False
+        recent = self._decode(token_ids[self._start :])
+        if recent.endswith("\ufffd") or len(recent) <= self._num_known:
+            # the start of a character, or a special token; the more of them, the more tokens until the next try
+            self._next_try = len(token_ids) + 1 + (len(token_ids) - self._end) // 8
+            return False
+        self.text += recent[self._num_known :]
+        self._start, self._end = self._end, len(token_ids)
+        self._num_known = len(self._decode(token_ids[self._start :]))
+        return True
+
+
+@dataclass(slots=True)
+class Session:
+    """One trajectory in the engine, from its first turn until it is released."""
+
+    request_id: str
+    row: int
+    """Row of the cache; -1 for none."""
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """Tokens whose keys and values are in the cache."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(0))
+    num_prompt: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    future: asyncio.Future[Completion] | None = None
+    """Result of the turn that is being generated."""
+    on_text: OnText | None = None
+    turn_text: TurnText | None = None
+    """None without ``on_text``."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sampling; a request without one is seeded with its id."""
+        seed = self.sampling.seed
+        return (hash(self.request_id) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
+
+    def report_text(self) -> None:
+        """Call ``on_text`` with the turn's text so far, if it has grown."""
+        if self.on_text is None or self.turn_text is None or self.future is None or self.future.done():
+            return
+        try:
+            if self.turn_text.grow(self.tokens[self.num_prompt :]):
+                self.on_text(self.turn_text.text)
+        except Exception as error:  # the caller's own code: it ends its own request and no other
+            self.future.set_exception(error)
+            self.future = None
