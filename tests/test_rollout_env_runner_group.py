@@ -1,3 +1,5 @@
+"""The rollout fleet: runners that are killed, stopped or cannot start, and what the driver counts."""
+
 import gc
 import os
 import shutil
@@ -69,10 +71,10 @@ def group(ray_local: ModuleType, fleet_of_two: EnvRunnerGroup, policy_dir: Path)
 
 def wait_until_healed(fleet: EnvRunnerGroup) -> None:
     deadline = time.monotonic() + 120
-    while fleet.num_healthy < 2:
+    while fleet.num_healthy < 2:  # the fleet looks for runners that came back while it collects
         assert time.monotonic() < deadline, "a killed runner did not come back"
-        fleet._probe()
-        time.sleep(0.2)
+        fleet.submit(request(0))
+        drain(fleet)
 
 
 def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
@@ -82,10 +84,9 @@ def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
     return finished
 
 
-def kill_one(ray: ModuleType, fleet: EnvRunnerGroup, index: int = 0) -> None:
-    """``kill -9`` of a runner's process, as the kernel would."""
-    pid = ray.get(fleet._runners[index].handle.__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+def pids(fleet: EnvRunnerGroup) -> list[int]:
+    """Return the process ids of the healthy runners, in the order of their indices."""
+    return fleet.foreach_env_runner(lambda runner: os.getpid())
 
 
 async def test_a_reciting_runner_plays_scripts_through_the_environment(policy_dir: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     ray_local: ModuleType, group: EnvRunnerGroup
 ) -> None:
     num_restarts = group.num_restarts
-    pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
+    pid = pids(group)[0]
     for index in range(20):
         group.submit(request(index))
     finished = drain(group)
@@ -136,38 +137,29 @@ def test_a_runner_that_comes_back_has_the_newest_weights(
 ) -> None:
     weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
     group.update_weights(ray_local.put(weights), version=5)
-    kill_one(ray_local, group)
-    kill_one(ray_local, group, 1)
+    for pid in pids(group):
+        os.kill(pid, signal.SIGKILL)
     for index in range(4):
         group.submit(request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [5] * 4
     wait_until_healed(group)
 
 
-def test_a_function_runs_in_every_runner(ray_local: ModuleType, group: EnvRunnerGroup) -> None:
-    pids = group.foreach_env_runner(lambda runner: os.getpid())
-    assert len(set(pids) - {os.getpid()}) == 2
+def test_a_function_runs_in_every_runner(group: EnvRunnerGroup, policy_dir: Path) -> None:
+    assert len(set(pids(group)) - {os.getpid()}) == 2
     with pytest.raises(FleetError, match="division by zero"):
         group.foreach_env_runner(lambda runner: 1 / 0)
-    local = EnvRunnerGroup(make_config(num_env_runners=0), group_policy(group), OnePassage())
-    assert local.foreach_env_runner(lambda runner: os.getpid()) == [os.getpid()]
+    local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
+    assert pids(local) == [os.getpid()]
     local.stop()
 
 
-def group_policy(group: EnvRunnerGroup) -> str:
-    (directory, _) = group.foreach_env_runner(lambda runner: runner.policy_dir)
-    return directory
-
-
 @pytest.mark.slow
-def test_a_runner_that_hangs_is_ended_and_replaced(
-    ray_local: ModuleType, group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_hangs_is_ended_and_replaced(group: EnvRunnerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.rollout.env_runner_group.PING_INTERVAL_S", 0.1)
     monkeypatch.setattr("ragr1_actors.rollout.env_runner_group.PING_TIMEOUT_S", 8.0)
-    pid = ray_local.get(group._runners[0].handle.__ray_call__.remote(lambda _: os.getpid()))
     num_restarts = group.num_restarts
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pids(group)[0], signal.SIGSTOP)
     for index in range(8):
         group.submit(request(index))
     assert len(drain(group)) == 8
@@ -185,7 +177,8 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     fleet = EnvRunnerGroup(make_config(), tmp_path / "policy", OnePassage())
     fleet.wait_until_ready()
     shutil.rmtree(tmp_path / "policy")  # a runner that dies cannot start again
-    kill_one(ray_local, fleet)
+    first, second = pids(fleet)
+    os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 120
     while not fleet.metrics()["num_lost"]:
         fleet.submit(request(0))
@@ -195,7 +188,7 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     assert "env runner 0 did not start again" in caplog.text
     assert "1 of 2 go on" in caplog.text
     fleet.submit(request(0))
-    kill_one(ray_local, fleet, 1)
+    os.kill(second, signal.SIGKILL)
     with pytest.raises(
         FleetError, match=r"none of 2 env runners is left; env runner 1 did not start again: .*tokenizer"
     ):

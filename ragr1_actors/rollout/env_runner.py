@@ -1,7 +1,7 @@
-"""EnvRunner: one engine and as many concurrent trajectories as it holds.
+"""EnvRunner: one engine and its concurrent trajectories.
 
-``EnvRunner`` is plain asyncio and runs anywhere; ``EnvRunnerActor`` puts it behind Ray and turns groups into record
-batches, which stay in the object store while only their references travel.
+``EnvRunner`` is plain asyncio and runs in any process. ``EnvRunnerActor`` is the Ray actor around it: it turns groups
+into record batches, which stay in the object store while only their references travel.
 """
 
 from __future__ import annotations
@@ -50,37 +50,36 @@ class GroupRequest:
     """0 is greedy."""
 
     def trajectory_id(self, index: int) -> str:
-        """Name of the group's trajectory ``index``: ``world/train/17#2/0``."""
+        """Return the id of the group's trajectory ``index``: ``world/train/17#2/0``."""
         return f"{self.issue.group_id}/{index}"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """What the driver needs to know of a group whose tokens it never sees."""
+    """What the driver knows of a group; it never reads the group's tokens."""
 
     category: str
     rewards: tuple[float, ...]  # [num_trajectories that did not fail]
     num_failed: int
     errors: tuple[str, ...]
     oldest_version: int
-    """Of the policy, over all tokens; -1 where nothing was sampled."""
+    """The lowest policy version of any token; -1 if none was sampled."""
     means: dict[str, float]
-    """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's own ..."""
+    """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's metrics."""
 
 
 class EnvRunner:
     """Samples trajectories with one engine."""
 
     def __init__(self, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
-        """Sample with an engine that is loaded.
+        """Sample with a loaded engine.
 
         Args:
             config: a run's configuration, or its sections for sampling.
             policy_dir: Hugging Face folder or hub name, for the tokenizer.
-            retriever: what environments search with.
-            engine: of this runner alone; closed with it.
+            retriever: the environments search with it.
+            engine: used by this runner only, and closed with it.
         """
-        self.policy_dir = str(policy_dir)
         self._config = config
         self._tokenizer = PolicyTokenizer(policy_dir)
         self._engine = engine
@@ -108,11 +107,11 @@ class EnvRunner:
     def recite(
         cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
     ) -> Self:
-        """Say ``scripts``, turns by trajectory id, in place of the policy; no model is loaded."""
+        """Return a runner that plays ``scripts``, turns by trajectory id, instead of a policy; no model is loaded."""
         return cls(config, policy_dir, retriever, ScriptedEngine(scripts, PolicyTokenizer(policy_dir).encode))
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
-        """Sample the trajectories of one group, all at once where there is room."""
+        """Sample the trajectories of one group concurrently, up to ``max_concurrent_trajectories`` of the runner."""
         indices = range(request.num_trajectories)
         trajectories = await asyncio.gather(*(self._sample(request, index) for index in indices))
         return TrajectoryGroup(request.issue.task, tuple(trajectories))
@@ -140,7 +139,7 @@ class EnvRunner:
                 self._engine.release(trajectory_id)
 
     async def check(self) -> None:
-        """Return if the engine is alive; see ``Engine.check``."""
+        """Raise if the engine is dead; see ``Engine.check``."""
         await self._engine.check()
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
@@ -149,13 +148,13 @@ class EnvRunner:
 
     @property
     def receiving_engine(self) -> ReceivingEngine:
-        """The engine, where it takes part in broadcasts or sits on a learner's device."""
+        """The engine, if learners send weights to it directly."""
         assert isinstance(self._engine, ReceivingEngine), "load() has checked it"
         return self._engine
 
     @property
     def colocated_engine(self) -> ColocatedEngine:
-        """The engine, where it sits on a learner's device."""
+        """The engine, if it shares a device with a learner."""
         assert isinstance(self._engine, ColocatedEngine), "load() has checked it"
         return self._engine
 
@@ -165,12 +164,13 @@ class EnvRunner:
 
 
 class EnvRunnerActor:
-    """``EnvRunner`` as a Ray actor. It ends with its engine: Ray starts both anew."""
+    """``EnvRunner`` as a Ray actor. Its process exits if the engine dies, and Ray starts both again."""
 
     def __init__(self, config: SamplerConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores.
 
-        Started anew beside a learner on its device, it does so in ``catch_up``: that device may be the learner's now.
+        If the actor was restarted and shares its device with a learner, ``catch_up`` builds it: until then the learner
+        may be using the device.
         """
         import ray
 
@@ -181,12 +181,12 @@ class EnvRunnerActor:
 
     @property
     def _runner(self) -> EnvRunner:
-        if self._loaded is None:  # nobody has heard yet that it was started anew
+        if self._loaded is None:  # it was restarted, and the driver does not know yet
             _exit("it has no engine yet")
         return self._loaded
 
     async def ping(self) -> None:
-        """Answer: the engine is loaded and alive; raises ``EngineDeadError`` where it is not."""
+        """Return if the engine is loaded and alive; else raise ``EngineDeadError``."""
         await self._runner.check()
 
     async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
@@ -199,7 +199,7 @@ class EnvRunnerActor:
         await _or_exit(self._runner.update_weights(weights, version))
 
     async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Come back into use after a restart, with the newest weights."""
+        """Load the engine after a restart, with the newest weights."""
         if self._loaded is None:
             self._loaded = self._load()
         await self.update_weights(weights, version)
@@ -217,11 +217,11 @@ class EnvRunnerActor:
         await _or_exit(self._runner.receiving_engine.receive_weights(version))
 
     async def sleep(self) -> None:
-        """Give the device's memory back; see ``ColocatedEngine.sleep``."""
+        """Free the device's memory; see ``ColocatedEngine.sleep``."""
         await _or_exit(self._runner.colocated_engine.sleep())
 
     async def wake_up(self, tag: WakeTag) -> None:
-        """Take it again; see ``ColocatedEngine.wake_up``."""
+        """Allocate it again; see ``ColocatedEngine.wake_up``."""
         await _or_exit(self._runner.colocated_engine.wake_up(tag))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
@@ -230,7 +230,7 @@ class EnvRunnerActor:
 
 
 async def _or_exit(work: Awaitable[T]) -> T:
-    """Await ``work``; where the engine is dead, so is this process, and Ray and the fleet see to the rest."""
+    """Await ``work``. If the engine is dead the process exits; Ray restarts it, and the group repeats its requests."""
     try:
         return await work
     except EngineDeadError as error:
@@ -243,7 +243,7 @@ def _exit(reason: str) -> NoReturn:
 
 
 def engine_settings(config: SamplerConfig, version: int) -> EngineSettings:
-    """Return what the run's configuration says of its engines."""
+    """Return the engine settings of a configuration."""
     settings = config.env_runners
     return EngineSettings(
         max_rows=settings.max_concurrent_trajectories,
@@ -266,7 +266,7 @@ def set_threads(config: SamplerConfig) -> None:
 
 
 def summarize(group: TrajectoryGroup) -> GroupSummary:
-    """Reduce a group to what the driver's books and metrics need."""
+    """Return what the driver needs of a group, for its task sampler and metrics."""
     kept = [t for t in group.trajectories if not t.stop_reason.is_failure]
     totals: dict[str, float] = {}
     for trajectory in kept:

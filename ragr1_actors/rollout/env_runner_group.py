@@ -1,13 +1,13 @@
-"""EnvRunnerGroup: the rollout fleet. Requests go in, finished groups come out in the order they finish.
+"""EnvRunnerGroup: the rollout fleet. Requests go in; trajectory groups come out in the order in which they finish.
 
 ::
 
     submit ──► pending ──► runner with the least to do ──► in flight ──► collect
                   ▲                                            │
-                  └── the runner died: hand it to another ─────┘
+                  └── the runner died: give it to another ─────┘
 
-A runner that dies is restarted by Ray, given the newest weights, and used again. One that hangs is ended first. One
-that cannot start any more is left out for good, and said so: the fleet goes on with fewer, down to one.
+Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
+runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""For an engine to load."""
+"""Time limit of an engine to load."""
 PROBE_INTERVAL_S = 1.0
-"""Between two questions to a runner that is not healthy, and the longest wait for a group before looking around."""
+"""Between two probes of a runner that is not healthy, and the longest wait for a group before the next probes."""
 PING_INTERVAL_S = 10.0
 """Between two pings of a healthy runner."""
 PING_TIMEOUT_S = 120.0
-"""A runner that has not answered for this long hangs. A long prefill on a CPU may hold it for seconds."""
+"""A runner that has not answered for this long hangs. A long prefill on a CPU takes seconds."""
 MAX_FAILED_LOADS = 3
-"""In succession, of an engine that loads beside learners after its actor has started again."""
+"""Consecutive failures of an engine to load beside learners after its actor was restarted; then the runner is lost."""
 RESTART_TIMEOUT_S = 300.0
-"""How long the fleet waits for any runner to come back when none is left."""
+"""How long the fleet waits for a runner to come back if none is healthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A sampled group: its summary, and where its tokens are."""
+    """A sampled group: its summary, and a reference to its tokens."""
 
     request: GroupRequest
     summary: GroupSummary
     batch: Any
-    """``ray.ObjectRef`` of the group's record batch; the record batch itself where the driver samples."""
+    """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""
 
 
 @dataclass(slots=True)
@@ -68,13 +68,13 @@ class _Runner:
     handle: Any
     is_healthy: bool = True
     is_lost: bool = False
-    """It does not start any more."""
+    """It cannot start again."""
     num_deaths: int = 0
     num_failed_loads: int = 0
     num_in_flight: int = 0
     """Trajectories that it was asked for and has not returned."""
     probe: Any = None
-    """Reference of the question that is open: a ping of a healthy runner, else the newest weights."""
+    """Reference of the call that is open: a ping of a healthy runner, else ``catch_up`` with the newest weights."""
     probed_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -87,7 +87,7 @@ class _Runner:
 
 
 class _Newest:
-    """The newest policy version. Its weights are fetched when a runner lacks them, and not before."""
+    """The newest policy version. Its weights are fetched once a runner needs them."""
 
     def __init__(self, version: int, fetch: Callable[[], Any]) -> None:
         self.version = version
@@ -106,7 +106,7 @@ class _InFlight:
 
 
 class EnvRunnerGroup:
-    """N runners as actors, or one in the driver where ``num_env_runners = 0``."""
+    """N runners as actors, or one runner in the driver if ``num_env_runners = 0``."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class EnvRunnerGroup:
             policy_dir: Hugging Face folder or hub name.
             retriever: what environments search with.
             version: of the policy in ``policy_dir``.
-            actor_options: by index, where a runner is to sit.
+            actor_options: Ray options of the runner with an index, such as its place.
 
         Raises:
             FleetError: a runner did not start.
@@ -137,7 +137,7 @@ class EnvRunnerGroup:
         self.num_restarts = 0
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []
-        # twice what a runner works on at once: the next request is there when a trajectory ends
+        # trajectories; twice what a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
         if settings.num_env_runners == 0:
             self._local = EnvRunner.load(config, policy_dir, retriever, version)
@@ -149,14 +149,18 @@ class EnvRunnerGroup:
                 num_cpus=settings.num_cpus_per_env_runner,
                 num_gpus=settings.num_gpus_per_env_runner,
                 max_restarts=-1,
-                max_task_retries=0,  # the group hands the request to another runner
+                max_task_retries=0,  # the group gives the request to another runner
                 max_concurrency=2 * self._max_in_flight,
                 **actor_options(index),
             )
             self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
 
     def wait_until_ready(self) -> None:
-        """Return once every runner has loaded its engine; runners load while the caller does something else."""
+        """Return once every runner has loaded its engine.
+
+        Raises:
+            FleetError: an engine did not load.
+        """
         if not self._runners:
             return
         try:
@@ -205,10 +209,10 @@ class EnvRunnerGroup:
         self._loads.append((sum(loads) / max(1, len(loads)), queue))
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
-        """Call ``func`` with every healthy runner, where it lives, and return the results.
+        """Call ``func`` with every healthy runner, in its process, and return the results.
 
         Raises:
-            FleetError: ``func`` raised, or a runner died of it.
+            FleetError: ``func`` raised, or a runner died.
         """
         if self._local is not None:
             return [func(self._local)]
@@ -225,10 +229,10 @@ class EnvRunnerGroup:
             self._dispatch()
 
     def collect(self) -> list[FinishedGroup]:
-        """Return the groups that are finished; wait until there is one.
+        """Wait until a group is finished and return all finished groups; nothing if none was submitted.
 
         Raises:
-            FleetError: no runner is left and none comes back; the message has the last one's reason.
+            FleetError: no runner is left and none comes back; the message has the reason of the last.
         """
         self._note_load()
         if self._local is not None:
@@ -260,23 +264,23 @@ class EnvRunnerGroup:
 
     @property
     def receivers(self) -> list[Receiver]:
-        """The healthy runners, for a transport that talks to them itself. One that came back is another receiver."""
+        """The healthy runners, for a transport that calls them. A runner that came back is another receiver."""
         return [runner.receiver for runner in self._runners if runner.is_healthy]
 
     def expect(self, version: int, fetch: Callable[[], Any]) -> None:
-        """Remember a version that a transport publishes; ``fetch`` gets its weights for runners that come back."""
+        """Note a version that a transport publishes; ``fetch`` returns its weights for runners that come back."""
         self._newest = _Newest(version, fetch)
         for runner in self._runners:
             if not runner.is_healthy:
-                runner.probe = None  # it may be on its way with older weights
+                runner.probe = None  # it may carry older weights
 
     def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
-        """Publish a policy version, and remember it for runners that come back later.
+        """Publish a policy version, and keep it for runners that come back later.
 
         Args:
             weights: ``{name: array}``, or an ``ObjectRef`` of it.
             version: recorded with every token sampled from now on.
-            receivers: names of those that lack it; ``None`` is every runner.
+            receivers: names of the receivers that need it; ``None`` is every runner.
         """
         if self._local is not None:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
@@ -287,15 +291,15 @@ class EnvRunnerGroup:
         self._wait({r.handle.update_weights.remote(weights, version): r for r in lacking})
 
     def sleep(self) -> None:
-        """Have the engines give their devices' memory back, weights and cache; see ``ColocatedEngine``."""
+        """Have the engines free their devices' memory, weights and cache; see ``ColocatedEngine.sleep``."""
         self._wait({r.handle.sleep.remote(): r for r in self._runners if r.is_healthy})
 
     def wake_up(self, tag: WakeTag) -> None:
-        """Have the engines take their memory again: first the weights', then the cache's, when they go on."""
+        """Have the engines allocate memory again: for the weights, then for the cache, with which requests continue."""
         self._wait({r.handle.wake_up.remote(tag): r for r in self._runners if r.is_healthy})
 
     def _wait(self, calls: dict[Any, _Runner]) -> None:
-        """Wait for a call of each of some runners. Those that die of it, or hang, are started again."""
+        """Wait for one call per runner. Runners that die during it, or hang, are restarted."""
         for call, runner in calls.items():
             try:
                 ray.get(call, timeout=START_TIMEOUT_S)
@@ -306,9 +310,9 @@ class EnvRunnerGroup:
                 self._mark_dead(runner, error)
 
     def stop(self) -> None:
-        """End all runners. What is in flight is lost."""
+        """End all runners. Groups in flight are lost."""
         if self._local is not None:
-            left = asyncio.all_tasks(self._loop)  # by an interrupt
+            left = asyncio.all_tasks(self._loop)  # after an interrupt
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(_end(left))
@@ -362,7 +366,7 @@ class EnvRunnerGroup:
             logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
 
     def _probe(self) -> None:
-        """Ping the healthy runners, and take those that came back into use once they have the newest weights."""
+        """Ping the healthy runners, and use those that came back again once they have the newest weights."""
         now = time.monotonic()
         for runner in self._runners:
             if runner.is_lost:
@@ -372,7 +376,7 @@ class EnvRunnerGroup:
                 runner.probed_at = now
                 if self._newest is not None and not runner.is_healthy:
                     newest = self._newest
-                    weights = newest.weights  # before the call: the others may have to be put to sleep for it
+                    weights = newest.weights  # fetched before the call: it may have to put the other engines to sleep
                     runner.probe = runner.handle.catch_up.remote(weights, newest.version)
                 else:
                     runner.probe = runner.handle.ping.remote()
@@ -382,14 +386,14 @@ class EnvRunnerGroup:
     def _read_probe(self, runner: _Runner, now: float) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
             if runner.is_healthy and now - runner.probed_at > PING_TIMEOUT_S:
-                ray.kill(runner.handle, no_restart=False)  # what it had in flight fails, and is handed on
+                ray.kill(runner.handle, no_restart=False)  # its requests fail, and go to other runners
                 runner.probe = None
             return
         probe, runner.probe = runner.probe, None
         try:
             ray.get(probe)
-        except RayError as error:  # dead, or still restarting: it is asked again
-            if isinstance(error, RayTaskError):  # the actor lives on without its engine
+        except RayError as error:  # dead, or still restarting: it is probed again
+            if isinstance(error, RayTaskError):  # the actor is alive, without an engine
                 runner.num_failed_loads += not runner.is_healthy
                 ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
             self._mark_dead(runner, error)
@@ -403,5 +407,5 @@ def _cause(error: RayError) -> str:
 
 
 async def _end(cancelled: set[asyncio.Task[Any]]) -> None:
-    """Let tasks come to their ends: asyncio prints what nobody has waited for."""
+    """Await cancelled tasks: asyncio prints a message for tasks that were never awaited."""
     await asyncio.gather(*cancelled, return_exceptions=True)

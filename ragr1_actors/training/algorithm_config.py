@@ -10,7 +10,7 @@
     )
     algorithm = config.build_algo(run_dir="runs/mine")
 
-An unknown key, a wrong type or a value out of range is a ``ConfigError`` that names the nearest key there is.
+An unknown key, a wrong type or a value out of range raises a ``ConfigError``; it names the nearest known key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # pulls in Ray and torch
 
 
 class AlgorithmConfig:
-    """Builder of a ``RunConfig``, one method a section, each returning ``self`` as in RLlib."""
+    """Builder of a ``RunConfig``, with one method per section; each returns ``self``, as in RLlib."""
 
     def __init__(self, sections: resolve.Sections | None = None) -> None:
         """Start from the defaults, or from ``{section: {key: value}}``."""
@@ -94,7 +94,7 @@ class AlgorithmConfig:
         return resolve.resolve(self._sections)
 
     def build_algo(self, run_dir: str | Path) -> Algorithm:
-        """Validate, make ``run_dir`` the directory of a new run, and build the algorithm that writes into it."""
+        """Validate, make ``run_dir`` the directory of a new run, and start the algorithm that writes into it."""
         from ragr1_actors.training.algorithm import Algorithm  # pulls in Ray and torch
 
         return Algorithm.create(self.freeze(), Path(run_dir))

@@ -1,4 +1,4 @@
-"""What is checked of a configuration before a run directory is made: its names, and the files it is to start from."""
+"""Checks before a run directory is made: the names in a configuration, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_environment(name: str) -> type[TextEnv]:
     """Return the environment's class.
 
     Raises:
-        ConfigError: it is no ``TextEnv``, lacks a method, or is made in another way.
+        ConfigError: it is no ``TextEnv``, lacks a method, or takes other arguments.
     """
     key = "environment.env"
     env_class = _load(key, name, ENVS)
@@ -103,7 +103,7 @@ def _check_learner(training: TrainingSettings) -> None:
         raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
     if name not in LEARNERS:
         learner = _load(key, name, {known: LEARNERS[known] for known in LEARNERS if known != "sft"})
-        from learners.learner import Learner  # torch and transformers, only where a class is to be compared with it
+        from learners.learner import Learner  # torch and transformers: only to check a custom class
 
         _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
     learner_options(training)
@@ -161,7 +161,7 @@ def _check_class(key: str, name: str, found: Any, base: type, arguments: str, co
         raise ConfigError(f"{key}: {name} is {_kind(found)}, expected a subclass of {base.__name__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(f"{key}: {name} does not say what it does in {', '.join(missing)}; write these methods")
+        raise ConfigError(f"{key}: {name} lacks the methods {', '.join(missing)}; write them")
     _check_signature(key, name, found, arguments, count)
 
 
@@ -170,7 +170,7 @@ def _check_signature(key: str, name: str, function: Callable[..., Any], argument
         inspect.signature(function).bind(*range(count))
     except TypeError as error:
         raise ConfigError(f"{key}: {name} cannot be called with {arguments}: {error}; let it take these") from error
-    except ValueError:  # written in C, and says nothing of its arguments
+    except ValueError:  # written in C, without a signature
         return
 
 

@@ -1,4 +1,7 @@
-"""A whole training run in its directory: stages, progress bars, checkpoints, report. What ``ragr1 train`` does."""
+"""TrainingRun: the stages of a run in its directory, with progress bars, checkpoints and report; and its interrupts.
+
+This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decides what it does next and what is logged.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.data import Workspace, prepare
 
 SFT_CHECKPOINT_STEPS = 100
-"""Optimizer steps of SFT between checkpoints: some minutes of it, as are the iterations between those of RL."""
+"""Optimizer steps of SFT between two checkpoints, which take some minutes."""
 
 
 class TrainingRun:
-    """One run. ``execute()`` takes it from wherever it stands to its end."""
+    """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
 
     def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
         """Open a run directory made by ``run_directory.create_run_directory``."""
@@ -54,8 +57,8 @@ class TrainingRun:
         """Run the stages that are not done yet.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; a checkpoint is written and all actors are gone.
-            UserError: something asked for cannot be done, or the disk is full; all actors are gone.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint is written and all actors have ended.
+            UserError: a setting or file cannot be used, or the disk is full; all actors have ended.
         """
         try:
             return self._execute()
@@ -79,7 +82,9 @@ class TrainingRun:
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
             try:
-                self._restore(algorithm)  # interrupted in here, a run has nothing to save yet, and much to overwrite
+                self._restore(
+                    algorithm
+                )  # an interrupt in here saves nothing: the newest checkpoint is newer than the state
                 self._run_or_save(algorithm, logger, guard)
             finally:
                 algorithm.stop()
@@ -98,9 +103,7 @@ class TrainingRun:
             self._describe(algorithm.workspace)
             self._run_stages(algorithm, logger)
         except KeyboardInterrupt:
-            if (
-                not guard.is_torn
-            ):  # else learner and books are apart, and the checkpoint of before is what to go on from
+            if not guard.is_torn:  # else learner and task sampler differ, and the checkpoint before is the valid one
                 self._save(algorithm)
             raise
 
@@ -160,7 +163,7 @@ class TrainingRun:
 
                 algorithm.pretrain(on_step)
             decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
-            if decisions:  # a run resumed behind stage 1 demonstrates nothing
+            if decisions:  # nothing is demonstrated if the run was resumed after stage 1
                 self._console.print(f"decisions demonstrated: {decisions}")
             score = self._evaluate(algorithm, logger, "sft", started)
             self._save(algorithm, score, wait=False)
@@ -179,7 +182,7 @@ class TrainingRun:
                 nonlocal was_idle
                 logger.log("rl", iteration, metrics)
                 is_idle = not metrics["learner/num_steps"]
-                if is_idle and not was_idle:  # of several in a row, the first is told
+                if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
                         f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
                     )
@@ -195,7 +198,7 @@ class TrainingRun:
                     result = algorithm.evaluate(f"iteration_{iteration:05d}")
                     logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
                     score = self._score(result)
-                # what only skipped steps have led to is no state to go on from: the checkpoint of before is kept
+                # after skipped steps only, the state is not saved: the checkpoint before is the one to continue from
                 is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
                 is_due = iteration % config.checkpointing.interval == 0
                 is_best = score is not None and algorithm.is_best(score)
@@ -206,7 +209,7 @@ class TrainingRun:
         return any(stage.stage == name for stage in self._stages)
 
     def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> float | None:
-        """Evaluate at the end of a stage, once, and return the score; None where that was before a resume."""
+        """Evaluate at the end of a stage and return the score; None if that was done before a resume."""
         if self._has_stage(name):
             return None
         with self._console.status("evaluating"):
@@ -229,7 +232,7 @@ class TrainingRun:
             yield lambda step, status: progress.update(bar, completed=step, status=status)
 
     def describe_end(self, report: RunReport) -> None:
-        """Print the table, and where everything lies."""
+        """Print the table of results, and the paths of what was written."""
         self._console.print(render_table(report))
         self._console.print(
             f"TensorBoard   tensorboard --logdir {self._run_dir / 'tensorboard'}\n"
@@ -246,36 +249,36 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TerminationError(KeyboardInterrupt):
-    """SIGTERM: an interrupt that did not come from a keyboard."""
+    """SIGTERM: an interrupt that does not come from a keyboard."""
 
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
-    """Return what a shell reports of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return the exit status of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
 
 
 class InterruptGuard:
-    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is one.
+    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
 
-    At once, or at the end of a ``held()`` block; a second signal inside the block is not held back. Used as a context
-    manager in the main thread; without that it holds nothing and changes no handler.
+    The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
+    once. Used as a context manager in the main thread.
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Hold no interrupt yet."""
         self.is_torn = False
-        """Whether a second signal broke a ``held()`` block off, which leaves its states apart."""
+        """Whether a second signal ended a ``held()`` block in the middle, so that its states may differ."""
         self._depth = 0
         self._pending: KeyboardInterrupt | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        """Take the signals over."""
+        """Install the signal handlers."""
         self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def take_over(self) -> None:
-        """Take the signals again, where something has put handlers of its own in place, as Ray does when it starts."""
+        """Install the handlers again, after something else has installed others, as Ray does when it starts."""
         if self._previous:
             for number in _SIGNALS:
                 signal.signal(number, self._handle)
@@ -283,14 +286,14 @@ class InterruptGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the signals back."""
+        """Restore the handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold an interrupt back until the block is done."""
+        """Hold an interrupt back until the end of the block."""
         self._depth += 1
         try:
             yield

@@ -1,11 +1,11 @@
-"""Makes a tiny random policy from nothing: an ordinary Hugging Face folder that needs no model hub.
+"""Makes a tiny random policy: an ordinary Hugging Face folder, without a model hub.
 
-The tokenizer is a byte-level one: whole words of the given texts are single tokens, and any other text falls back to
-bytes, so that nothing is ever lost or unknown.
+The tokenizer is byte-level: common words of the given texts are single tokens, and any other text falls back to bytes,
+so that no text is lost or unknown.
 
-The model is a small random ``Qwen2ForCausalLM``. ``AutoTokenizer`` gives such a folder Qwen2's tokenizer class, which
-brings its own pre-tokenizer (it cuts numbers into digits) and keeps of the saved one only vocabulary, merges and added
-tokens; so the words are added tokens, space included, and load as they were saved.
+The model is a small random ``Qwen2ForCausalLM``. ``AutoTokenizer`` loads such a folder with Qwen2's tokenizer class.
+That class has its own pre-tokenizer (it cuts numbers into digits) and keeps only vocabulary, merges and added tokens of the
+saved one; so the words are added tokens, space included, and load as they were saved.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ PROTOCOL_TAGS = (
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
+ROPE_THETA = 1_000.0
+"""Base of the rotary position embedding; a small base separates near positions well."""
+INITIALIZER_RANGE = 0.06
+"""Standard deviation of the random weights. With Qwen's 0.02, for wide models, it learns to copy half as fast."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,26 +47,19 @@ def make_tiny_policy(
     hidden_size: int = 128,
     num_layers: int = 2,
     num_heads: int = 4,
-    intermediate_size: int | None = None,
     max_position_embeddings: int = 1024,
-    rope_theta: float = 1_000.0,
-    initializer_range: float = 0.06,
 ) -> None:
     """Write tokenizer and weights to ``directory``, for ``AutoTokenizer`` and ``AutoModelForCausalLM``.
 
     Args:
-        directory: Made where missing.
-        texts: What the tokenizer is trained on; their commonest words become tokens.
-        seed: Of the weights.
-        vocab_size: At most this many tokens; fewer where the texts have fewer words.
-        hidden_size: Width of the model.
-        num_layers: Depth of the model.
-        num_heads: Attention heads; as many for keys and values.
-        intermediate_size: Width of the feed-forward part; ``None`` is twice ``hidden_size``.
-        max_position_embeddings: The longest context.
-        rope_theta: Base of the rotary position embedding; a small one tells near positions well apart.
-        initializer_range: Standard deviation of the random weights; Qwen's .02, meant for a wide model, learns to copy
-            half as fast here.
+        directory: created if it is missing.
+        texts: the tokenizer is trained on them; their commonest words become tokens.
+        seed: of the weights.
+        vocab_size: maximum number of tokens; fewer if the texts have fewer words.
+        hidden_size: width of the model; the feed-forward layers are twice as wide.
+        num_layers: depth of the model.
+        num_heads: attention heads, of queries, keys and values.
+        max_position_embeddings: the longest context in tokens.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -76,10 +73,10 @@ def make_tiny_policy(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
-        intermediate_size=intermediate_size or 2 * hidden_size,
+        intermediate_size=2 * hidden_size,
         max_position_embeddings=max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=initializer_range,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -92,10 +89,10 @@ def make_tiny_policy(
 
 
 def _save(model: Any, directory: Path) -> None:
-    """As the model's own ``save_pretrained`` does, which imports DeepSpeed: seconds, and a warning without a GPU."""
+    """Do what ``save_pretrained`` does without importing DeepSpeed, which takes seconds and warns without a GPU."""
     from safetensors.torch import save_file
 
-    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
@@ -104,8 +101,8 @@ def _save(model: Any, directory: Path) -> None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Return a byte-level tokenizer with the protocol's tags, the chat template and the commonest words of ``texts``.
 
-    Without merges, a word is one token where it is among the added tokens, else its bytes are. Merges would add the
-    fragments of every word to a vocabulary whose rows a tiny model pays for at each token.
+    Without merges, a word is one token if it is among the added tokens, else one token per byte. Merges would add
+    fragments of every word to the vocabulary, and a tiny model computes every row of it for each token.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -126,13 +123,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         additional_special_tokens=[START_TOKEN],
         clean_up_tokenization_spaces=False,
     )
-    # Tags are not "special": decoding keeps them, and they are what an environment reads.
+    # Tags are not "special": decoding keeps them, since the environment parses them.
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*PROTOCOL_TAGS, *words)])
     return tokenizer
 
 
 def _commonest_words(texts: Iterable[str], splitter: Any, count: int) -> list[str]:
-    """Return up to ``count`` words of more than one byte, commonest first and then in the order of the alphabet."""
+    """Return up to ``count`` words of more than one byte, commonest first, then in alphabetical order."""
     frequencies: Counter[str] = Counter()
     for text in texts:
         for tag in PROTOCOL_TAGS:
