@@ -4,8 +4,8 @@ The tokenizer is byte-level: common words of the given texts are single tokens, 
 so that no text is lost or unknown.
 
 The model is a small random ``Qwen2ForCausalLM``. ``AutoTokenizer`` loads such a folder with Qwen2's tokenizer class.
-That class has its own pre-tokenizer (it cuts numbers into digits) and keeps only vocabulary, merges and added tokens of the
-saved one; so the words are added tokens, space included, and load as they were saved.
+That class has its own pre-tokenizer (it cuts numbers into digits) and keeps only vocabulary, merges and added tokens of
+the saved one; so the words are added tokens, space included, and load as they were saved.
 """
 
 from __future__ import annotations
