@@ -35,8 +35,7 @@ def measure_side(side: str, policy_dir: Path, num_tokens: int) -> float:
 def _ours(policy_dir: Path, num_tokens: int) -> None:
     import torch
 
-    from learners.batches.packing import MicroBatch
-    from learners.models.attention import packed_layout
+    from learners.batches.packing import MicroBatch, packed_layout
     from learners.models.scoring import PolicyModel
 
     length = num_tokens // NUM_SEQUENCES
@@ -48,7 +47,7 @@ def _ours(policy_dir: Path, num_tokens: int) -> None:
         lengths=(length,) * NUM_SEQUENCES,
         predict_positions=positions[:, :-1].flatten(),
         target_ids=ids[:, 1:].flatten(),
-        columns=torch.arange(NUM_SEQUENCES * (length - 1)),
+        column_index=torch.arange(NUM_SEQUENCES * (length - 1)),
         layout=packed_layout([length] * NUM_SEQUENCES),
         weight=1.0,
     )

@@ -205,7 +205,7 @@ class PaddedLearner(GRPOLearner):
         trajectories = members(groups)
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories])
-        advantages = group_advantages(rewards, group_ids, torch.zeros(len(rewards), dtype=torch.bool))[0].float()
+        advantages = group_advantages(rewards, group_ids).float()
         num_tokens = sum(t.num_model_tokens for t in trajectories)
         longest = max(t.num_tokens for t in trajectories)
         num_rows = max(1, self.config.learners.micro_batch_tokens // longest)

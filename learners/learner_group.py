@@ -1,16 +1,16 @@
-"""The learner ranks as one thing: a Learner in the driver, or N Ray actors that step together.
+"""All learner ranks as one object: a Learner in the driver, or N Ray actors that step together.
 
-The group outlives the stages: ``build("sft", folder)``, later ``build("grpo", other_folder)`` in the same processes,
-which join their process group once. Importing this module imports neither torch nor transformers.
+The group exists for all stages: ``build("sft", folder)``, later ``build("grpo", other_folder)`` in the same processes,
+which join their process group once. The import loads neither torch nor transformers.
 
-A rank that fails takes the group along, and the group starts anew where the failed call began::
+If a rank fails, the group restarts all ranks and repeats the calls since the last checkpoint::
 
     build ──► update, update ──► begin_save ... saved ──► update, update, update ──► update
                                                 │         └── references held ──┘      └ a rank is killed
     new actors, new rendezvous ──► build ──► load_state ──► the same three updates ──► the call again
 
-What is held are references to batches, and the newest checkpoint on disk: no state is fetched for it. An update depends
-on nothing but state and batch, so that the ranks end where they would have been, on CPUs to the bit.
+The group holds references to batches and the path of the newest checkpoint; it fetches no state. An update depends on
+state and batch only, so the new ranks get the state of the old ones, on CPUs to the bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from learners.learner_worker import Arrays, LearnerWorker
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.files import LEARNER_FILE, is_no_room
 
-if TYPE_CHECKING:  # torch and transformers are imported where the learner lives
+if TYPE_CHECKING:  # only the process of the learner imports torch and transformers
     from learners.learner import Learner
 
 T = TypeVar("T")
@@ -38,65 +35,64 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 MAX_HELD_CALLS = 256
-"""Updates whose batches are held after a state was saved; past them a rank that fails ends the run, as it ends one
-without restarts."""
+"""Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
 
-_GO_ON = "go on from the last checkpoint with --resume"
+_RESUME = "continue from the last checkpoint with --resume"
 
 
 class _BrokenRankError(FleetError):
-    """A rank failed in a way that another start may mend: killed, crashed, out of memory, an error of CUDA's."""
+    """A rank failed in a way that a restart may repair: killed, crashed, out of memory, a CUDA error."""
 
 
 @dataclass
-class _History:
-    """How new ranks come to where the old ones are."""
+class CallHistory:
+    """The calls that bring new ranks to the state of the old ones."""
 
     learner_name: str
     policy_dir: Path
-    state: Path | Any = None
-    """Where to begin: a file, or a reference to a state; None is what ``build`` made."""
+    state: Path | None = None
+    """The file of the state to start at; None is the state after ``build``."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    """What was done since, ``("update", batch references)`` and ``("begin_save", directory)``."""
+    """The calls since the start: ``("update", batch references)`` and ``("begin_save", directory)``."""
 
     is_whole: bool = True
-    """Whether ``calls`` are all that was done since."""
+    """Whether ``calls`` has every call since the start."""
 
     def add(self, method: str, argument: Any) -> None:
-        """Hold a call, unless nothing could begin there."""
+        """Hold a call, if a later restart can use it."""
         if not self.is_whole and method == "update" and not any(held == "begin_save" for held, _ in self.calls):
             return
         if len(self.calls) == MAX_HELD_CALLS:
             self.calls, self.is_whole = [], False
             logger.warning(
-                "%d updates since the last checkpoint: their batches are let go, and a learner rank that fails now "
+                "%d updates since the last checkpoint: their batches are released, and a learner rank that fails now "
                 "ends the run; save more often",
                 MAX_HELD_CALLS,
             )
         self.calls.append((method, argument))
 
-    def begin_at(self, state: Any) -> None:
-        """Begin at a state that was just set."""
+    def begin_at(self, state: Path) -> None:
+        """Start at a state that was just loaded or saved."""
         self.state, self.calls, self.is_whole = state, [], True
 
-    def is_saved(self, directory: Path, final: Path) -> None:
-        """The state that ``begin_save(directory)`` took lies in ``final``: begin there from now on."""
+    def saved(self, directory: Path, final: Path) -> None:
+        """Start at the state that ``begin_save(directory)`` wrote, which is in ``final`` now."""
         begun = ("begin_save", directory)
-        if begun in self.calls:  # else too much was done while it was being written
+        if begun in self.calls:  # else more calls followed it than are held
             later = self.calls[self.calls.index(begun) + 1 :]
             self.begin_at(final / LEARNER_FILE)
             self.calls = later
 
 
 class LearnerGroup:
-    """All the ranks. Every method returns once every rank is done."""
+    """All learner ranks. Every method returns when every rank has returned."""
 
     def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None) -> None:
-        """Start the actors of ``config.learners``; with ``num_learners = 0`` learn in this process.
+        """Start the actors of ``config.learners``; with ``num_learners = 0`` the learner is in this process.
 
         Args:
-            config: of the run.
-            actor_options: by rank, what Ray is told of an actor beside its resources, such as where it is to sit.
+            config: the configuration of the run.
+            actor_options: returns the Ray options of a rank's actor, such as its placement.
 
         Raises:
             FleetError: an actor did not start.
@@ -104,12 +100,12 @@ class LearnerGroup:
         self.config = config
         self._actor_options = actor_options
         self.num_restarts = 0
-        """Times the group was started anew, ``learners.max_restarts`` at most."""
+        """Number of restarts of the group, at most ``learners.max_restarts``."""
         self.num_builds = 0
-        """Stages begun."""
+        """Number of stages that were built."""
         self._local: LearnerWorker | None = None
         self._actors: list[Any] = []
-        self._history: _History | None = None
+        self._history: CallHistory | None = None
         if config.learners.num_learners == 0:
             self._local = LearnerWorker(config)
             if config.debugging.num_threads:
@@ -134,27 +130,27 @@ class LearnerGroup:
 
     @property
     def num_learners(self) -> int:
-        """Ranks in Ray actors; 0 where the driver learns."""
+        """Number of ranks in Ray actors; 0 if the learner is in the driver."""
         return len(self._actors)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no rank is left: the group was stopped, or one failed for good."""
+        """Whether no rank is left: ``stop`` was called, or a rank failed and was not restarted."""
         return self._local is None and not self._actors
 
     def build(self, learner_name: str, policy_dir: str | Path) -> None:
-        """Make the learner of a stage on every rank: ``grpo``, ``ppo``, ``sft`` or ``my_module:MyLearner``."""
+        """Build the learner of a stage on every rank: ``grpo``, ``ppo``, ``sft`` or ``my_module:MyLearner``."""
         directory = Path(policy_dir)
-        directory = directory.absolute() if directory.is_dir() else directory  # else a hub's name
-        self._history = None  # ranks that start anew in here build this learner, and no other before
+        directory = directory.absolute() if directory.is_dir() else directory  # else a name on a model hub
+        self._history = None  # ranks that restart in this call build this learner only
         self._call("build", learner_name, directory)
-        self._history = _History(learner_name, directory)
+        self._history = CallHistory(learner_name, directory)
         self.num_builds += 1
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
-        """Learn from record batches of trajectory groups, given as references or as they are.
+        """Learn from record batches of trajectory groups, or from references to them; return the update's metrics.
 
-        They are held until a state is saved, see ``begin_save``: in the object store, where there are actors.
+        With actors the batches stay in the object store until a later state is saved; see ``begin_save``.
         """
         if self._actors:
             import ray
@@ -165,61 +161,42 @@ class LearnerGroup:
         return metrics
 
     def foreach_learner(self, function: Callable[[Learner], T]) -> list[T]:
-        """Call a function with the learner of every rank, and return what each returned.
+        """Call a function with the learner of every rank and return the results, by rank.
 
-        It is called again where a rank fails meanwhile; what it changes in a learner is lost in a later restart.
+        If a rank fails, the function is called again after the restart. A later restart loses its changes to a learner.
         """
         return self._call("apply", function)
 
     def get_weights(self) -> Arrays:
-        """Return the policy's weights by their Hugging Face names."""
-        weights: Arrays = self._call("get_weights")[0]
-        return weights
+        """Return the policy's weights by Hugging Face name."""
+        return self.foreach_learner(lambda learner: learner.get_weights())[0]
 
     def weights_ref(self) -> Any:
-        """Return a reference to the weights, which then never pass through the driver; without actors, the weights.
+        """Return a reference to the published weights, which bypass the driver; without actors, the weights.
 
-        The reference is the driver's own, so that it outlives the rank.
+        The driver owns the reference, so it stays valid when the rank ends.
         """
         if self._local is not None:
             return self._local.learner.published_weights()
         return self._call("weights_apart", num_returns=2)[0]
 
     def get_state(self) -> Arrays:
-        """Return all that a resumed run needs beside the folder the learner was built from.
+        """Return what a resumed run needs beside the folder of the policy: whole tensors by name.
 
-        A flat dictionary of whole tensors by name, the same for any ZeRO stage and any number of ranks. DeepSpeed's
-        universal checkpoint comes to the same by converting the files of all ranks, a step of its own before every
-        resume on other ranks, and those files are pickled; here it costs that rank 0's host holds weights and both
-        moments in fp32, 12 bytes a parameter.
+        The state is the same for any ZeRO stage and number of ranks. DeepSpeed's universal checkpoint needs a
+        conversion before every resume on another number of ranks, and its files are pickled. The cost here: the host of
+        rank 0 holds weights and both moments in fp32, 12 bytes per parameter.
         """
         state: Arrays = self._call("get_state")[0]
         return state
 
-    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from ``get_state``, whatever the number of ranks was. The group holds the state; see ``load_state``.
-
-        Raises:
-            DataError: it is the state of another model, or not whole.
-        """
-        state = {name: np.asarray(value) for name, value in state.items()}
-        if self._actors:
-            import ray
-
-            held = ray.put(state)
-            self._call("set_state", held)
-            if self._history is not None:
-                self._history.begin_at(held)
-        else:
-            self._call("set_state", state)
-
     def load_state(self, path: str | Path) -> None:
-        """Continue from a file that ``begin_save`` wrote, whatever the number of ranks was; every rank reads it.
+        """Continue from a file that ``begin_save`` wrote with any number of ranks; every rank reads it.
 
-        The file stays where it is until another state is saved or set.
+        Keep the file until another state is saved: a restart reads it.
 
         Raises:
-            DataError: the file is damaged, or the state of another model.
+            DataError: the file is damaged, or its state belongs to another model.
         """
         path = Path(path).absolute()
         self._call("load_state", path)
@@ -227,62 +204,59 @@ class LearnerGroup:
             self._history.begin_at(path)
 
     def offload_states(self) -> int:
-        """Move everything that is trained to the hosts' memory; return the bytes that all ranks freed of their devices.
+        """Move all trained tensors to the hosts' memory; return the device bytes that all ranks freed.
 
-        For an engine on the same devices, which generates meanwhile. The next call that needs it reloads.
+        An engine on the same devices can then generate. The next call that needs the tensors reloads them.
         """
-        return sum(self._call("offload_states"))
-
-    def reload_states(self) -> None:
-        """Undo ``offload_states``."""
-        self._call("reload_states")
+        return sum(self.foreach_learner(lambda learner: learner.offload_states()))
 
     def save_policy(self, directory: str | Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        self._call("save_policy", Path(directory).absolute())
+        path = Path(directory).absolute()
+        self.foreach_learner(lambda learner: learner.save_policy(path))
 
     def begin_save(self, directory: str | Path) -> None:
-        """Copy policy and state, and write them while the group goes on: ``policy/`` and ``learner.safetensors``.
+        """Copy policy and state; write them as ``policy/`` and ``learner.safetensors`` while the group continues.
 
-        Rank 0 writes, so that no state passes through the driver. Its node and the driver's share ``directory``.
+        Rank 0 writes, so no state passes through the driver. Its node and the driver's must share ``directory``.
         """
         path = Path(directory).absolute()
         self._call("begin_save", path)
         self._hold("begin_save", path)
 
     def is_written(self) -> bool:
-        """Whether what ``begin_save`` began is done, well or not."""
+        """Whether the write of ``begin_save`` has ended, with success or not."""
         return all(self._call("is_saved"))
 
     def finish_save(self) -> None:
-        """Wait for what ``begin_save`` began.
+        """Wait for the write of ``begin_save``.
 
         Raises:
-            OSError: it could not be written; so does ``SafetensorError``.
+            OSError: the write failed; or ``SafetensorError``.
         """
         self._call("finish_save")
 
     def saved(self, directory: str | Path, final: str | Path) -> None:
-        """Take note that what ``begin_save(directory)`` wrote lies in ``final``, and stays until the next is saved."""
+        """Start a restart from ``final``, where the caller moved the output of ``begin_save(directory)``."""
         if self._history is not None:
-            self._history.is_saved(Path(directory).absolute(), Path(final).absolute())
+            self._history.saved(Path(directory).absolute(), Path(final).absolute())
 
     def stop(self) -> None:
-        """End the actors. A learner in the driver is closed."""
+        """Kill the actors, or close the learner in the driver."""
         self._history = None
         self._kill_actors()
         if self._local is not None:
             self._local.close()
             self._local = None
 
-    # -- one call on every rank, and what becomes of it where a rank fails -------------------------------------------
+    # -- one call on every rank, and restarts ------------------------------------------------------------------------
 
     def _hold(self, method: str, argument: Any) -> None:
-        if self._actors and self._history is not None:  # the driver does not outlive a learner of its own
+        if self._actors and self._history is not None:  # a learner in the driver ends with the driver
             self._history.add(method, argument)
 
     def _call(self, method: str, *arguments: Any, num_returns: int = 1) -> list[Any]:
-        """Call a method of every rank at once: they wait for one another inside."""
+        """Call a method of every rank at the same time: the ranks wait for each other in collectives."""
         failure: _BrokenRankError | None = None
         while True:
             try:
@@ -296,7 +270,7 @@ class LearnerGroup:
         if self._local is not None:
             return [getattr(self._local, method)(*arguments)]
         if not self._actors:
-            raise FleetError("the learner group has been stopped; make another one")
+            raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
             return self._wait([getattr(actor, method).remote(*arguments) for actor in self._actors])
         results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self._actors]
@@ -304,15 +278,15 @@ class LearnerGroup:
         return [last for *_, last in results]
 
     def _start_again(self, failure: _BrokenRankError, method: str) -> None:
-        """Bring new ranks to where the old ones were before the call of ``method``."""
+        """Start new ranks and bring them to the state of the old ones before the call of ``method``."""
         history, max_restarts = self._history, self.config.learners.max_restarts
         can_start = method == "build" if history is None else history.is_whole
         if not can_start or self.num_restarts == max_restarts:
-            raise FleetError(f"{failure}; {_GO_ON}") from failure.__cause__
+            raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
         self.num_restarts += 1
         calls = history.calls if history is not None else []
         logger.warning(
-            "%s; the learner group starts anew, %d of at most %d times: %d updates are repeated, and %s",
+            "%s; restart %d of at most %d of the learner group: %d updates are repeated, and %s",
             *(failure, self.num_restarts, max_restarts, sum(name == "update" for name, _ in calls), method),
         )
         try:
@@ -320,15 +294,15 @@ class LearnerGroup:
             if history is not None:
                 self._call_once("build", history.learner_name, history.policy_dir)
                 if history.state is not None:
-                    self._call_once("load_state" if isinstance(history.state, Path) else "set_state", history.state)
+                    self._call_once("load_state", history.state)
             for name, argument in calls:
                 self._call_once(name, argument)
-        except KeyboardInterrupt:  # halfway there: nobody must save this
+        except KeyboardInterrupt:  # a state in between must not be saved
             self._kill_actors()
             raise
 
     def _wait(self, refs: list[Any]) -> list[Any]:
-        """Wait for every rank. The first error ends them all: the others would wait for the failed one for ever."""
+        """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective."""
         import ray
 
         pending = list(refs)
@@ -347,13 +321,13 @@ class LearnerGroup:
                     raise _BrokenRankError(
                         f"{rank} died: its process was killed, crashed or ran out of memory"
                     ) from error
-                if cause is error or isinstance(cause, RuntimeError | OSError):  # Ray's own; torch's, CUDA's, gloo's
+                if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
                     raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
-                raise FleetError(f"{rank} failed: {cause!r}; {_GO_ON}") from error
+                raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
         return [results[ref] for ref in refs]
 
     def _kill_actors(self) -> None:
-        """End every rank, also one that waits in a collective for another."""
+        """Kill every rank, also a rank that waits in a collective."""
         if self._actors:
             import ray
 

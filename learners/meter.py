@@ -1,27 +1,23 @@
-"""What an update reports: means over tokens and steps, and maxima, over all ranks.
+"""What an update reports: means over tokens and steps, and maxima, reduced over all learner ranks.
 
-Notation: M MODEL tokens.
+Tensors named ``_M`` have shape ``[M]``, one value per MODEL token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from learners.batches.packing import MicroBatch
-from learners.losses import MAX_LOG_RATIO, k3_kl, ratios
+from learners.losses import MAX_LOG_RATIO, TokenLoss, k3_kl, ratios
 from learners.models.scoring import TokenOutputs
 
-Columns = dict[str, torch.Tensor]
-"""Names to one value a MODEL token, ``[M]``."""
-
 OUTLIER_RATIO = 0.1
-"""A ratio further than this from 1 before the first step means that engine and learner disagree."""
+"""If a ratio is further than this from 1 before the first step, engine and learner disagree."""
 
 _COUNTS = {
     "logprob_gap_mean": "_gap_tokens",
@@ -30,32 +26,14 @@ _COUNTS = {
     "logprob_gap_mean_fresh": "_fresh_tokens",
     "ratio_outliers_fresh": "_fresh_tokens",
 }
-"""What a sum is divided by, where that is not the number of all tokens."""
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """What ``compute_loss`` returns."""
-
-    loss: torch.Tensor  # [M]
-    metrics: Columns = field(default_factory=dict)
-    """Reported as means over the MODEL tokens."""
-
-
-def poisoned(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
-    """Make a loss that is not finite one whose gradient is not either: the norm then tells every rank to skip.
-
-    A clamp cuts the gradient of a NaN off, so that a token with a broken constant would otherwise vanish in silence.
-    """
-    factor = torch.where(loss.detach().isfinite(), 0.0, math.nan)
-    return loss + factor * logprobs_M.sum()
+"""The count that divides a sum, where it is not the number of all tokens."""
 
 
 class Meter:
-    """Metrics of one update: sums, counts and maxima on this rank, and their reduction over ranks."""
+    """Metrics of one update: sums, counts and maxima on this rank, and their reduction over all ranks."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Start with all sums at zero."""
         self.num_steps = 0
         self._sums: dict[str, torch.Tensor | float] = {}
         self._maxima: dict[str, torch.Tensor | float] = {}
@@ -64,11 +42,11 @@ class Meter:
         self._num_skipped = 0
 
     def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
-        """Count tokens of the linear layers and query-key pairs of attention, and what of them is dummies or padding.
+        """Count the tokens of linear layers and the query-key pairs of attention, and how many are dummies or padding.
 
         Args:
-            micro_batches: of this rank.
-            in_blocks: whether attention computes the pairs of the blocks, or those of the sequences alone.
+            micro_batches: those of this rank.
+            in_blocks: whether attention computes the padded pairs of blocks; else those of the sequences only.
         """
         for micro_batch in micro_batches:
             self._add("_computed", float(micro_batch.num_tokens))
@@ -80,7 +58,7 @@ class Meter:
     def add_tokens(
         self, micro_batch: MicroBatch, outputs: TokenOutputs, old_logprobs_M: torch.Tensor | None, token_loss: TokenLoss
     ) -> None:
-        """Add a micro-batch's per-token values; ``old_logprobs_M`` are those that the loss compares with."""
+        """Add the values per token of a micro-batch; ``old_logprobs_M`` is the denominator of the ratio."""
         if not micro_batch.weight:
             return
         with torch.no_grad():
@@ -89,22 +67,22 @@ class Meter:
             if old_logprobs_M is not None:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
                 self.add_values(micro_batch, ratio_mean=ratios_M)
-                # NaN has no place in an order, and what a maximum over ranks makes of it depends on the backend.
+                # NaN has no order, and a maximum over ranks treats it differently in each backend.
                 self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
 
     def add_gap(
-        self, learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, is_fresh_M: torch.Tensor | None
+        self, learner_logprobs_M: torch.Tensor, rollout_logprobs_M: torch.Tensor, is_fresh_M: torch.Tensor | None
     ) -> None:
         """Add tokens that engine and learner have both scored, the learner before the first step of the update.
 
-        They are reported as ``logprob_gap_mean`` and ``logprob_gap_max`` (absolute, in nats), ``ratio_outliers`` (share
-        of tokens whose ratio is further than ``OUTLIER_RATIO`` from 1) and ``engine_kl`` (k3 estimate of KL(engine,
-        learner), in nats a token). At a lag the numbers include what the policy has moved since it sampled;
-        ``logprob_gap_mean_fresh`` and ``ratio_outliers_fresh`` are of the tokens ``is_fresh_M`` alone, which the newest
-        version in the batch sampled. A gap counts for ``MAX_LOG_RATIO`` at most, and for that where it is not a number.
+        Reported as ``logprob_gap_mean`` and ``logprob_gap_max`` (absolute, in nats), ``ratio_outliers`` (share of
+        tokens whose ratio is further than ``OUTLIER_RATIO`` from 1) and ``engine_kl`` (k3 estimate of KL(engine,
+        learner), in nats per token). With a policy lag they include the change of the policy since it sampled;
+        ``logprob_gap_mean_fresh`` and ``ratio_outliers_fresh`` cover only the tokens ``is_fresh_M``, which the newest
+        version of the batch sampled. A gap counts as at most ``MAX_LOG_RATIO``; NaN counts as that maximum.
         """
         limit = MAX_LOG_RATIO
-        log_ratios_M = (learner_logprobs_M - engine_logprobs_M).detach().float()
+        log_ratios_M = (learner_logprobs_M - rollout_logprobs_M).detach().float()
         log_ratios_M = log_ratios_M.nan_to_num(nan=-limit).clamp(-limit, limit)
         gaps_M = log_ratios_M.abs()
         is_outlier_M = (log_ratios_M.exp() - 1).abs() > OUTLIER_RATIO
@@ -119,12 +97,12 @@ class Meter:
             self._add("ratio_outliers_fresh", (is_outlier_M & is_fresh_M).sum())
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
-        """Add values a MODEL token; reported as means over them."""
+        """Add values per MODEL token; they are reported as means."""
         for name, values in values_M.items():
             self._add(name, micro_batch.weight * values.detach().float().sum())
 
     def add_step(self, **values: float) -> None:
-        """Add gradient norms, reported as means over steps. A norm that is not finite is a step that was not taken."""
+        """Add gradient norms, reported as means over steps. A norm that is not finite counts as a skipped step."""
         for name, value in values.items():
             if math.isfinite(value):
                 self._steps[name] = self._steps.get(name, 0.0) + value
@@ -139,7 +117,7 @@ class Meter:
         self._maxima[name] = torch.maximum(torch.as_tensor(self._maxima.get(name, 0.0), device=value.device), value)
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """Return the metrics over all ranks; empty sums where no step was taken."""
+        """Return the metrics over all ranks; zeros where no step was taken. All ranks call together."""
         if self.num_steps == 0:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
@@ -158,7 +136,7 @@ class Meter:
 
 
 def _reduce(values: Mapping[str, torch.Tensor | float], device: torch.device, op: Any) -> dict[str, float]:
-    """Reduce named numbers over ranks. A rank that had only dummies knows fewer names than the others."""
+    """Reduce named numbers over all ranks. A rank with dummies only has fewer names than the others."""
     if dist.get_world_size() > 1:
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, sorted(values))

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from learners.learner import Learner
+    from ragr1_actors.core.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,3 +80,22 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
+    """Build learners in this process on one tiny policy, ``tmp_path / "policy"``, and close them afterwards."""
+    from learners_common import make_config, make_policy
+
+    made: list[Learner] = []
+
+    def build(learner_class: type[Learner], config: RunConfig | None = None, folder: Path | None = None) -> Learner:
+        if folder is None and not (tmp_path / "policy").is_dir():
+            make_policy(tmp_path / "policy")
+        made.append(learner_class(config or make_config(), folder or tmp_path / "policy"))
+        made[-1].build()
+        return made[-1]
+
+    yield build
+    for learner in made:
+        learner.close()

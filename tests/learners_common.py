@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,13 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+if TYPE_CHECKING:
+    from learners.batches.train_batch import TrainBatch
+    from learners.learner import Learner
+
 VOCAB = 64
+Build = Callable[..., "Learner"]
+State = dict[str, np.ndarray]
 
 
 STAGES_AND_DTYPES = [
@@ -103,3 +113,36 @@ def make_config(**sections: dict[str, object]) -> RunConfig:
     for section, settings in sections.items():
         builder = getattr(builder, section)(**settings)
     return builder.freeze()
+
+
+def make_batch(learner: Learner, groups: list[TrajectoryGroup]) -> TrainBatch:
+    """The batch that an update on ``groups`` learns from, without columns that need a model."""
+    batch = learner.make_batch(groups)
+    assert batch is not None
+    return batch
+
+
+def fill_columns(learner: Learner, batch: TrainBatch) -> TrainBatch:
+    """All columns that do not depend on the minibatch."""
+    from learners.meter import Meter
+
+    return learner.fill_columns(batch, Meter())
+
+
+def own_logprobs(learner: Learner, groups: list[TrajectoryGroup]) -> torch.Tensor:
+    """Log-probs of the MODEL tokens under the learner's policy, ``[M]``."""
+    flat = make_batch(learner, groups).flat
+    return learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, flat)
+
+
+def pickle_by_value(ray: ModuleType, *modules: str) -> None:
+    """Send functions of test modules to actors, which cannot import them."""
+    for name in (__name__, *modules):
+        ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def assert_same_arrays(found: Any, expected: Any, atol: float = 0.0) -> None:
+    """Two dicts of arrays have the same names, and values within ``atol``."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=atol, rtol=0, err_msg=name)

@@ -1,4 +1,4 @@
-"""What the reference tests share: learners whose model is given as numbers, and advantages by the papers' formulas."""
+"""Shared by the tests against papers: learners with given log-probs, and the papers' formulas for advantages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learners_common import make_config, make_groups
+from learners_common import fill_columns, make_config, make_groups
+from learners_common import make_batch as select_batch
 
-from learners.algorithms.cispo import CISPOLearner
-from learners.algorithms.dapo import DAPOLearner
-from learners.algorithms.dr_grpo import DrGRPOLearner
-from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.gspo import GSPOLearner
-from learners.algorithms.reinforce_pp import ReinforcePPLearner
-from learners.algorithms.rloo import RLOOLearner
-from learners.batches.train_batch import TrainBatch
+from learners.algorithms.grpo import (
+    CISPOLearner,
+    DAPOLearner,
+    DrGRPOLearner,
+    GRPOLearner,
+    GSPOLearner,
+    ReinforcePPLearner,
+    RLOOLearner,
+)
+from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
 from learners.models.scoring import TokenOutputs
 from ragr1_actors.core.types import TrajectoryGroup
 
 LIMIT = 24
-"""``max_model_tokens`` of these tests."""
+"""``max_model_tokens`` in these tests."""
 Rows = list[torch.Tensor]
-"""One tensor a trajectory, a number a MODEL token: ``[N][num_model_tokens]``."""
+"""One tensor per trajectory, one value per MODEL token: ``[N][num_model_tokens]``."""
 
 
 def random_groups(seed: int) -> list[TrajectoryGroup]:
@@ -44,7 +47,7 @@ def random_groups(seed: int) -> list[TrajectoryGroup]:
 
 
 class Scored:
-    """Stands before a learner's class: what a model would say is given, so that none is loaded."""
+    """Mixed into a learner's class: scores are given, so no model is loaded."""
 
     given: torch.Tensor
     critic = policy = SimpleNamespace(in_use=nullcontext)
@@ -64,15 +67,13 @@ def make_learner(learner_class: type[Learner], options: dict[str, object] | None
 def make_batch(learner: Learner, seed: int) -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
     """A batch with its columns in float64, the policy's log-probs (a leaf) and its entropies."""
     rng = np.random.default_rng(seed + 100)
-    batch = learner._select(random_groups(seed))
-    assert batch is not None
+    batch = select_batch(learner, random_groups(seed))
     count = len(batch.flat.model_positions)
     old = torch.from_numpy(rng.normal(-2, 0.5, count))
-    batch.columns["old_logprobs"] = old
+    batch = replace(batch, columns=replace(batch.columns, rollout_logprobs=old, old_logprobs=old))
     learner.given = old + torch.from_numpy(rng.normal(0, 0.3, count))
     learner.reference = old + torch.from_numpy(rng.normal(0, 0.3, count))
-    batch.columns.update(learner.prepare(batch))
-    batch.columns.update(learner.compute_advantages(batch))
+    batch = fill_columns(learner, batch)
     return batch, learner.given.clone().requires_grad_(), torch.from_numpy(rng.random(count))
 
 
@@ -81,10 +82,12 @@ def rows(values_M: torch.Tensor, batch: TrainBatch) -> Rows:
 
 
 def loss_of(learner: Learner, batch: TrainBatch, new: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """What one optimizer step on the whole batch takes the gradient of, as the base of all learners averages it."""
-    columns = batch.columns | learner.step_columns(batch, list(range(len(batch.trajectories))))
-    columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
-    return learner.compute_loss(TokenOutputs(new, entropy), columns).loss.mean()
+    """The loss of one optimizer step on the whole batch, with columns in float64."""
+    columns = batch.columns.with_columns(learner.step_columns(batch, list(range(len(batch.trajectories)))), "step")
+    doubled = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
+    empty = TokenColumns(columns.trajectory_ids)
+    del doubled["trajectory_ids"]
+    return learner.compute_loss(TokenOutputs(new, entropy), empty.with_columns(doubled, "doubled")).loss.mean()
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, leaf: torch.Tensor) -> None:
@@ -132,7 +135,7 @@ BASELINES: dict[type[Learner], Callable[[float, list[float]], float]] = {
 
 
 def expected_advantages(learner_class: type[Learner], batch: TrainBatch) -> list[float]:
-    """Of every trajectory; REINFORCE++ divides by the standard deviation over all the tokens of the batch."""
+    """Per trajectory; REINFORCE++ divides by the standard deviation over all tokens of the batch."""
     found = group_rewards(batch)
     plain = [
         BASELINES[learner_class](t.reward, found[g]) for t, g in zip(batch.trajectories, batch.group_ids, strict=True)

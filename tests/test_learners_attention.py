@@ -12,12 +12,13 @@ import torch
 from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners.batches.packing import flatten, pack
+from learners.batches.packing import flatten, pack, packed_layout
 from learners.deepspeed.deepspeed_engine import init_distributed
+from learners.losses import TokenLoss
 from learners.meter import Meter
 from learners.models import attention
-from learners.models.attention import block_attention, flash_attention, packed_layout, takes_rows
-from learners.models.scoring import PolicyModel, packed_hidden_states
+from learners.models.attention import block_attention, flash_attention, takes_rows
+from learners.models.scoring import PolicyModel, TokenOutputs, packed_hidden_states
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -172,6 +173,8 @@ def test_padding_is_counted_where_there_are_blocks(in_blocks: bool, expected: fl
     meter = Meter()
     layout = replace(micro_batch.layout, useful_cells=41, padded_cells=75)
     meter.add_layout([replace(micro_batch, layout=layout)], in_blocks=in_blocks)
-    meter.num_steps, meter._sums["_tokens"] = 1, 3.0
+    zeros = torch.zeros(len(micro_batch.target_ids))
+    meter.add_tokens(micro_batch, TokenOutputs(zeros, zeros), None, TokenLoss(zeros))
+    meter.num_steps = 1
     init_distributed(0, 1)
     assert meter.reduce(torch.device("cpu"))["attention_padding"] == pytest.approx(expected)

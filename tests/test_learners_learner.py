@@ -1,52 +1,40 @@
-"""Learners learn, on the model's own tokens only, whatever the packing."""
+"""Learners learn from MODEL tokens only, whatever the packing; states resume to the bit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy, make_trajectory
+from learners_common import (
+    STAGES_AND_DTYPES,
+    Build,
+    make_config,
+    make_groups,
+    make_policy,
+    make_trajectory,
+    own_logprobs,
+)
 from transformers import AutoModelForCausalLM
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner, segment
+from learners.batches.train_batch import TrainBatch
 from learners.deepspeed.lr_schedule import Schedule
 from learners.learner import Learner
-from learners.meter import Meter, TokenLoss
-from ragr1_actors.core.config import RunConfig
+from learners.losses import TokenLoss
+from learners.meter import Meter
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
-
-Build = Callable[..., Learner]
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
-    """Build learners in this process on one tiny policy, and close them afterwards."""
-    policy_dir = make_policy(tmp_path / "policy")
-    made: list[Learner] = []
-
-    def build(learner_class: type[Learner], config: RunConfig | None = None, folder: Path = policy_dir) -> Learner:
-        made.append(learner_class(config or make_config(), folder))
-        made[-1].build()
-        return made[-1]
-
-    yield build
-    for learner in made:
-        learner.close()
 
 
 def logprob(learner: Learner, trajectory: Trajectory) -> float:
     """Log-prob of a trajectory's MODEL tokens under the learner's policy."""
-    batch = learner._select([TrajectoryGroup(trajectory.task, (trajectory,))])
-    assert batch is not None
-    return learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, batch.flat).sum().item()
+    return own_logprobs(learner, [TrajectoryGroup(trajectory.task, (trajectory,))]).sum().item()
 
 
 def one_group(trajectories: list[Trajectory]) -> list[TrajectoryGroup]:
@@ -181,11 +169,11 @@ def test_ten_skipped_steps_in_a_row_end_the_run(build: Build, stage: int) -> Non
     broken, whole = (make_groups(0) for _ in range(2))
     for group in broken:
         for trajectory in group.trajectories:
-            trajectory.logprobs.fill(np.nan)  # as what an engine with broken weights would say
+            trajectory.logprobs.fill(np.nan)  # like an engine with broken weights
     for _ in range(9):
         assert learner.update(broken)["skipped_steps"] == 1
     assert learner.update(whole)["skipped_steps"] == 0
-    for _ in range(9):  # the count begins anew with every step that is taken
+    for _ in range(9):  # a step that is taken resets the count
         learner.update(broken)
     with pytest.raises(LearnerError, match=r"10 optimizer steps in a row .* lower training\.lr"):
         learner.update(broken)
@@ -237,13 +225,24 @@ def test_a_meter_without_steps_reports_zeros() -> None:
         ("compute_advantages", None, r"compute_advantages returned NoneType, expected a dict"),
         ("compute_advantages", {"advantages": torch.ones(3)}, r"advantages is \[3\], expected a tensor of \[\d+\]"),
         ("compute_advantages", {"advantages": [1.0]}, r"advantages is list, expected a tensor"),
-        ("compute_loss", torch.zeros(()), r"compute_loss returned Tensor, expected a learners\.meter\.TokenLoss"),
+        ("compute_advantages", {"other": torch.ones(0)}, r"other is \[0\], expected a tensor of \[\d+\]"),
+        ("compute_advantages", {}, r"the loss reads the column 'advantages', which is not set; got trajectory_ids, "),
+        ("compute_loss", torch.zeros(()), r"compute_loss returned Tensor, expected a learners\.losses\.TokenLoss"),
         ("compute_loss", TokenLoss(torch.zeros(())), r"compute_loss: loss is \[\], expected a tensor"),
     ],
 )
-def test_a_custom_learner_that_returns_something_else_is_told(
+def test_a_custom_learner_that_returns_something_else_raises(
     build: Build, method: str, returned: object, message: str
 ) -> None:
     custom = type("MyLearner", (GRPOLearner,), {method: lambda *_: returned})
     with pytest.raises(ConfigError, match=message):
+        build(custom).update(make_groups(0))
+
+
+def test_a_column_is_set_once(build: Build) -> None:
+    def compute_advantages(_: Learner, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        return {"rollout_logprobs": torch.zeros(len(batch.columns.trajectory_ids))}
+
+    custom = type("MyLearner", (GRPOLearner,), {"compute_advantages": compute_advantages})
+    with pytest.raises(ConfigError, match=r"MyLearner\.compute_advantages: rollout_logprobs is set already"):
         build(custom).update(make_groups(0))

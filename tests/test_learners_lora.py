@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learners_common import make_config, make_groups, make_policy
+from learners_common import Build, make_config, make_groups, own_logprobs
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -24,25 +23,7 @@ from ragr1_actors.rollout.env_runner import engine_settings
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
-Build = Callable[..., Learner]
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
-    """Build learners in this process on one tiny policy, and close them afterwards."""
-    policy_dir = make_policy(tmp_path / "policy", tied=False)
-    made: list[Learner] = []
-
-    def build(config: RunConfig, learner_class: type[Learner] = GRPOLearner, folder: Path = policy_dir) -> Learner:
-        learner = learner_class(config, folder)
-        learner.build()
-        made.append(learner)
-        return learner
-
-    yield build
-    for learner in made:
-        learner.close()
 
 
 def lora_config(stage: int = 1, lora: dict[str, object] | None = None, **sections: dict[str, object]) -> RunConfig:
@@ -58,7 +39,7 @@ def is_adapted(name: str) -> bool:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_only_adapters_are_trained_and_kept(build: Build, tmp_path: Path, stage: int, dtype: str) -> None:
-    learner = build(lora_config(stage, policy={"dtype": dtype}))
+    learner = build(GRPOLearner, lora_config(stage, policy={"dtype": dtype}))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=dtype).state_dict()
     start = learner.get_weights()
     assert start.keys() == base.keys()
@@ -66,7 +47,6 @@ def test_only_adapters_are_trained_and_kept(build: Build, tmp_path: Path, stage:
         np.testing.assert_array_equal(weight, base[name].float().numpy(), err_msg="B is zero at first")
     assert learner.update(make_groups(0))["kl"] == pytest.approx(0, abs=1e-6), "the reference is the base"
     assert learner.update(make_groups(1))["kl"] > 1e-4
-    assert learner._reference is not None and not hasattr(learner._reference, "_resting"), "no second model"
     for name, weight in learner.get_weights().items():
         assert np.array_equal(weight, start[name]) != is_adapted(name), name
     state = learner.get_state()
@@ -85,10 +65,10 @@ def test_a_run_with_adapters_resumes_bitwise(build: Build, stage: int, learner_c
     learners = {"offload": ["critic"] if has_critic else [], "gradient_checkpointing": True}
     training = {"algorithm": "ppo" if has_critic else "grpo", "num_minibatches": 2}
     config = lora_config(stage, training=training, learners=learners)
-    straight = build(config, learner_class)
+    straight = build(learner_class, config)
     for seed in range(2):
         straight.update(make_groups(seed))
-    resumed = build(config, learner_class)
+    resumed = build(learner_class, config)
     resumed.set_state(straight.get_state())
     assert straight.update(make_groups(2)) == resumed.update(make_groups(2))
     ours, theirs = straight.get_state(), resumed.get_state()
@@ -99,18 +79,16 @@ def test_a_run_with_adapters_resumes_bitwise(build: Build, stage: int, learner_c
 def test_the_saved_policy_is_merged_and_scores_as_the_one_with_adapters(
     build: Build, tmp_path: Path, stage: int
 ) -> None:
-    learner = build(lora_config(stage))
+    learner = build(GRPOLearner, lora_config(stage))
     for seed in range(3):
         learner.update(make_groups(seed))
-    batch = learner._select(make_groups(5))
-    assert batch is not None
-    scores = learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, batch.flat)
+    scores = own_logprobs(learner, make_groups(5))
     learner.save_policy(tmp_path / "saved")
-    merged = build(make_config(), GRPOLearner, tmp_path / "saved")
-    theirs = merged.score(lambda micro_batch: merged.policy(micro_batch).logprobs, batch.flat)
+    merged = build(GRPOLearner, make_config(), tmp_path / "saved")
+    theirs = own_logprobs(merged, make_groups(5))
     torch.testing.assert_close(scores, theirs, atol=1e-4, rtol=1e-4)
-    before = build(make_config())
-    unlike = before.score(lambda micro_batch: before.policy(micro_batch).logprobs, batch.flat)
+    before = build(GRPOLearner, make_config())
+    unlike = own_logprobs(before, make_groups(5))
     assert (scores - unlike).abs().max() > 0.1, "there was something to merge"
 
 
@@ -135,7 +113,7 @@ def test_adapters_alone_are_published_and_an_engine_merges_them(
 ) -> None:
     folder = tiny_folder(tmp_path / "tiny")
     config = lora_config(stage, env_runners={"max_context_tokens": 400}, policy={"dtype": dtype})
-    learner = build(config, GRPOLearner, folder)
+    learner = build(GRPOLearner, config, folder)
     engine = load_engine(folder, config)
     for version in range(1, 4):
         learner.update(make_groups(version))
@@ -157,12 +135,12 @@ def test_an_engine_follows_to_the_policy_that_a_stage_begins_with(build: Build, 
     """Also one that was loaded, or restarted, from the policy before it."""
     folder = tiny_folder(tmp_path / "tiny")
     config = lora_config(env_runners={"max_context_tokens": 400})
-    first = build(config, GRPOLearner, folder)
+    first = build(GRPOLearner, config, folder)
     engine = load_engine(folder, config)
     first.update(make_groups(0))
     asyncio.run(engine.update_weights(first.published_weights(), 1))
     first.save_policy(tmp_path / "policy_sft")
-    second = build(config, GRPOLearner, tmp_path / "policy_sft")
+    second = build(GRPOLearner, config, tmp_path / "policy_sft")
     second.update(make_groups(1))
     for one in (engine, load_engine(folder, config)):
         asyncio.run(one.update_weights(second.published_weights(), 2))
@@ -173,13 +151,13 @@ def test_an_engine_follows_to_the_policy_that_a_stage_begins_with(build: Build, 
 
 
 def test_an_engine_of_a_users_own_is_sent_merged_weights(build: Build) -> None:
-    learner = build(lora_config(env_runners={"engine": "my_engine:MyEngine"}))
+    learner = build(GRPOLearner, lora_config(env_runners={"engine": "my_engine:MyEngine"}))
     learner.update(make_groups(0))
     assert learner.published_weights().keys() == learner.get_weights().keys()
 
 
 def test_peft_loads_the_adapter_of_a_checkpoint(build: Build, tmp_path: Path) -> None:
-    learner = build(lora_config())
+    learner = build(GRPOLearner, lora_config())
     learner.update(make_groups(0))
     learner.update(make_groups(1))
     copy = learner.take_policy()
@@ -212,7 +190,7 @@ def test_settings_that_cannot_be_are_refused(lora: dict[str, object], message: s
 
 def test_a_layer_that_the_policy_lacks_is_told_with_the_nearest(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"has no linear layer 'query_proj'; did you mean '\w+_proj'\?"):
-        build(lora_config(lora={"target_modules": ["query_proj"]}))
+        build(GRPOLearner, lora_config(lora={"target_modules": ["query_proj"]}))
 
 
 def test_a_resting_reference_is_refused_as_there_is_none() -> None:

@@ -1,4 +1,4 @@
-"""DPO and IPO: of a right and a wrong trajectory of one group, make the right one the likelier."""
+"""DPO and IPO: given a better and a worse trajectory of one group, make the better one more likely."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 from learners.advantages import has_variance
 from learners.algorithms.options import LearnerOptions, PreferenceOptions
-from learners.batches.train_batch import TrainBatch
+from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
-from learners.losses import dpo_loss, ipo_loss
-from learners.meter import Columns, TokenLoss
+from learners.losses import TokenLoss, dpo_loss, ipo_loss
 from learners.models.scoring import TokenOutputs
 from ragr1_actors.core.types import Trajectory
 
@@ -21,11 +20,13 @@ from ragr1_actors.core.types import Trajectory
 class DPOLearner(Learner):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290), on-policy.
 
-    The best trajectory of a group and its worst are a pair, the second best and the second worst, and so on, as long as
-    their rewards differ. The two need not lie in one micro-batch: before every step the policy scores its minibatch,
-    and what is trained is the log-prob of every token times the slope of the loss at the pair's margin, which has the
-    same gradient. That is one forward pass more a step. Of the ``training`` section, what clips, corrects and adds to a
-    policy gradient is not used: ``clip_low``, ``clip_high``, ``tis_clip``, ``kl_coeff`` and ``entropy_coeff``.
+    The best and the worst trajectory of a group form a pair, then the second best and the second worst, and so on while
+    their rewards differ. The two may lie in different micro-batches: before every step the policy scores its minibatch,
+    and the step trains the log-prob of every token times the slope of the loss at the pair's margin, which has the same
+    gradient. This costs one more forward pass per step. The settings of the ``training`` section that change a policy
+    gradient are not used: ``clip_low``, ``clip_high``, ``tis_clip``, ``kl_coeff`` and ``entropy_coeff``.
+
+    Its columns, ``[M]`` each: ``ref_logprobs`` and, per step, ``pair_loss``, ``slopes``, ``margin`` and ``share``.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = PreferenceOptions
@@ -33,18 +34,18 @@ class DPOLearner(Learner):
 
     @property
     def uses_old_logprobs(self) -> bool:
-        """The loss compares with the reference alone."""
+        """False: the loss compares with the reference only."""
         return False
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Return the pairs of a group one after another, the right trajectory of each first."""
+        """Return the pairs of a group one after another, the better trajectory of each pair first."""
         ranked = sorted(members, key=lambda member: (-member.reward, member.trajectory_id))
         pairs = zip(ranked, reversed(ranked), strict=True)
         chosen = [pair for pair in list(pairs)[: len(ranked) // 2] if has_variance([m.reward for m in pair])]
         return [member for pair in chosen for member in pair]
 
-    def compute_advantages(self, batch: TrainBatch) -> Columns:
-        """Ask the reference."""
+    def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Score the batch under the reference."""
         return {"ref_logprobs": self.reference_logprobs(batch.flat)}
 
     def minibatches(self, batch: TrainBatch, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -54,13 +55,11 @@ class DPOLearner(Learner):
             if len(part):
                 yield [index for pair in part.tolist() for index in (2 * pair, 2 * pair + 1)]
 
-    def step_columns(self, batch: TrainBatch, indices: list[int]) -> Columns:
-        """Loss and slope of every pair of the minibatch, such that the mean over all tokens is the mean over pairs."""
-        lengths_N = torch.tensor(batch.flat.model_lengths)
-        owners_M = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
+    def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Return loss and slope of every pair of the minibatch, scaled so that the mean over tokens is over pairs."""
+        lengths_N = batch.model_lengths
         logprobs_M = self.score(lambda micro_batch: self.policy(micro_batch).logprobs, batch.flat, indices)
-        gains_M = (logprobs_M - batch.columns["ref_logprobs"]).double()
-        gains_N = torch.zeros(len(lengths_N), dtype=torch.float64).index_add_(0, owners_M, gains_M)
+        gains_N = batch.per_trajectory(logprobs_M - batch.columns["ref_logprobs"])
         margins_P = (gains_N[0::2] - gains_N[1::2]).requires_grad_()
         losses_P = self.pair_losses(margins_P)
         (slopes_P,) = torch.autograd.grad(losses_P.sum(), margins_P)
@@ -73,23 +72,23 @@ class DPOLearner(Learner):
             "margin": margins_P.detach().repeat_interleave(2),
             "share": (scale / pair_lengths_P).repeat_interleave(2),
         }
-        return {name: column_N.float()[owners_M] for name, column_N in columns_N.items()}
+        return {name: batch.per_token(column_N) for name, column_N in columns_N.items()}
 
     def pair_losses(self, margins_P: torch.Tensor) -> torch.Tensor:
-        """Return the loss of every pair."""
+        """Return the loss per pair, ``[P]``."""
         return dpo_loss(margins_P, self.options.beta)
 
-    def compute_loss(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
-        """The value of the pair's loss, and its gradient."""
+    def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
+        """Return the value of the pair's loss, with its gradient."""
         steps = columns["slopes"] * (outputs.logprobs - outputs.logprobs.detach())
-        margin, share = columns["margin"], columns["share"]  # with its share, a mean over tokens is one over pairs
+        margin, share = columns["margin"], columns["share"]  # times its share, a mean over tokens is one over pairs
         metrics = {"margin": margin * share, "pair_accuracy": (margin > 0) * share}
         return TokenLoss(columns["pair_loss"] + steps, metrics)
 
 
 class IPOLearner(DPOLearner):
-    """Identity preference optimization (Azar et al., arXiv:2310.12036): the margin is drawn to a finite value."""
+    """Identity preference optimization (Azar et al., arXiv:2310.12036): the margin approaches a finite value."""
 
     def pair_losses(self, margins_P: torch.Tensor) -> torch.Tensor:
-        """Return the loss of every pair."""
+        """Return the loss per pair, ``[P]``."""
         return ipo_loss(margins_P, self.options.beta)

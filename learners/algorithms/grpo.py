@@ -1,28 +1,55 @@
-"""GRPO: the baseline of a trajectory is the mean reward of its group."""
+"""GRPO and the algorithms that share its form: a trajectory is compared with the others of its group.
+
+=============== ======================== ====================== ===================== ================
+learner         baseline                 scale                  ratio                 mean of a step
+=============== ======================== ====================== ===================== ================
+``grpo``        mean of the group        deviation of the group per token             over tokens
+``dapo``        mean of the group        deviation of the group per token, clip 0.28  over tokens
+``gspo``        mean of the group        deviation of the group per trajectory        by trajectory
+``cispo``       mean of the group        deviation of the group per token, a weight   over tokens
+``dr_grpo``     mean of the group        none                   per token             by a constant
+``rloo``        mean of the others       none                   per token             by a constant
+``reinforce_pp`` mean of the group       deviation of the batch per token             over tokens
+=============== ======================== ====================== ===================== ================
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 
-from learners.advantages import group_advantages, has_variance, overlong_penalty
-from learners.algorithms.options import GroupOptions, LearnerOptions
+from learners.advantages import (
+    centered_advantages,
+    group_advantages,
+    has_variance,
+    leave_one_out_advantages,
+    overlong_penalty,
+    whiten,
+)
+from learners.algorithms.options import (
+    CISPOOptions,
+    DAPOOptions,
+    DrGRPOOptions,
+    GroupOptions,
+    GSPOOptions,
+    LearnerOptions,
+    ReinforcePPOptions,
+    RLOOOptions,
+)
 from learners.algorithms.policy_gradient import PolicyGradientLearner
-from learners.batches.train_batch import TrainBatch
-from learners.losses import trajectory_weights
-from learners.meter import Columns
+from learners.batches.train_batch import TokenColumns, TrainBatch
+from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
 from ragr1_actors.core.types import Trajectory
 
 
 class GRPOLearner(PolicyGradientLearner):
-    """Group relative policy optimization (Shao et al., arXiv:2402.03300), the base of all that compare within a group.
+    """Group relative policy optimization (Shao et al., arXiv:2402.03300), the base of all learners with a group.
 
-    Deviations: the mean is over tokens instead of over trajectories first (DAPO, arXiv:2503.14476), which
-    ``aggregation=trajectory_mean`` takes back, and groups whose rewards are all alike are left out unless
-    ``drop_zero_variance`` is off. With ``kl_in=reward``, a trajectory is one action: the estimates of all of its tokens
-    together are taken off its reward, before the baseline.
+    Deviations: the mean is over tokens instead of over trajectories first (DAPO, arXiv:2503.14476);
+    ``aggregation=trajectory_mean`` is the paper's. Groups whose rewards are all equal are left out unless
+    ``drop_zero_variance`` is off. With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its tokens
+    are subtracted from its reward, before the baseline.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = GroupOptions
@@ -30,49 +57,126 @@ class GRPOLearner(PolicyGradientLearner):
 
     @property
     def max_model_tokens(self) -> int:
-        """MODEL tokens that a trajectory may have."""
+        """Largest number of MODEL tokens per trajectory."""
         runners = self.config.env_runners
         all_turns = self.config.environment.max_turns * runners.max_new_tokens_per_turn
         return self.options.max_model_tokens or min(all_turns, runners.max_context_tokens)
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Leave a group out whose rewards are all alike."""
+        """Leave out a group whose rewards are all equal."""
         if self.options.drop_zero_variance and not has_variance([member.reward for member in members]):
             return []
         return members
 
-    def compute_advantages(self, batch: TrainBatch) -> Columns:
-        """Give every MODEL token its trajectory's advantage."""
+    def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Give every MODEL token the advantage of its trajectory."""
         advantages_N = self.trajectory_advantages(self.shaped_rewards(batch), torch.tensor(batch.group_ids))
-        return {"advantages": _to_tokens(advantages_N, batch)}
+        return {"advantages": batch.per_token(advantages_N)}
 
     def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the advantage of every trajectory."""
-        advantages_N, _ = group_advantages(rewards_N, group_ids_N, torch.zeros_like(rewards_N, dtype=torch.bool))
-        return advantages_N
+        """Return the advantage per trajectory, ``[N]`` of float64."""
+        return group_advantages(rewards_N, group_ids_N)
 
     def shaped_rewards(self, batch: TrainBatch) -> torch.Tensor:
-        """Return every trajectory's reward, ``[N]`` of float64, less what length and divergence cost."""
-        rewards_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories], dtype=torch.float64)
-        lengths_N = torch.tensor(batch.flat.model_lengths)
+        """Return the reward per trajectory minus the penalties for length and divergence, ``[N]`` of float64."""
+        rewards_N = batch.rewards
         if self.options.overlong_share:
-            rewards_N -= overlong_penalty(lengths_N.double(), self.max_model_tokens, self.options.overlong_share)
-        if "kl" in batch.columns:
-            owners_M = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
-            kl_N = torch.zeros_like(rewards_N).index_add_(0, owners_M, batch.columns["kl"].double())
-            rewards_N -= self.config.training.kl_coeff * kl_N
+            lengths_N = batch.model_lengths.double()
+            rewards_N -= overlong_penalty(lengths_N, self.max_model_tokens, self.options.overlong_share)
+        if batch.columns.rollout_kl is not None:
+            rewards_N -= self.config.training.kl_coeff * batch.per_trajectory(batch.columns.rollout_kl)
         return rewards_N
 
-    def step_columns(self, batch: TrainBatch, indices: list[int]) -> Columns:
-        """Give every MODEL token its weight, where the mean is not one over all tokens."""
+    def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Return the weight per MODEL token, where the mean of the step is not one over all its tokens."""
         if self.options.aggregation == "token_mean":
             return {}
-        lengths_N = torch.tensor(batch.flat.model_lengths)
+        lengths_N = batch.model_lengths
         weights_N = torch.zeros(len(lengths_N), dtype=torch.float64)
         weights_N[indices] = trajectory_weights(lengths_N[indices], self.options.aggregation, self.max_model_tokens)
-        return {"weights": _to_tokens(weights_N, batch)}
+        return {"loss_weights": batch.per_token(weights_N)}
 
 
-def _to_tokens(values_N: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """Repeat a number a trajectory for each of its MODEL tokens, ``[M]`` of float32."""
-    return values_N.float().repeat_interleave(torch.from_numpy(np.diff(batch.flat.model_offsets)))
+class DAPOLearner(GRPOLearner):
+    """Decoupled clip and dynamic sampling policy optimization (Yu et al., arXiv:2503.14476).
+
+    Its four parts: a clip of 0.2 below and 0.28 above; groups whose rewards are all equal are replaced
+    (``max_sampled_batches``, in the algorithm's loop); the mean over tokens; overlong shaping (``overlong_share``).
+    Deviations: the length counts MODEL tokens only, since the policy controls no others, and the reward of the
+    environment decides whether a group's rewards are all equal, before shaping.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = DAPOOptions
+    default_clip: ClassVar[tuple[float, float]] = (0.2, 0.28)
+
+
+class GSPOLearner(GRPOLearner):
+    """Group sequence policy optimization (Zheng et al., arXiv:2507.18071), in its form per token (GSPO-token).
+
+    Deviation: the likelihood of a sequence is the likelihood of its MODEL tokens.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = GSPOOptions
+    default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)  # section 5.1
+
+    def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the clipped surrogate of the trajectory's ratio."""
+        log_ratios_M = sequence_log_ratios(logprobs_M, columns["old_logprobs"], columns.trajectory_ids)
+        return clipped_policy_loss(
+            log_ratios_M, torch.zeros_like(log_ratios_M), columns["advantages"], *self.clip, self.options.dual_clip
+        )
+
+
+class CISPOLearner(GRPOLearner):
+    """Clipped importance-sampling policy optimization (MiniMax-M1, arXiv:2506.13585).
+
+    The paper has no lower bound (``training.clip_low=1``) and does not state its upper bound; ours is 1 + 4.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = CISPOOptions
+    default_clip: ClassVar[tuple[float, float]] = (1.0, 4.0)
+
+    def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the negative log-prob times the clipped ratio and the advantage."""
+        return clipped_weight_loss(logprobs_M, columns["old_logprobs"], columns["advantages"], *self.clip)
+
+
+class DrGRPOLearner(GRPOLearner):
+    """GRPO done right (Liu et al., arXiv:2503.20783): no division by the deviation or by a trajectory's length.
+
+    Deviation: the constant that divides the sums over tokens counts MODEL tokens, ``max_model_tokens``.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = DrGRPOOptions
+
+    def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
+        """Return the reward minus the mean of the group."""
+        return centered_advantages(rewards_N, group_ids_N)
+
+
+class RLOOLearner(GRPOLearner):
+    """REINFORCE leave-one-out (Ahmadian et al., arXiv:2402.14740), with k1 in the reward of the whole trajectory.
+
+    Deviations: the clipped surrogate replaces the log-prob (its on-policy gradient is the same), so that an update may
+    have several steps; the sum over a trajectory's tokens is divided by a constant, ``max_model_tokens``, which keeps
+    ``training.grad_clip`` in its usual range and changes nothing else under AdamW.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = RLOOOptions
+
+    def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
+        """Return the reward minus the mean of the other trajectories of the group."""
+        return leave_one_out_advantages(rewards_N, group_ids_N)
+
+
+class ReinforcePPLearner(DrGRPOLearner):
+    """REINFORCE++ with baseline (Hu et al., arXiv:2501.03262), with k2 in the loss.
+
+    The reward minus the mean of the group is whitened over the MODEL tokens of the batch, as in the paper's code.
+    """
+
+    options_class: ClassVar[type[LearnerOptions]] = ReinforcePPOptions
+
+    def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Whiten over the MODEL tokens of the batch."""
+        return {"advantages": whiten(super().compute_advantages(batch)["advantages"])}

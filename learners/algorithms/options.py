@@ -1,96 +1,101 @@
-"""The options of every algorithm: ``training.options`` of a recipe, by the algorithm's own names.
+"""The registry of algorithms, and the options of each: ``training.options`` of a recipe.
 
-Models without torch, so that a recipe is checked before anything heavy is imported. A default is that of the paper the
-algorithm comes from; where the code of the paper says something else, the docstring of the learner has it.
+This module imports no torch, so a recipe is checked before any heavy import. Defaults are those of the algorithm's
+paper; the docstring of a learner states where its code differs from the paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.plugins import load_object
 from ragr1_actors.core.text import first_problem, nearest
 
+if TYPE_CHECKING:  # imports torch
+    from learners.learner import Learner
+    from ragr1_actors.core.config import TrainingSettings
+
 KLEstimator = Literal["k1", "k2", "k3"]
-"""Of KL(policy, reference): ``learners/losses.py`` has the formulas, and what the gradient of each is."""
+"""Estimators of KL(policy, reference); ``learners/losses.py`` has their formulas and gradients."""
 Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
-"""How token losses become one: ``learners.losses.trajectory_weights`` has the formulas."""
+"""How the token losses of a step are averaged; ``learners.losses.trajectory_weights`` has the formulas."""
 
 
 class LearnerOptions(BaseModel):
-    """Of an algorithm that has none; the base of all others, frozen and closed to unknown names."""
+    """Options of an algorithm without options, and the base of all options: frozen, unknown names raise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PolicyGradientOptions(LearnerOptions):
-    """Of everything that weighs log-probs by advantages."""
+    """Options of every policy gradient."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where ``training.kl_coeff`` times the divergence from the reference goes."""
+    """Where ``training.kl_coeff`` times the divergence from the reference is added."""
     kl_estimator: KLEstimator = "k3"
     dual_clip: float = Field(0.0, ge=0)
-    """Bound of the loss of tokens with a negative advantage, as a ratio above 1 such as 3; 0 is none."""
+    """Largest ratio, above 1 such as 3, that the loss of a token with a negative advantage counts; 0 is no bound."""
     llds_coeff: float = Field(0.0, ge=0)
-    """Of the likelihood-displacement regulariser (LLDS); 0 is off."""
+    """Coefficient of the likelihood-displacement regulariser (LLDS); 0 is off."""
     llds_gate: Literal["turn", "trajectory"] = "turn"
-    """What has to have become less likely as a whole before its tokens are regularised."""
+    """The unit whose total likelihood must fall before its tokens are regularised."""
 
     @field_validator("dual_clip")
     @classmethod
     def _above_1(cls, value: float) -> float:
         if 0 < value <= 1:
-            raise ValueError("expected more than 1, such as 3, or 0 for none")
+            raise ValueError("expected more than 1, such as 3, or 0 for no bound")
         return value
 
 
 class PPOOptions(PolicyGradientOptions):
-    """Of PPO; the defaults are Search-R1's and RAG-R1's."""
+    """Options of PPO; the defaults are those of Search-R1 and RAG-R1."""
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
     gamma: float = Field(1.0, ge=0, le=1)
     lambda_: float = Field(1.0, ge=0, le=1)
     vf_lr: float | None = Field(None, gt=0)
-    """Of the critic; null is ten times ``training.lr``, as in Search-R1 and RAG-R1 (1e-5 against 1e-6)."""
+    """Learning rate of the critic; null is ten times ``training.lr``, as in Search-R1 and RAG-R1 (1e-5, 1e-6)."""
     vf_warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of the critic's own warm-up."""
+    """Optimizer steps over which the critic's learning rate warms up."""
     vf_clip: float = Field(0.5, gt=0)
 
 
 class GroupOptions(PolicyGradientOptions):
-    """Of GRPO and of what shares its baseline, the mean reward of a group."""
+    """Options of GRPO and of every algorithm that compares within a group."""
 
     drop_zero_variance: bool = True
-    """Leave groups out whose rewards are all alike: their advantages are 0."""
+    """Leave out groups whose rewards are all equal: their advantages are 0."""
     max_sampled_batches: int = Field(1, ge=1)
-    """Dynamic sampling: batches of tasks that may be sampled to fill one with groups whose rewards differ; 1 is off."""
+    """Dynamic sampling: most batches of tasks sampled to fill one with groups whose rewards differ; 1 is off."""
     aggregation: Aggregation = "token_mean"
     max_model_tokens: int = Field(0, ge=0)
-    """MODEL tokens that a trajectory may have: the constant of ``aggregation`` and the limit of ``overlong_share``; 0
-    is what ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
+    """Most MODEL tokens per trajectory: the constant of ``aggregation`` and the limit of ``overlong_share``; 0 is the
+    number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
-    """Overlong shaping: over this last share of ``max_model_tokens`` the reward falls by 1; 0 is off."""
+    """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 is off."""
 
 
 class DrGRPOOptions(GroupOptions):
-    """Of Dr.GRPO."""
+    """Options of Dr.GRPO."""
 
     aggregation: Aggregation = "constant"
 
 
 class DAPOOptions(GroupOptions):
-    """Of DAPO: the shaping begins at 16,384 of 20,480 tokens in the paper; ten batches are its code's limit."""
+    """Options of DAPO: its paper shapes from 16,384 of 20,480 tokens; its code samples at most ten batches."""
 
     max_sampled_batches: int = Field(10, ge=1)
     overlong_share: float = Field(0.2, ge=0, lt=1)
 
 
 class RLOOOptions(GroupOptions):
-    """Of RLOO."""
+    """Options of RLOO."""
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
@@ -98,29 +103,29 @@ class RLOOOptions(GroupOptions):
 
 
 class ReinforcePPOptions(GroupOptions):
-    """Of REINFORCE++ with baseline."""
+    """Options of REINFORCE++ with baseline."""
 
     kl_estimator: KLEstimator = "k2"
 
 
 class GSPOOptions(GroupOptions):
-    """Of GSPO."""
+    """Options of GSPO."""
 
     aggregation: Aggregation = "trajectory_mean"
 
 
 class CISPOOptions(GroupOptions):
-    """Of CISPO."""
+    """Options of CISPO."""
 
     dual_clip: float = Field(0.0, ge=0, le=0)
-    """0: the ratio is a weight here, and bounded as it is."""
+    """Only 0: CISPO bounds the ratio already."""
 
 
 class PreferenceOptions(LearnerOptions):
-    """Of DPO and IPO."""
+    """Options of DPO and IPO."""
 
     beta: float = Field(0.1, gt=0)
-    """Strength of the tie to the reference; IPO's tau."""
+    """Strength of the pull towards the reference; tau in IPO's paper."""
 
 
 OptionsT = TypeVar("OptionsT", bound=LearnerOptions)
@@ -135,10 +140,52 @@ def parse_options(options_class: type[OptionsT], options: Mapping[str, Any], alg
     known = list(options_class.model_fields)
     for name in options:
         if name not in known:
-            instead = nearest(name, known) if known else "; it has no options: leave training.options empty"
+            instead = nearest(name, known) if known else "; this algorithm has no options: leave training.options empty"
             raise ConfigError(f"training.options: unknown option {name!r} of training.algorithm={algorithm}{instead}")
     try:
         return options_class.model_validate(dict(options))
     except ValidationError as error:
         name, found, problem = first_problem(error)
         raise ConfigError(f"training.options.{name}: got {found!r}; {problem}") from error
+
+
+LEARNERS: dict[str, type[Learner] | str] = {
+    "cispo": "learners.algorithms.grpo:CISPOLearner",
+    "dapo": "learners.algorithms.grpo:DAPOLearner",
+    "dpo": "learners.algorithms.dpo:DPOLearner",
+    "dr_grpo": "learners.algorithms.grpo:DrGRPOLearner",
+    "grpo": "learners.algorithms.grpo:GRPOLearner",
+    "gspo": "learners.algorithms.grpo:GSPOLearner",
+    "ipo": "learners.algorithms.dpo:IPOLearner",
+    "ppo": "learners.algorithms.ppo:PPOLearner",
+    "reinforce_pp": "learners.algorithms.grpo:ReinforcePPLearner",
+    "rloo": "learners.algorithms.grpo:RLOOLearner",
+    "sft": "learners.algorithms.sft:SFTLearner",
+}
+"""Learner classes by the value of ``training.algorithm``; a class is imported when it is used."""
+
+OPTIONS: dict[str, type[LearnerOptions]] = {
+    "cispo": CISPOOptions,
+    "dapo": DAPOOptions,
+    "dpo": PreferenceOptions,
+    "dr_grpo": DrGRPOOptions,
+    "grpo": GroupOptions,
+    "gspo": GSPOOptions,
+    "ipo": PreferenceOptions,
+    "ppo": PPOOptions,
+    "reinforce_pp": ReinforcePPOptions,
+    "rloo": RLOOOptions,
+    "sft": LearnerOptions,
+}
+"""``options_class`` of every learner, without importing the learner."""
+
+
+def learner_options(training: TrainingSettings) -> LearnerOptions:
+    """Return the validated options of ``training.algorithm``; only a custom algorithm is imported for it.
+
+    Raises:
+        ConfigError: an option is unknown or has an illegal value, or the algorithm does not exist.
+    """
+    name = training.algorithm
+    options_class = OPTIONS[name] if name in OPTIONS else load_object(name, LEARNERS).options_class
+    return parse_options(options_class, training.options, name)

@@ -1,38 +1,37 @@
-"""PPO: a critic learns what return to expect, and the advantage is what came on top."""
+"""PPO: a critic predicts the return, and the advantage is the difference from it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from learners.advantages import generalized_advantages, whiten
 from learners.algorithms.options import LearnerOptions, PPOOptions
 from learners.algorithms.policy_gradient import PolicyGradientLearner
 from learners.batches.packing import MicroBatch
-from learners.batches.train_batch import TrainBatch
+from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine
 from learners.deepspeed.lr_schedule import Schedule
 from learners.losses import clipped_value_loss
-from learners.meter import Columns, Meter
+from learners.meter import Meter
 from learners.models.scoring import ValueModel
 
 
 class PPOLearner(PolicyGradientLearner):
     """Proximal policy optimization (Schulman et al., arXiv:1707.06347) with GAE (arXiv:1506.02438).
 
-    Deviations: MODEL tokens are the only time steps, in GAE, whitening and value loss alike; the KL penalty is k1
-    against the policy at the start of the stage, in the reward (Ouyang et al., arXiv:2203.02155, equation 2), unless
-    the options say otherwise.
+    Deviations: only MODEL tokens are time steps, in GAE, whitening and value loss; the KL penalty is k1 against the
+    policy at the start of the stage, in the reward (Ouyang et al., arXiv:2203.02155, equation 2), unless the options
+    say otherwise.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = PPOOptions
     options: PPOOptions
 
     def build(self) -> None:
-        """Load the critic beside the policy, from the same folder."""
+        """Load the policy, and the critic from the same folder."""
         super().build()
         checkpointing = self.config.learners.gradient_checkpointing
         with self.loading():
@@ -42,41 +41,44 @@ class PPOLearner(PolicyGradientLearner):
 
     @property
     def critic_schedule(self) -> Schedule:
-        """The policy's, with a learning rate and a warm-up of its own."""
+        """The policy's schedule with the learning rate and warm-up of the critic."""
         lr = self.options.vf_lr or 10 * self.schedule.lr
         return replace(self.schedule, lr=lr, warmup_steps=self.options.vf_warmup_steps)
 
     def engines(self) -> dict[str, DeepSpeedEngine]:
-        """Return policy and critic."""
+        """Return the engines of policy and critic."""
         return {**super().engines(), "critic": self.critic}
 
-    def compute_advantages(self, batch: TrainBatch) -> Columns:
-        """Reward at a trajectory's last MODEL token, less the KL penalty at each; GAE; whitening over the batch."""
+    def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Reward at a trajectory's last MODEL token minus the KL penalty at every token; GAE; whitening."""
         with self.critic.in_use():
             values_M = self.score(self.critic, batch.flat)
         rewards_M = torch.zeros_like(values_M)
-        if "kl" in batch.columns:
-            rewards_M -= self.config.training.kl_coeff * batch.columns["kl"]
+        if batch.columns.rollout_kl is not None:
+            rewards_M -= self.config.training.kl_coeff * batch.columns.rollout_kl
         last_N = torch.from_numpy(batch.flat.model_offsets[1:] - 1)
-        rewards_M[last_N] += torch.tensor([trajectory.reward for trajectory in batch.trajectories])
-        lengths_N = np.diff(batch.flat.model_offsets).tolist()
+        rewards_M[last_N] += batch.rewards.to(rewards_M.dtype)
         advantages_M, returns_M = generalized_advantages(
-            rewards_M, values_M, lengths_N, self.options.gamma, self.options.lambda_
+            rewards_M, values_M, batch.flat.model_lengths, self.options.gamma, self.options.lambda_
         )
-        return {"advantages": whiten(advantages_M), "returns": returns_M, "old_values": values_M}
+        return {"advantages": whiten(advantages_M), "returns": returns_M, "values": values_M}
 
-    def train_step(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
+    def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
         """Step the policy, then the critic on the same micro-batches."""
         super().train_step(micro_batches, columns, num_tokens, meter)
         with self.critic.in_use():
             self._train_critic(micro_batches, columns, num_tokens, meter)
 
-    def _train_critic(self, micro_batches: list[MicroBatch], columns: Columns, num_tokens: int, meter: Meter) -> None:
+    def _train_critic(
+        self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter
+    ) -> None:
         for micro_batch in micro_batches:
-            chosen = {name: columns[name][micro_batch.columns].to(self.device) for name in ("old_values", "returns")}
+            old_values_M, returns_M = (
+                columns[name][micro_batch.column_index].to(self.device) for name in ("values", "returns")
+            )
             values_M = self.critic(micro_batch)
-            loss_M = clipped_value_loss(values_M, chosen["old_values"], chosen["returns"], self.options.vf_clip)
+            loss_M = clipped_value_loss(values_M, old_values_M, returns_M, self.options.vf_clip)
             self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
-            meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=chosen["returns"])
+            meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
         critic_lr = self.critic_schedule.lr_at(self.step_index(meter))
         meter.add_step(critic_grad_norm=self.critic.step(critic_lr))

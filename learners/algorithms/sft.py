@@ -6,80 +6,79 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
+import torch
 
 from learners.algorithms.options import LearnerOptions
-from learners.batches.train_batch import TrainBatch
-from learners.deepspeed.lr_schedule import Schedule
-from learners.deepspeed.zero import AdamWSettings
+from learners.batches.train_batch import TokenColumns, TrainBatch
+from learners.deepspeed.lr_schedule import AdamWSettings, Schedule
 from learners.learner import Learner
-from learners.losses import negative_log_likelihood
-from learners.meter import Columns, TokenLoss
+from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs
 from ragr1_actors.core.types import TokenKind, Trajectory
 
 
 class SFTLearner(Learner):
-    """Maximum likelihood of the MODEL tokens, the same mask as in reinforcement learning.
+    """Maximum likelihood of the MODEL tokens, with the same mask as in reinforcement learning.
 
     RAG-R1 cuts each demonstration into segments and trains on their last part (``segment``). Training on the whole
-    trajectory with the MODEL mask has the same loss, token by token, and runs each context once instead of once a turn.
+    trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per turn.
     """
 
     @property
     def temperature(self) -> float:
-        """Demonstrations were not sampled, so their likelihood is under the plain softmax."""
+        """1.0: no engine sampled the demonstrations, so their likelihood is under the plain softmax."""
         return 1.0
 
     @property
-    def has_engine_logprobs(self) -> bool:
-        """Demonstrations have none."""
+    def has_rollout_logprobs(self) -> bool:
+        """False: no engine sampled the demonstrations."""
         return False
 
     def make_options(self) -> LearnerOptions:
-        """None: those of the recipe are of stage 2."""
+        """Return no options: ``training.options`` belong to stage 2."""
         return LearnerOptions()
 
     def make_schedule(self) -> Schedule:
-        """One step an update, with the learning rate of the ``sft`` section."""
+        """Return a schedule of one step per update, with the learning rate of the ``sft`` section."""
         sft = self.config.sft
-        # The second moment remembers 50 steps instead of 1000: the stage is short and its gradients shrink fast.
+        # beta_2 averages over 50 steps instead of 1000: the stage is short and its gradients shrink fast.
         adamw = AdamWSettings(betas=(0.9, 0.98), grad_clip=self.config.training.grad_clip)
         num_steps = sft.num_steps if sft.lr_schedule == "cosine" else 0
         return Schedule(lr=sft.lr, warmup_steps=sft.warmup_steps, num_steps=num_steps, adamw=adamw)
 
-    def compute_advantages(self, batch: TrainBatch) -> Columns:
-        """Nothing: every MODEL token counts alike."""
+    def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Return no columns: every MODEL token has the same weight."""
         return {}
 
-    def compute_loss(self, outputs: TokenOutputs, columns: Columns) -> TokenLoss:
-        """Negative log-likelihood."""
-        return TokenLoss(negative_log_likelihood(outputs.logprobs))
+    def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
+        """Return the negative log-likelihood per token."""
+        return TokenLoss(-outputs.logprobs)
 
 
 class SegmentCategory(StrEnum):
     """RAG-R1's four kinds of decision (arXiv:2507.02962, section 3.1)."""
 
     INTERNAL_ANSWER = "internal_answer"
-    """Answers from what it knows."""
+    """Answers without any search."""
     FIRST_SEARCH = "first_search"
-    """Searches before it has any evidence."""
+    """Searches for the first time."""
     EVIDENCE_ANSWER = "evidence_answer"
-    """Answers from evidence."""
+    """Answers after a search."""
     FURTHER_SEARCH = "further_search"
-    """Searches on although it has evidence."""
+    """Searches again."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One decision: the context it was made in, and what the model wrote."""
+    """One decision: its context, and the tokens that the model wrote."""
 
     category: SegmentCategory
     trajectory: Trajectory
-    """Ends with the decision; only the decision's tokens are MODEL, earlier turns are PROMPT."""
+    """Ends with the decision; only the tokens of the decision are MODEL, those of earlier turns are PROMPT."""
 
 
 def segment(trajectory: Trajectory) -> list[Segment]:
-    """Cut a trajectory at every point where the model acts. Malformed turns are no examples and are left out."""
+    """Cut a trajectory into one segment per turn; malformed turns are left out."""
     positions = np.flatnonzero(trajectory.kinds == TokenKind.MODEL)
     segments: list[Segment] = []
     taken, has_evidence = 0, False

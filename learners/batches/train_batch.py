@@ -1,46 +1,161 @@
-"""What an update learns from: the trajectories that carry a gradient, and columns of numbers for their MODEL tokens."""
+"""What one update learns from: the trajectories with a gradient, and typed columns of numbers per MODEL token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from learners.batches.packing import FlatTrajectories, flatten
-from learners.meter import Columns, TokenLoss
-from learners.models.scoring import TokenOutputs
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class TrainBatch:
-    """The trajectories that an update learns from, and what is known of their MODEL tokens."""
+class TokenColumns:
+    """What a loss reads per MODEL token: tensors of shape ``[M]`` in the order of the batch, float32 unless noted.
 
-    trajectories: list[Trajectory]  # [num_trajectories], no failures among them
-    group_ids: list[int]  # [num_trajectories]
-    flat: FlatTrajectories
-    columns: Columns
-    """What ``prepare`` and ``compute_advantages`` returned, and where an engine sampled the tokens:
-
-    ``old_logprobs``: the engine's; with ``training.tis_clip``, in ``compute_loss``, the learner's before the update.
-    ``engine_logprobs``: the engine's, with ``training.tis_clip`` in ``compute_loss``.
-    ``is_fresh``: whether the newest version in the batch sampled the token, only where there is more than one.
+    A column is set once and never changes its meaning. ``columns.advantages`` is the tensor, or None where the recipe
+    does not need the column. ``columns["advantages"]`` is the tensor, and raises ``ConfigError`` where it is missing;
+    a column that a custom learner adds under another name (``own``) is read in this way only.
     """
 
+    trajectory_ids: torch.Tensor
+    """int64: index into ``TrainBatch.trajectories``."""
+    rollout_logprobs: torch.Tensor | None = None
+    """Log-prob, in nats, under the engine and the sampling temperature; None for demonstrations, which no engine
+    sampled."""
+    old_logprobs: torch.Tensor | None = None
+    """Denominator of the policy ratio. The learner's log-prob at the start of the update where
+    ``training.tis_clip > 0`` or ``env_runners.top_p < 1``, else equal to ``rollout_logprobs``. If the update has only
+    one optimizer step and corrects with ``tis_clip``, it is None until ``compute_loss``: the pass of the step gives
+    it."""
+    ref_logprobs: torch.Tensor | None = None
+    """Log-prob under the reference, the policy at the start of the stage; where a KL term is in the loss."""
+    rollout_kl: torch.Tensor | None = None
+    """Estimate of KL(policy, reference) before the first step; where a KL term is in the reward."""
+    advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    """The critic's value before the token, before the first step of the update (PPO)."""
+    returns: torch.Tensor | None = None
+    """Target of the critic: advantage plus ``values``, before whitening (PPO)."""
+    is_fresh: torch.Tensor | None = None
+    """bool: the newest policy version of the batch sampled the token; None where the batch has one version only."""
+    segment_ids: torch.Tensor | None = None
+    """int64: number of the turn or trajectory; with ``llds_coeff``."""
+    loss_weights: torch.Tensor | None = None
+    """Factor of the token's loss; where the mean of a step is not one over all its tokens."""
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Columns of an algorithm or a custom learner beside those above."""
 
-def select(
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of every column that is set."""
+        for name, column in vars(self).items():
+            if name != "own" and column is not None:
+                yield name, column
+        yield from self.own.items()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a column.
+
+        Raises:
+            ConfigError: the column is not set.
+        """
+        columns = dict(self.items())
+        if name not in columns:
+            raise ConfigError(
+                f"the loss reads the column {name!r}, which is not set; got {', '.join(columns)}; return it from "
+                "compute_advantages"
+            )
+        return columns[name]
+
+    def with_columns(self, new: Mapping[str, torch.Tensor], source: str) -> TokenColumns:
+        """Return these columns and ``new`` ones.
+
+        Args:
+            new: tensors of shape ``[M]`` by name.
+            source: the method that returned them, for error messages: ``MyLearner.compute_advantages``.
+
+        Raises:
+            ConfigError: ``new`` is not a dict, a value is not a tensor of ``[M]``, or a column is set already.
+        """
+        if not isinstance(new, Mapping):
+            raise ConfigError(f"{source} returned {type(new).__name__}, expected a dict of names to tensors")
+        present = dict(self.items())
+        for name, column in new.items():
+            check_shape(f"{source}: {name}", column, len(self.trajectory_ids))
+            if name in present:
+                raise ConfigError(f"{source}: {name} is set already, and a column is set once; take another name")
+        return _columns(present | dict(new))
+
+    def select(self, index: torch.Tensor, device: torch.device) -> TokenColumns:
+        """Return the entries ``index`` of every column, on ``device``."""
+        return _columns({name: column[index].to(device) for name, column in self.items()})
+
+
+def _columns(named: dict[str, torch.Tensor]) -> TokenColumns:
+    known = {name: named[name] for name in TokenColumns.__dataclass_fields__ if name in named}
+    return TokenColumns(**known, own={name: column for name, column in named.items() if name not in known})
+
+
+def check_shape(where: str, values: torch.Tensor, num_tokens: int) -> None:
+    """Check that ``values`` is a tensor of one value per MODEL token.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    if found != [num_tokens]:
+        raise ConfigError(f"{where} is {found}, expected a tensor of [{num_tokens}], one value per MODEL token")
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The trajectories of one update, and what is known of their MODEL tokens."""
+
+    trajectories: list[Trajectory]  # [N], without failures
+    group_ids: list[int]  # [N], number of the trajectory group
+    flat: FlatTrajectories
+    columns: TokenColumns
+
+    @property
+    def rewards(self) -> torch.Tensor:
+        """Reward per trajectory, ``[N]`` of float64."""
+        return torch.tensor([trajectory.reward for trajectory in self.trajectories], dtype=torch.float64)
+
+    @property
+    def model_lengths(self) -> torch.Tensor:
+        """Number of MODEL tokens per trajectory, ``[N]`` of int64."""
+        return torch.tensor(self.flat.model_lengths)
+
+    def per_token(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Repeat one value per trajectory for each of its MODEL tokens: ``[N]`` to ``[M]`` of float32."""
+        return values_N.float()[self.columns.trajectory_ids]
+
+    def per_trajectory(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Sum the values of every trajectory's MODEL tokens: ``[M]`` to ``[N]`` of float64."""
+        sums_N = torch.zeros(len(self.trajectories), dtype=torch.float64)
+        return sums_N.index_add_(0, self.columns.trajectory_ids, values_M.double())
+
+    def with_columns(self, new: Mapping[str, torch.Tensor], source: str) -> TrainBatch:
+        """Return the batch with more columns; see ``TokenColumns.with_columns``."""
+        return replace(self, columns=self.columns.with_columns(new, source))
+
+
+def make_batch(
     groups: Sequence[TrajectoryGroup],
     select_members: Callable[[list[Trajectory]], list[Trajectory]],
-    has_engine_logprobs: bool,
+    has_rollout_logprobs: bool,
 ) -> TrainBatch | None:
-    """Leave out what carries no gradient, before anything is computed; None where nothing is left.
+    """Leave out the trajectories that have no gradient; return None where no trajectory is left.
 
     Args:
         groups: of an update.
-        select_members: returns those to learn from, of a group's trajectories that did not fail and have MODEL tokens.
-        has_engine_logprobs: whether an engine sampled the tokens.
+        select_members: returns the trajectories to learn from, given those of a group that did not fail and have MODEL
+            tokens.
+        has_rollout_logprobs: whether an engine sampled the tokens.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []
@@ -52,44 +167,12 @@ def select(
     if not trajectories:
         return None
     flat = flatten(trajectories)
-    columns: Columns = {}
-    if has_engine_logprobs:
-        columns["old_logprobs"] = torch.from_numpy(flat.old_logprobs)
+    columns = TokenColumns(torch.from_numpy(np.repeat(np.arange(len(trajectories)), flat.model_lengths)))
+    if has_rollout_logprobs:
         is_fresh = flat.policy_versions == flat.policy_versions.max()
-        if not is_fresh.all():
-            columns["is_fresh"] = torch.from_numpy(is_fresh)
+        columns = replace(
+            columns,
+            rollout_logprobs=torch.from_numpy(flat.rollout_logprobs),
+            is_fresh=None if is_fresh.all() else torch.from_numpy(is_fresh),
+        )
     return TrainBatch(trajectories, group_ids, flat, columns)
-
-
-def check_columns(columns: Columns, batch: TrainBatch, learner: str) -> Columns:
-    """Return what a learner's ``compute_advantages`` returned.
-
-    Raises:
-        ConfigError: it is something else than a value for every MODEL token.
-    """
-    method, num_tokens = f"{learner}.compute_advantages", len(batch.flat.model_positions)
-    if not isinstance(columns, dict):
-        raise ConfigError(f"{method} returned {type(columns).__name__}, expected a dict of names to tensors")
-    for name, column in columns.items():
-        _check_shape(f"{method}: {name}", column, num_tokens)
-    return columns
-
-
-def check_loss(token_loss: TokenLoss, outputs: TokenOutputs, learner: str) -> TokenLoss:
-    """Return what a learner's ``compute_loss`` returned.
-
-    Raises:
-        ConfigError: it is something else than a value for every MODEL token.
-    """
-    method = f"{learner}.compute_loss"
-    if not isinstance(token_loss, TokenLoss):
-        raise ConfigError(f"{method} returned {type(token_loss).__name__}, expected a learners.meter.TokenLoss")
-    for name, values in {"loss": token_loss.loss, **token_loss.metrics}.items():
-        _check_shape(f"{method}: {name}", values, len(outputs.logprobs))
-    return token_loss
-
-
-def _check_shape(where: str, values: torch.Tensor, num_tokens: int) -> None:
-    found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-    if found != [num_tokens]:
-        raise ConfigError(f"{where} is {found}, expected a tensor of [{num_tokens}], one value a MODEL token")

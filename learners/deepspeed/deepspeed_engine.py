@@ -1,8 +1,14 @@
-"""The only door to DeepSpeed.
+"""The only module that imports DeepSpeed.
 
-A ``DeepSpeedEngine`` holds one module and its AdamW: ``engine(...)``, ``backward(loss)`` as often as there are
-micro-batches, ``step(lr)``. Its state is a flat dict of full fp32 tensors by name, the same for every ZeRO stage and
-world size. ``ShardedModule`` is one that is not trained.
+A ``DeepSpeedEngine`` holds one module and its AdamW: ``engine(...)`` and ``backward(loss)`` per micro-batch, then
+``step(lr)``. Its state is a flat dict of full fp32 tensors by name, the same for every ZeRO stage and number of ranks.
+``ShardedModule`` holds a module that is not trained. ``OffloadedTensors`` moves tensors to the host's memory::
+
+    tensors ──offload──► their storages are copied to the host, then emptied   (an engine on the same GPU generates)
+            ◄──reload──  the storages are filled again, in place
+
+The storages are emptied; the tensors stay. After ``reload`` every view of a storage is valid again, such as a
+parameter that is a slice of ZeRO's flat buffer.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,28 +27,30 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from learners.deepspeed.offload import OffloadedTensors
-from learners.deepspeed.zero import AdamWSettings, deepspeed_config, num_elements, offload_config
+from learners.deepspeed.lr_schedule import AdamWSettings
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import DataError, LearnerError
 
 State = dict[str, NDArray[Any]]
-"""Names to full tensors: what is stored as safetensors and travels zero-copy through the object store."""
+"""Full tensors by name: stored as safetensors, and sent without a copy through the object store."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAX_SKIPPED_STEPS = 10
-"""In a row; by then it is the weights or the loss that are broken, and no further step would be taken either."""
+"""Skipped steps in a row that end the run: the weights or the loss are broken, and later steps would be skipped too."""
 
 
 def init_distributed(rank: int, world_size: int) -> torch.device:
-    """Join the process group, once in the life of a process, and return this rank's device.
+    """Join the process group, once per process, and return the device of this rank.
 
-    More than one rank meet at ``MASTER_ADDR`` and ``MASTER_PORT``; a rank alone needs neither port nor network.
+    Several ranks connect to ``MASTER_ADDR`` and ``MASTER_PORT``; a single rank needs neither port nor network.
+
+    Raises:
+        RuntimeError: this process is in a group of another size already.
     """
     has_cuda = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_cuda else "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants it; an actor sees only the GPU it was given
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it; an actor sees only its own GPU
     if not dist.is_initialized():
         backend = "nccl" if has_cuda else "gloo"
         store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
@@ -66,16 +74,16 @@ class DeepSpeedEngine:
         *,
         rests: bool = False,
     ) -> None:
-        """Hand ``module`` to DeepSpeed. ``init_distributed`` comes first; all ranks call this together.
+        """Give ``module`` to DeepSpeed. Call ``init_distributed`` first; all ranks call together.
 
-        bf16 needs master weights and sums of gradients in fp32, which stages 0 and 1 lack: they become stage 2.
+        bf16 needs master weights and gradient sums in fp32, which stages 0 and 1 lack: they become stage 2.
 
         Args:
-            module: what is trained: those of its parameters that require a gradient.
-            settings: of the optimizer.
-            learners: the ZeRO stage, and whether ``optimizer`` and ``params`` live in the host's memory.
-            device: this rank's.
-            rests: whether everything is in the host's memory from now on, but for ``in_use``.
+            module: its parameters that require a gradient are trained.
+            settings: those of the optimizer.
+            learners: the ZeRO stage, and whether ``optimizer`` and ``params`` are in the host's memory.
+            device: the device of this rank.
+            rests: whether all tensors are in the host's memory outside ``in_use``.
         """
         deepspeed = _import_deepspeed()
         self.dtype = next(module.parameters()).dtype
@@ -87,8 +95,9 @@ class DeepSpeedEngine:
         self._grad_norm = 0.0
         self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        config = deepspeed_config(self.zero_stage, self.dtype, settings.grad_clip, num_elements(parameters))
-        config["zero_optimization"] |= offload_config(learners.offload)
+        config = _deepspeed_config(
+            self.zero_stage, self.dtype, learners.offload, settings.grad_clip, num_elements(parameters)
+        )
         _place(module, device, self.zero_stage, config)
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
@@ -100,26 +109,26 @@ class DeepSpeedEngine:
 
     @property
     def module(self) -> nn.Module:
-        """The module that was handed in."""
+        """The module given to the constructor."""
         module: nn.Module = self._engine.module
         return module
 
     def __call__(self, *args: Any) -> Any:
-        """Forward."""
+        """Run the forward pass of the module."""
         self.reload_states()
         return self._engine(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of ``loss``; gradients are averaged over ranks when the step is taken."""
+        """Add the gradient of ``loss``; ``step`` averages gradients over ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, lr: float) -> float:
-        """Clip, update with learning rate ``lr``, and return the gradient's norm before the clip.
+        """Clip the gradient, update with learning rate ``lr``, and return the norm before the clip.
 
-        Where the norm is not finite, neither weights nor moments change. DeepSpeed sees to that from ZeRO stage 1 on.
+        If the norm is not finite, neither weights nor moments change (DeepSpeed does this from ZeRO stage 1 on).
 
         Raises:
-            LearnerError: that was so ``MAX_SKIPPED_STEPS`` times in a row.
+            LearnerError: ``MAX_SKIPPED_STEPS`` norms in a row were not finite.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -127,7 +136,7 @@ class DeepSpeedEngine:
         if self.zero_stage > 0:
             self._grad_norm = float(self._engine.get_global_grad_norm())
         self._num_skipped = 0 if math.isfinite(self._grad_norm) else self._num_skipped + 1
-        if self._num_skipped == MAX_SKIPPED_STEPS:  # the norm is the same on every rank: all of them stop here
+        if self._num_skipped == MAX_SKIPPED_STEPS:  # the norm is the same on every rank: all ranks stop here
             raise LearnerError(
                 f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a loss or a gradient that is not finite and were "
                 "skipped; lower training.lr or sft.lr, look for NaN in the policy's weights, in rewards and in the "
@@ -138,25 +147,25 @@ class DeepSpeedEngine:
     def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._grad_clip))
-        if not math.isfinite(self._grad_norm):  # the gradients are the same on every rank by now, and so is the norm
+        if not math.isfinite(self._grad_norm):  # gradients and norm are the same on every rank here
             for parameter in parameters:
-                parameter.grad = None  # AdamW passes over it
+                parameter.grad = None  # AdamW skips it
 
     # Memory
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Do what is done with the engine in here: one that rests is offloaded at the end."""
+        """Use the engine in this context; an engine that rests is offloaded at the end."""
         yield
         if self._rests:
             self.offload_states()
 
     def offload_states(self) -> int:
-        """Move weights, master weights, moments and buffers to the host's memory; return the bytes this frees.
+        """Move weights, master weights, moments and buffers to the host's memory; return the bytes that this frees.
 
-        Gradients that no step has used yet are dropped. Not DeepSpeed's ``offload_states``: at stage 3 that takes its
-        own compiled Adam only, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW refuses and cuts
-        the links that ``get_state`` reads, and at stage 0 there is none.
+        Gradients that no step has used are dropped. This is not DeepSpeed's ``offload_states``: at stage 3 that needs
+        DeepSpeed's compiled Adam, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW rejects and
+        removes the links that ``get_state`` reads, and stage 0 does not have it.
         """
         if self._offloaded is None:
             self._engine.optimizer.zero_grad()
@@ -164,13 +173,13 @@ class DeepSpeedEngine:
         return self._offloaded.num_bytes
 
     def reload_states(self) -> None:
-        """Undo ``offload_states``, if it was called. Whatever needs the tensors does this for itself."""
+        """Undo ``offload_states`` if it was called. Every method that needs the tensors calls this."""
         if self._offloaded is not None:
             self._offloaded.reload()
             self._offloaded = None
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what is held between two updates; a tensor may come twice."""
+        """Yield the tensors that exist between two updates; a tensor may be yielded twice."""
         if self.zero_stage == 3:
             self._engine.empty_partition_cache()
             yield self._engine.optimizer.grad_partitions_flat_buffer
@@ -189,18 +198,18 @@ class DeepSpeedEngine:
     # Weights and state
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter whole, in the module's dtype, one at a time. All ranks iterate to the end together."""
+        """Yield name and whole tensor of every parameter. All ranks iterate to the end together."""
         for name, parameter in self.module.named_parameters():
             with self.gathered([parameter]):
                 whole = parameter.detach().clone()
             yield name, whole
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what ``full_weights`` yields, in its order; nothing is gathered for it."""
+        """Return the shapes of what ``full_weights`` yields, in the same order, without a gather."""
         return {name: self.full_shape(parameter) for name, parameter in self.module.named_parameters()}
 
-    def full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes of its own
-        """Shape of a parameter when it is whole."""
+    def full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes
+        """Return the shape of the whole parameter."""
         return tuple(parameter.ds_shape if self.zero_stage == 3 else parameter.shape)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -208,7 +217,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
-        """Have parameters whole. All ranks come together; what ``modifier_rank`` writes to them is kept."""
+        """Gather whole parameters in this context. All ranks call together; writes by ``modifier_rank`` are kept."""
         self.reload_states()
         if self.zero_stage < 3:
             yield
@@ -219,10 +228,10 @@ class DeepSpeedEngine:
             yield
 
     def get_state(self, *, keep: bool = True) -> State:
-        """Return the trained weights and their moments in fp32 and the step count. All ranks call together.
+        """Return the trained weights and their moments in fp32, and the step count. All ranks call together.
 
         Args:
-            keep: False helps the others to gather, and returns the step count alone.
+            keep: False takes part in the gather only, and returns the step count only.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -240,7 +249,7 @@ class DeepSpeedEngine:
         return state
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take a state over from any ZeRO stage and world size. All ranks call together with the same state.
+        """Load a state of any ZeRO stage and number of ranks. All ranks call together with the same state.
 
         Raises:
             DataError: a tensor is missing or has another shape.
@@ -272,7 +281,7 @@ class DeepSpeedEngine:
             utils.safe_set_full_fp32_param(parameter, tensors["weight"])
             for key in MOMENTS:
                 utils.safe_set_full_optimizer_state(parameter, tensors[key], key)
-        else:  # the full setters of stage 3 fail where a parameter does not divide by the ranks
+        else:  # the full setters of stage 3 fail if the ranks do not divide a parameter evenly
             local = {key: self._local_part(parameter, tensor) for key, tensor in tensors.items()}
             utils.safe_set_local_fp32_param(parameter, local["weight"])
             for key in MOMENTS:
@@ -280,7 +289,7 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _local_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a ZeRO-3 parameter, which is padded to a multiple of the ranks."""
+        """Return this rank's part of a ZeRO-3 parameter, padded to a multiple of the ranks."""
         size = parameter.ds_tensor.numel()
         start = size * dist.get_rank()
         part = whole.new_zeros(size)
@@ -289,7 +298,7 @@ class DeepSpeedEngine:
         return part
 
     def _ensure_moments(self) -> None:
-        """AdamW makes its moments at the first step; a state is read or written before that, too."""
+        """Create AdamW's moments, which it creates at its first step only: a state may be read or set before that."""
         for master in self._masters():
             if not self._adamw.state[master]:
                 moments = {key: torch.zeros_like(master) for key in MOMENTS}
@@ -298,7 +307,7 @@ class DeepSpeedEngine:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _masters(self) -> list[torch.Tensor]:
-        """What AdamW steps."""
+        """Return the tensors that AdamW updates."""
         if self.zero_stage == 3:  # the parameter groups of stage 3 are filled only while it steps
             masters: list[torch.Tensor] = self._engine.optimizer.fp32_partitioned_groups_flat
             return masters
@@ -308,60 +317,93 @@ class DeepSpeedEngine:
         return int(next(iter(self._adamw.state.values()))["step"])
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the module; the engine is of no use afterwards."""
+        """Remove DeepSpeed's hooks from the module; the engine cannot be used afterwards."""
         self._engine.destroy()
 
 
-class ShardedModule:
-    """A module that is not trained, spread over the ranks (ZeRO stage 3).
+class OffloadedTensors:
+    """The storages of some tensors while they are empty."""
 
-    Each layer is gathered for its part of the pass.
-    """
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        """Empty the storages of the tensors on ``device``; do not use the tensors before ``reload``.
+
+        A storage that cannot be resized is a mapped file or page-locked, so already in the host's memory: it is kept.
+        """
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.device != device or storage.data_ptr() in self._copies:
+                continue
+            if storage.nbytes() and storage.resizable():
+                self._copies[storage.data_ptr()] = (storage, _bytes_of(storage).to("cpu", copy=True))
+        for storage, _ in self._copies.values():
+            storage.resize_(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # frees the memory for other processes too
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that are free now."""
+        return sum(copy.numel() for _, copy in self._copies.values())
+
+    def reload(self) -> None:
+        """Fill the storages again; this object cannot be used afterwards."""
+        for storage, copy in self._copies.values():
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy)
+        self._copies.clear()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class ShardedModule:
+    """A module that is not trained, sharded over the ranks (ZeRO stage 3); each layer is gathered when it runs."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, on_host: bool) -> None:
-        """Spread ``module``; all ranks call this together.
+        """Shard ``module``; all ranks call together.
 
         Args:
             module: in evaluation mode, without gradients.
-            device: this rank's.
-            on_host: whether a rank's share lives in the host's memory between the passes.
+            device: the device of this rank.
+            on_host: whether a rank's share is in the host's memory between passes.
         """
         deepspeed = _import_deepspeed()
-        config = deepspeed_config(3, next(module.parameters()).dtype, 0.0, 1)
-        config["zero_optimization"] |= offload_config(["params"] if on_host else [])
+        config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if on_host else [])
         _place(module, device, 3, config)
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         self._engine.eval()
 
     def __call__(self, *args: Any) -> Any:
-        """Forward; all ranks call together."""
+        """Run the forward pass; all ranks call together."""
         return self._engine(*args)
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the module."""
+        """Remove DeepSpeed's hooks from the module."""
         self._engine.destroy()
 
 
 def _import_deepspeed() -> Any:
-    import deepspeed  # 1-2 s, and nobody else needs it
+    import deepspeed  # 1-2 s
 
-    # On CPUs DeepSpeed would compile a shared-memory all-reduce first: two minutes, and only its inference uses it.
+    # On CPUs DeepSpeed would first compile a shared-memory all-reduce for two minutes; only its inference uses it.
     deepspeed.ops.__compatible_ops__ = {}
-    # DeepSpeed's collectives; nothing a user could do about them.
+    # Warnings of DeepSpeed's collectives, which a user cannot fix.
     warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
     return deepspeed
 
 
 @contextmanager
 def shared_loading(zero_stage: int, dtype: torch.dtype, *, on_host: bool) -> Iterator[None]:
-    """Have transformers load models for ZeRO stage 3 in here: a rank never holds more than its share and one layer.
+    """Make transformers load models for ZeRO stage 3 in this context: a rank holds its share and one layer at most.
 
-    Rank 0 reads a layer, and the others get their shares. All ranks load together; at other stages each reads all.
+    Rank 0 reads a layer and sends the shares. All ranks load together. At other stages each rank reads the whole model.
 
     Args:
-        zero_stage: of the engine that gets the model.
-        dtype: of the model.
-        on_host: whether a rank's share is to live in the host's memory.
+        zero_stage: stage of the engine that gets the model.
+        dtype: dtype of the model.
+        on_host: whether a rank's share is in the host's memory.
     """
     if zero_stage < 3:
         yield
@@ -370,11 +412,10 @@ def shared_loading(zero_stage: int, dtype: torch.dtype, *, on_host: bool) -> Ite
     from deepspeed.runtime.zero import DeepSpeedTensorOverride
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    config = deepspeed_config(3, dtype, 0.0, 1)
-    config["zero_optimization"] |= offload_config(["params"] if on_host else [])
-    held = HfDeepSpeedConfig(config)  # transformers itself holds a weak reference to it
+    config = _deepspeed_config(3, dtype, ["params"] if on_host else [])
+    held = HfDeepSpeedConfig(config)  # transformers holds only a weak reference to it
     original = zero.Init
-    # It would round what modules compute for themselves to the model's dtype: rotary frequencies, in bf16
+    # Init would round buffers that modules compute, such as rotary frequencies, to the model's dtype
     zero.Init = partial(original, tensor_overrides={DeepSpeedTensorOverride.device})
     try:
         yield
@@ -385,7 +426,7 @@ def shared_loading(zero_stage: int, dtype: torch.dtype, *, on_host: bool) -> Ite
 
 
 def _place(module: nn.Module, device: torch.device, zero_stage: int, config: dict[str, Any]) -> None:
-    """Move a module to the device; at stage 3 by parameters, those that are not spread over the ranks yet."""
+    """Move a module to the device; at stage 3, shard the parameters that are not sharded yet."""
     if zero_stage < 3:
         module.to(device)
         return
@@ -394,3 +435,34 @@ def _place(module: nn.Module, device: torch.device, zero_stage: int, config: dic
     deepspeed.zero.Init(module=module, config_dict_or_path=config)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Count the elements of whole parameters, also of those that ZeRO-3 has sharded."""
+    return sum(int(vars(parameter).get("ds_numel", parameter.numel())) for parameter in parameters)
+
+
+def _deepspeed_config(
+    stage: int, dtype: torch.dtype, offload: Collection[str], grad_clip: float = 0.0, bucket_elements: int = 1
+) -> dict[str, Any]:
+    """Return DeepSpeed's settings; ``bucket_elements`` counts the elements that are trained."""
+    offload_keys = {"optimizer": "offload_optimizer", "params": "offload_param"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # for its log only: the learner makes the micro-batches
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # a step is where we call step()
+        "gradient_clipping": grad_clip if stage > 0 else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},  # in bf16 a sum of many small gradients loses its low bits
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            # Buckets are allocated whole: the default of 5e8 elements is 2 GB for a model of any size.
+            "reduce_bucket_size": min(bucket_elements, 200_000_000),
+            **{key: {"device": "cpu"} for name, key in offload_keys.items() if name in offload},
+        },
+        "steps_per_print": 2**31,
+    }

@@ -1,23 +1,34 @@
-"""The policy's weights by their Hugging Face names, out of an engine that may train adapters."""
+"""Export of the policy: weights by Hugging Face name, gathered from the engine, and the Hugging Face folder."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State
 from ragr1_actors.core.config import LoraSettings
+
+if TYPE_CHECKING:  # imports peft
+    from learners.models.lora import AdapterCopy
 
 
 def policy_weights(
     engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, where it is and as it is, a tied one once. All ranks iterate to the end together.
+    """Yield name and whole tensor of every parameter, on its device and in its dtype, a tied one once.
+
+    All ranks iterate to the end together.
 
     Args:
-        engine: of the policy.
-        lora: its adapters, which are merged into the weights beside them.
+        engine: the engine of the policy.
+        lora: settings of its adapters, which are merged into their weights.
         adapters_only: yield the adapters instead.
     """
     if lora is None:
@@ -32,7 +43,7 @@ def policy_weights(
 def policy_shapes(
     engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what ``policy_weights`` yields, in its order; nothing is gathered for it."""
+    """Return the shapes of what ``policy_weights`` yields, in the same order, without a gather."""
     if lora is None:
         shapes = engine.full_shapes()
     else:
@@ -43,7 +54,7 @@ def policy_shapes(
 
 
 def gather(stream: Iterator[tuple[str, torch.Tensor]], rank: int, is_tied: bool) -> State:
-    """Return on rank 0 what ``policy_weights`` yields, as arrays; with an embedding, a tied ``lm_head.weight`` too."""
+    """Return on rank 0 what ``policy_weights`` yields, as fp32 arrays; a tied ``lm_head.weight`` is included."""
     weights: State = {}
     for name, tensor in stream:
         if rank == 0:
@@ -51,3 +62,36 @@ def gather(stream: Iterator[tuple[str, torch.Tensor]], rank: int, is_tied: bool)
     if is_tied and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+@dataclass(frozen=True)
+class PolicyCopy:
+    """A copy of a policy's weights in the host's memory, to be written while learning continues."""
+
+    source: Path
+    """The folder that the policy was built from: configuration and tokenizer are copied from it."""
+    dtype: str
+    """``bfloat16``"""
+    tensors: dict[str, torch.Tensor]
+    """Tensors by Hugging Face name, a tied one once, adapters merged; empty on every rank except 0."""
+    adapter: AdapterCopy | None = None
+    """With ``learners.lora``, the adapters that were merged."""
+
+    def write(self, directory: Path) -> None:
+        """Write the folder that ``AutoModelForCausalLM`` and vLLM load, tokenizer included.
+
+        Raises:
+            OSError: the folder cannot be written; or ``SafetensorError``.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in self.source.iterdir():
+            is_weight = file.name.endswith(WEIGHT_SUFFIXES)
+            if file.is_file() and not is_weight and file.resolve().parent != directory.resolve():
+                shutil.copyfile(file, directory / file.name)
+        config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = self.dtype  # transformers loads in this dtype by default
+        (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_file(self.tensors, directory / "model.safetensors", metadata={"format": "pt"})

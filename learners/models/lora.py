@@ -1,14 +1,14 @@
-"""The only door to peft: low-rank adapters beside the linear layers of a model, and the weights they amount to.
+"""The only module that imports peft: low-rank adapters of a model's linear layers, and the merged weights.
 
 ::
 
-    W, frozen      A, B, trained        saved:      W + alpha / rank * B A   by the name of W;  A, B beside it
+    W, frozen      A, B, trained        saved:      W + alpha / rank * B A   by the name of W;  A and B in a folder
        └─ layer(x) = W x + alpha / rank * B A x
                                         published:  A, B;  the engines merge them (``engines/adapters.py``)
 
 The names of a model with adapters are ``...q_proj.base_layer.weight``, ``...q_proj.lora_A.default.weight`` and
-``...q_proj.lora_B.default.weight``; outside this file nobody sees them but in a learner's state, which holds adapters
-and their moments alone. Published they are ``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``.
+``...q_proj.lora_B.default.weight``. Only this file and a learner's state use them; the state holds adapters and their
+moments only. The published names are ``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _BASE = ".base_layer."
 
 
 def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and add adapters to it, in place. B is zero at first, so that nothing it computes changes.
+    """Freeze a model and add adapters in place. B starts at zero, so the outputs of the model do not change.
 
     Raises:
-        ConfigError: the model has no linear layer of one of the names.
+        ConfigError: no linear layer has one of the names.
     """
     known = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
     for name in settings.target_modules:
@@ -47,13 +47,13 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> None:
             message = f"learners.lora.target_modules: the policy has no linear layer {name!r}"
             raise ConfigError(message + nearest(name, known))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of A, on every rank alike
+        torch.manual_seed(seed)  # the same A on every rank
         inject_adapter_in_model(_peft_config(settings), model, _ADAPTER)
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Have the model compute what it did before it had adapters; without gradients."""
+    """Disable the adapters in this context; call without gradients."""
     layers = _adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -65,9 +65,9 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, adapters merged into the weight beside them, by its name without adapters.
+    """Yield name and whole tensor of every parameter, with adapters merged into their weight.
 
-    All ranks iterate to the end together.
+    Names are those of the model without adapters. All ranks iterate to the end together.
     """
     for name, parameter, layer in _merged_parameters(engine):
         if layer is None:
@@ -82,12 +82,12 @@ def merged_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]
 
 
 def merged_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
-    """Shapes of what ``merged_weights`` yields, in its order; nothing is gathered for it."""
+    """Return the shapes of what ``merged_weights`` yields, in the same order, without a gather."""
     return {name: engine.full_shape(parameter) for name, parameter, _ in _merged_parameters(engine)}
 
 
 def adapter_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A and B of every adapter whole. All ranks iterate to the end together."""
+    """Yield name and whole tensor of every A and B. All ranks iterate to the end together."""
     for name, parameter in _adapters(engine):
         with engine.gathered([parameter]):
             whole = parameter.detach().clone()
@@ -95,25 +95,25 @@ def adapter_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor
 
 
 def adapter_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
-    """Shapes of what ``adapter_weights`` yields, in its order; nothing is gathered for it."""
+    """Return the shapes of what ``adapter_weights`` yields, in the same order, without a gather."""
     return {name: engine.full_shape(parameter) for name, parameter in _adapters(engine)}
 
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """A policy's adapters in host memory, which no later step changes."""
+    """A copy of a policy's adapters in the host's memory."""
 
     settings: LoraSettings
     base: str
-    """The policy they belong to, a folder or a name on a hub."""
+    """The policy that the adapters belong to: a folder or a name on a model hub."""
     tensors: dict[str, torch.Tensor]
-    """By the names that are published."""
+    """Tensors by published name."""
 
     def write(self, directory: Path) -> None:
-        """Write the folder that ``peft.PeftModel.from_pretrained`` loads beside the base.
+        """Write the folder that ``peft.PeftModel.from_pretrained`` loads, given the base model.
 
         Raises:
-            OSError: the folder cannot be written; so does ``SafetensorError``.
+            OSError: the folder cannot be written; or ``SafetensorError``.
         """
         directory.mkdir(parents=True, exist_ok=True)
         config = _peft_config(self.settings)
@@ -135,7 +135,7 @@ def _adapters(engine: DeepSpeedEngine) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _merged_parameters(
     engine: DeepSpeedEngine,
-) -> Iterator[tuple[str, nn.Parameter, Any]]:  # the layer with an adapter that it belongs to, or None
+) -> Iterator[tuple[str, nn.Parameter, Any]]:  # the parameter's layer, if it has an adapter
     layers = _adapted_layers(engine.module)
     for name, parameter in engine.module.named_parameters():
         if not _is_adapter(name):

@@ -1,4 +1,4 @@
-"""The policy at the start of a stage, which KL terms compare with: where it is kept, and how it is asked."""
+"""The reference of KL terms, the policy at the start of a stage: where its weights are, and how it scores."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ragr1_actors.core.config import LearnerSettings
 
 
 class Reference(Protocol):
-    """What ``make_reference`` returns."""
+    """A reference; ``make_reference`` returns one."""
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Have it ready to be called."""
+        """Make the reference ready to score in this context."""
         ...
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Score the MODEL tokens, ``[M]``; all ranks call together and equally often."""
+        """Return log-probs of the MODEL tokens, ``[M]``. All ranks call together, equally often."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the reference."""
         ...
 
 
 def make_reference(
     policy: DeepSpeedEngine, load: Callable[[], PolicyModel], device: torch.device, settings: LearnerSettings
 ) -> Reference:
-    """Make the reference of a learner; ``load`` reads the policy that the stage began with."""
+    """Make the reference of a learner; ``load`` reads the policy at the start of the stage."""
     if settings.lora:
         return _PolicyWithoutAdapters(policy)
     stage, rests = settings.zero_stage, "reference" in settings.offload
@@ -43,7 +43,7 @@ def make_reference(
 
 
 class _PolicyWithoutAdapters:
-    """With ``learners.lora`` the policy itself, its adapters disabled: no second model."""
+    """With ``learners.lora``, the policy with its adapters disabled: no second model."""
 
     def __init__(self, policy: DeepSpeedEngine) -> None:
         self._policy = policy
@@ -58,18 +58,18 @@ class _PolicyWithoutAdapters:
         return logprobs_M
 
     def close(self) -> None:
-        """Nothing: it is the learner's."""
+        """Do nothing: the learner closes the policy."""
 
 
 class _SecondPolicy:
     """A policy that is not trained.
 
     ============ ============================== ==========================================
-    ZeRO stage   on the device                  that rests, between two uses
+    ZeRO stage   in use                         between two uses, if it rests
     ============ ============================== ==========================================
-    0, 1, 2      whole, on every rank           whole in the host's memory of every rank
-    3            a share a rank, gathered       a share a rank, in the host's memory
-                 layer by layer
+    0, 1, 2      whole on every rank's device   whole in the host's memory of every rank
+    3            sharded over the ranks,        sharded, in the host's memory
+                 gathered layer by layer
     ============ ============================== ==========================================
     """
 
@@ -91,7 +91,7 @@ class _SecondPolicy:
     def in_use(self) -> Iterator[None]:
         for parameter, on_host in self._resting:
             parameter.data = on_host.to(self._device, copy=True)
-        yield  # nothing is copied back, as nothing of it changes
+        yield  # nothing is copied back: the weights do not change
         for parameter, on_host in self._resting:
             parameter.data = on_host
 

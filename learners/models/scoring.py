@@ -1,7 +1,7 @@
-"""What DeepSpeed wraps: a policy that returns log-probs, a critic that returns values, both of a packed row.
+"""The modules that DeepSpeed wraps: a policy that returns log-probs, and a critic that returns values.
 
-Only the hidden states that predict a MODEL token go through the language-model head, which is a ``ScoringHead``: no
-tensor of all the tokens by the whole vocabulary exists.
+Both take a packed row. Only the hidden states that predict a MODEL token go through the language-model head, a
+``ScoringHead``: no tensor of all tokens by the whole vocabulary exists.
 
 Notation: T tokens of the row, M MODEL tokens, C hidden size.
 """
@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from learners.batches.packing import MicroBatch
-from learners.deepspeed.zero import num_elements
+from learners.deepspeed.deepspeed_engine import num_elements
 from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from ragr1_actors.core.errors import ConfigError
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy says about every MODEL token."""
+    """A policy's scores per MODEL token, in float32."""
 
-    logprobs: torch.Tensor  # [M], of the token that was sampled
-    entropy: torch.Tensor  # [M], of the distribution it was sampled from
+    logprobs: torch.Tensor  # [M], log-prob of the sampled token, in nats
+    entropy: torch.Tensor  # [M], entropy of the distribution over the vocabulary, in nats
 
 
 class PolicyModel(nn.Module):
@@ -36,7 +36,7 @@ class PolicyModel(nn.Module):
     def __init__(
         self, policy_dir: Path, dtype: torch.dtype, temperature: float, gradient_checkpointing: bool = False
     ) -> None:
-        """Load a Hugging Face folder; logits are divided by ``temperature``, as they were when tokens were sampled."""
+        """Load a Hugging Face folder; logits are divided by ``temperature``, the sampling temperature."""
         super().__init__()
         self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing)
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
@@ -44,12 +44,12 @@ class PolicyModel(nn.Module):
 
     @property
     def pretrained(self) -> nn.Module:
-        """What came from the folder."""
+        """The module loaded from the folder."""
         pretrained: nn.Module = self.model
         return pretrained
 
     def forward(self, batch: MicroBatch) -> TokenOutputs:
-        """Score the MODEL tokens."""
+        """Score the MODEL tokens of a packed row."""
         hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
         return self._score(hidden_TC.index_select(0, batch.predict_positions), batch.target_ids)
 
@@ -58,10 +58,10 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """The backbone of the policy with a scalar head: the return expected before every MODEL token."""
+    """The backbone of the policy with a scalar head: the expected return before every MODEL token."""
 
     def __init__(self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool) -> None:
-        """Load the backbone of a Hugging Face folder; the head starts at zero, so that every value does."""
+        """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
         self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing).get_decoder()
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
@@ -70,12 +70,12 @@ class ValueModel(nn.Module):
 
     @property
     def pretrained(self) -> nn.Module:
-        """What came from the folder."""
+        """The module loaded from the folder."""
         pretrained: nn.Module = self.backbone
         return pretrained
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the values ``[M]``."""
+        """Return the values, ``[M]`` of float32."""
         hidden_TC = packed_hidden_states(self.backbone, batch)
         values: torch.Tensor = self.head(hidden_TC.index_select(0, batch.predict_positions)).squeeze(-1).float()
         return values
@@ -84,10 +84,13 @@ class ValueModel(nn.Module):
 def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Any:
     """Load a Hugging Face folder with packed attention and without dropout.
 
-    The tokens were sampled without dropout, so a ratio against them with dropout would be noise.
+    The tokens were sampled without dropout; with dropout the policy ratios would be noise.
+
+    Raises:
+        ConfigError: the model changes its logits after the head.
     """
     show_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar a rank, for a file that is on this disk
+    logging.disable_progress_bar()  # one bar per rank, for a local file
     try:
         model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION)
     finally:
@@ -98,7 +101,7 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
         if text_config.get(name) not in (None, 1, 1.0):
             raise ConfigError(
                 f"policy.model: {policy_dir} changes its logits by {name}={text_config[name]}, which the learner does "
-                "not do; take a model without"
+                "not support; take a model without it"
             )
     model.eval()
     if gradient_checkpointing:
@@ -107,7 +110,7 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if isinstance(vars(module).get("attention_dropout"), float):  # kept as a number, not as a module
+            if isinstance(vars(module).get("attention_dropout"), float):  # a number, not a module
                 module.attention_dropout = 0.0  # type: ignore[assignment]
     return model
 
@@ -125,12 +128,12 @@ def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor
 
 
 def pair_cost(model: Any) -> float:
-    """What a query-key pair costs in a Hugging Face model, in tokens: L tokens cost ``L + pair_cost * L**2``.
+    """Return the cost of a query-key pair, in tokens: a sequence of L tokens costs ``L + pair_cost * L**2``.
 
-    By FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, but causal attention looks at half the pairs): 2 a
-    parameter and token in the linear layers, 2 * num_layers * hidden_size a pair of L**2 in attention. For
-    Qwen2.5-1.5B it is 1 / 30,500: at 8,000 tokens attention is a quarter of the linear layers. The head is left out, as
-    it sees MODEL tokens only.
+    By FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, with half the pairs for causal attention): 2 per parameter
+    and token in the linear layers, 2 * num_layers * hidden_size per pair of L**2 in attention. For Qwen2.5-1.5B it is
+    1 / 30,500: at 8,000 tokens attention costs a quarter of the linear layers. The head is left out: it scores MODEL
+    tokens only.
     """
     num_parameters = num_elements(model.get_decoder().parameters())
     num_parameters -= num_elements(model.get_input_embeddings().parameters())

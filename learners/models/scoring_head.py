@@ -1,15 +1,15 @@
-"""The language-model head, from hidden states to log-probs and entropies, some tokens at a time.
+"""The language-model head: from hidden states to log-probs and entropies, in chunks of tokens.
 
-Of all that is as wide as the vocabulary, two tensors of ``HEAD_CHUNK`` numbers exist at once, forward and backward::
+At most two tensors as wide as the vocabulary exist at once, of ``HEAD_CHUNK`` numbers each, forward and backward::
 
-    forward    for every chunk:  logits ──► log-prob, entropy, log of the partition sum     [M] each, kept
-    backward   for every chunk:  logits once more ──► their gradient ──► that of hidden states and weight
+    forward    per chunk:  logits ──► log-prob, entropy, log of the partition sum           [M] each, kept
+    backward   per chunk:  logits again ──► their gradient ──► gradient of hidden states and weight
 
-Autograd over a checkpoint of each chunk would do the same with more copies, and with ZeRO-3 would gather the weight
-twice for every chunk: here the head is one module, called once, and its weight is gathered once forward and once
-backward. A batch of a single chunk keeps its log-probs, so that nothing is computed twice.
+Autograd with a checkpoint per chunk would need more copies, and with ZeRO-3 would gather the weight twice per chunk.
+Here the head is one module, called once: its weight is gathered once forward and once backward. A batch of one chunk
+keeps its log-probs, so nothing is computed twice.
 
-Notation: M MODEL tokens, R of them in a chunk, V vocabulary, C hidden size.
+Notation: M MODEL tokens, R tokens of a chunk, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import nn
 from torch.nn.functional import linear
 
 HEAD_CHUNK = 2**26
-"""Logits computed at once: 256 MiB in fp32."""
+"""Number of logits per chunk: 256 MiB in fp32."""
 
 _MIN_LOGPROB = -200.0
-"""The probability is 0 in fp32 far above it. A token of probability 0 adds nothing, not the NaN of 0 times -inf."""
+"""Lower bound of log-probs: the probability is 0 in fp32. Without it, 0 times -inf would be NaN in the entropy."""
 
 
 class ScoringHead(nn.Module):
-    """Stands in a model's place for output embeddings, and has their parameters."""
+    """Replaces the output embeddings of a model, with the same parameters."""
 
     def __init__(self, head: nn.Linear) -> None:
-        """Take the parameters over from ``head``; a weight that is tied to the embedding stays so."""
+        """Take the parameters of ``head``; a weight that is tied to the embedding stays tied."""
         super().__init__()
         self.weight = head.weight
         self.bias = head.bias
@@ -39,7 +39,7 @@ class ScoringHead(nn.Module):
     def forward(
         self, hidden_MC: torch.Tensor, target_ids_M: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-prob of every target and the entropy of the distribution it is from, ``[M]`` in fp32."""
+        """Return the log-prob of every target and the entropy of its distribution, ``[M]`` of float32 each."""
         score: Any = _ScoreTokens.apply  # untyped in torch
         logprobs_M, entropy_M = score(hidden_MC, self.weight, self.bias, target_ids_M, temperature)
         return logprobs_M, entropy_M
@@ -67,7 +67,7 @@ class _ScoreTokens(torch.autograd.Function):
             logprobs_RV, *results_R = _score_chunk(hidden_RC, weight_VC, bias_V, target_ids_R, temperature)
             if len(hidden_MC) <= ctx.rows:
                 ctx.logprobs_MV = logprobs_RV
-            del logprobs_RV  # or it would stand beside the next chunk's
+            del logprobs_RV  # or it would exist beside the next chunk's
             found.append(results_R)
         target_logprobs_M, entropy_M, log_sum_M = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_ids_M, entropy_M, log_sum_M)
@@ -87,7 +87,7 @@ class _ScoreTokens(torch.autograd.Function):
             grad_logprobs_M = torch.zeros_like(entropy_M)
         for start in range(0, len(hidden_MC), ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            logprobs_RV, ctx.logprobs_MV = ctx.logprobs_MV, None  # what follows overwrites it
+            logprobs_RV, ctx.logprobs_MV = ctx.logprobs_MV, None  # overwritten below
             if logprobs_RV is None:
                 logprobs_RV = _scaled_logits(hidden_MC[chunk], weight_VC, bias_V, ctx.temperature)
                 logprobs_RV.sub_(log_sum_M[chunk].unsqueeze(-1)).clamp_(min=_MIN_LOGPROB)
@@ -120,7 +120,7 @@ def _score_chunk(
     target_ids_R: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probs ``[R, V]``; and ``[R]`` each, the targets' log-probs, entropies, logs of the partition sums."""
+    """Return log-probs ``[R, V]``, then the targets' log-probs, entropies and log partition sums, ``[R]`` each."""
     logprobs_RV = _scaled_logits(hidden_RC, weight_VC, bias_V, temperature)
     log_sum_R = logprobs_RV.logsumexp(-1)
     logprobs_RV.sub_(log_sum_R.unsqueeze(-1))
@@ -136,7 +136,7 @@ def _logits_gradient(
     grad_logprobs_R: torch.Tensor,
     grad_entropy_R: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient of the scaled logits, ``[R, V]``; ``logprobs_RV`` is overwritten."""
+    """Return the gradient of the scaled logits, ``[R, V]``; overwrites ``logprobs_RV``."""
     if grad_entropy_R is None:
         grad_RV = logprobs_RV.exp_().mul_(-grad_logprobs_R.unsqueeze(-1))
     else:

@@ -12,6 +12,7 @@ buffers, so a reader gets numpy views into shared memory, not copies::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,28 +101,55 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
 
 
-def groups_from_record_batch(batch: pa.RecordBatch) -> list[TrajectoryGroup]:
-    """Read groups back; the token arrays are read-only views into the batch's buffers."""
+def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True) -> list[TrajectoryGroup]:
+    """Read groups back; the token arrays are read-only views into the batch's buffers.
+
+    Args:
+        batch: of ``TRAJECTORY_SCHEMA``.
+        decode_texts: False decodes ``turns`` and ``metrics`` of a trajectory only if they are read: a learner rank
+            reads tokens and rewards, and the texts of passages are most of a batch.
+    """
     tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
-    other = batch.drop_columns(list(_TOKEN_COLUMNS)).to_pylist()
+    eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task")]
+    others = batch.select([name for name in eager if decode_texts or name not in ("turns", "metrics")]).to_pylist()
     by_group: dict[int, list[Trajectory]] = {}
-    for row, fields in enumerate(other):
-        trajectory = Trajectory(
-            trajectory_id=fields["trajectory_id"],
-            task=_task(fields["task"]),
-            token_ids=tokens["token_ids"][row],
-            kinds=tokens["kinds"][row],
-            logprobs=tokens["logprobs"][row],
-            policy_versions=tokens["policy_versions"][row],
-            turns=tuple(_turn(turn) for turn in fields["turns"]),
-            stop_reason=StopReason(fields["stop_reason"]),
-            reward=fields["reward"],
-            answer=fields["answer"],
-            error=fields["error"],
-            metrics=dict(fields["metrics"]),
-        )
-        by_group.setdefault(fields["group"], []).append(trajectory)
+    for row, fields in enumerate(others):
+        members = by_group.setdefault(fields.pop("group"), [])
+        fields |= {name: views[row] for name, views in tokens.items()}
+        fields["task"] = members[0].task if members else _task(batch.column("task")[row].as_py())
+        fields["stop_reason"] = StopReason(fields["stop_reason"])
+        if decode_texts:
+            fields["turns"] = tuple(_turn(turn) for turn in fields["turns"])
+            fields["metrics"] = dict(fields["metrics"])
+            members.append(Trajectory(**fields))
+        else:
+            members.append(_LazyTrajectory.from_row(batch, row, fields))
     return [TrajectoryGroup(members[0].task, tuple(members)) for members in by_group.values()]
+
+
+class _LazyTrajectory(Trajectory):
+    """A row of a record batch whose ``turns`` and ``metrics`` are decoded when they are first read."""
+
+    _batch: pa.RecordBatch
+    _row: int
+
+    @classmethod
+    def from_row(cls, batch: pa.RecordBatch, row: int, fields: dict[str, Any]) -> Trajectory:
+        trajectory = cls.__new__(cls)
+        vars(trajectory).update(fields, _batch=batch, _row=row)  # __init__ would need all fields
+        return trajectory
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(_turn(turn) for turn in self._batch.column("turns")[self._row].as_py())
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        return dict(self._batch.column("metrics")[self._row].as_py())
+
+    @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        return tuple(self._batch.column("turns")[self._row].values.field("num_model_tokens").to_pylist())
 
 
 def write_trajectories(path: Path, batches: Iterable[pa.RecordBatch]) -> None:

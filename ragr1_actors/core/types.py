@@ -211,6 +211,11 @@ class Trajectory:
         return int(np.count_nonzero(self.kinds == TokenKind.MODEL))
 
     @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """Number of MODEL tokens per turn."""
+        return tuple(turn.num_model_tokens for turn in self.turns)
+
+    @property
     def num_search_rounds(self) -> int:
         """Turns that searched (RAG-R1's retrieval count)."""
         return sum(turn.action == "search" for turn in self.turns)

@@ -10,7 +10,7 @@ from typing import Any
 from envs.base import TextEnv
 from envs.registry import ENVS
 from envs.rewards import REWARDS
-from learners.algorithms.registry import LEARNERS, learner_options
+from learners.algorithms.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object

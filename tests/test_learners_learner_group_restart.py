@@ -1,20 +1,18 @@
-"""A rank that is killed or fails: the group starts anew and ends, to the bit, where it would have been."""
+"""After a rank is killed or fails, the group restarts and reaches the same state to the bit."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import learners_common
 import numpy as np
 import pytest
-from learners_common import make_config, make_groups, make_policy
+from learners_common import State, assert_same_arrays, make_config, make_groups, make_policy, pickle_by_value
 from transformers import AutoModelForCausalLM
 
 from learners import learner_group
@@ -64,8 +62,7 @@ class FailingLearner(GRPOLearner):
 
 @pytest.fixture(scope="module")
 def ray_with_tests(ray_local: ModuleType) -> ModuleType:
-    for module in (sys.modules[__name__], learners_common):  # the actors cannot import the tests
-        ray_local.cloudpickle.register_pickle_by_value(module)
+    pickle_by_value(ray_local, __name__)
     return ray_local
 
 
@@ -84,9 +81,6 @@ def update(group: LearnerGroup, number: int) -> dict[str, float]:
     return group.update([groups_to_record_batch(make_groups(number))])
 
 
-State = dict[str, np.ndarray]
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str, float]]:
     """State and last metrics of one rank that nothing happened to, in this process."""
@@ -96,12 +90,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str,
     state = group.get_state()
     group.stop()
     return state, metrics
-
-
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
 @pytest.mark.ray
@@ -117,11 +105,11 @@ def test_a_rank_killed_in_an_update_changes_nothing(
     (policy_dir / "fail_0").write_text("killed")
     with caplog.at_level(logging.WARNING):
         metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
-    assert_same(group.get_state(), expected[0])
+    assert_same_arrays(group.get_state(), expected[0])
     assert metrics == expected[1]
     assert group.num_restarts == 1
     assert "learner rank 0 of 1 died" in caplog.text
-    assert "starts anew, 1 of at most 2 times: 3 updates are repeated, and update" in caplog.text
+    assert "restart 1 of at most 2 of the learner group: 3 updates are repeated, and update" in caplog.text
     assert not (policy_dir / "fail_0").exists()
     group.stop()
 
@@ -153,7 +141,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     group.finish_save()
     writing.rename(final)
     group.saved(writing, final)
-    assert_same(read_tensors(final / LEARNER_FILE), states[FAILS_AT - 1])
+    assert_same_arrays(read_tensors(final / LEARNER_FILE), states[FAILS_AT - 1])
     model = AutoModelForCausalLM.from_pretrained(final / POLICY_FOLDER)
     np.testing.assert_array_equal(
         model.model.norm.weight.detach().numpy(), states[FAILS_AT - 1]["policy/weight/model.model.norm.weight"]
@@ -161,10 +149,12 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
 
     caplog.clear()
     os.kill(group.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
-    assert_same(group.get_state(), states[-1])  # from the file
-    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and get_state" in caplog.text
+    assert_same_arrays(group.get_state(), states[-1])  # from the file
+    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and apply" in caplog.text
     os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
-    with pytest.raises(FleetError, match=r"learner rank . of 2 .*; go on from the last checkpoint with --resume"):
+    with pytest.raises(
+        FleetError, match=r"learner rank . of 2 (died|failed): .*; continue from the last checkpoint with --resume"
+    ):
         group.get_weights()
     assert group.is_stopped
 
@@ -186,13 +176,13 @@ def test_what_another_start_would_not_mend_ends_the_group(
 
 def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(learner_group, "MAX_HELD_CALLS", 3)
-    history = learner_group._History("grpo", Path("policy"))
+    history = learner_group.CallHistory("grpo", Path("policy"))
     for number in range(3):
         history.add("update", number)
     assert history.is_whole
     history.add("begin_save", Path("writing"))
     assert not history.is_whole and "3 updates since the last checkpoint" in caplog.text
     history.add("update", 3)
-    history.is_saved(Path("writing"), Path("final"))
+    history.saved(Path("writing"), Path("final"))
     assert history.is_whole
     assert (history.state, history.calls) == (Path("final") / LEARNER_FILE, [("update", 3)])

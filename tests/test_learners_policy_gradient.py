@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learners_common import STAGES_AND_DTYPES, make_config, make_groups, make_policy
+from learners_common import STAGES_AND_DTYPES, Build, make_batch, make_config, make_groups
+from learners_common import own_logprobs as scores_of
 from transformers import AutoModelForCausalLM
 
-from learners.algorithms.grpo import GRPOLearner
+from learners.algorithms.grpo import GRPOLearner, GSPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner
 from learners.learner import Learner
@@ -25,24 +26,6 @@ from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
-Build = Callable[..., Learner]
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
-    """Build learners in this process on one tiny policy, and close them afterwards."""
-    policy_dir = make_policy(tmp_path / "policy")
-    made: list[Learner] = []
-
-    def build(learner_class: type[Learner], config: RunConfig, folder: Path = policy_dir) -> Learner:
-        made.append(learner_class(config, folder))
-        made[-1].build()
-        return made[-1]
-
-    yield build
-    for learner in made:
-        learner.close()
-
 
 def config_for(tis_clip: float, **training: object) -> RunConfig:
     """At ZeRO stage 0, where gradients stay with their parameters until the step."""
@@ -52,10 +35,7 @@ def config_for(tis_clip: float, **training: object) -> RunConfig:
 
 def own_logprobs(learner: Learner, groups: list[TrajectoryGroup]) -> tuple[torch.Tensor, torch.Tensor]:
     """The learner's log-probs of the MODEL tokens and the engine's, in the order of the trajectories."""
-    batch = learner._select(groups)
-    assert batch is not None
-    ours = learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, batch.flat)
-    return ours, torch.from_numpy(batch.flat.old_logprobs)
+    return scores_of(learner, groups), torch.from_numpy(make_batch(learner, groups).flat.rollout_logprobs)
 
 
 def with_gap(
@@ -375,3 +355,15 @@ def test_one_bad_minibatch_does_not_stop_the_others(build: Build) -> None:
     for name, weight in learner.get_weights().items():
         assert np.isfinite(weight).all(), name
     assert any(not np.array_equal(weight, before[name]) for name, weight in learner.get_weights().items())
+
+
+@pytest.mark.parametrize("learner_class", [GRPOLearner, GSPOLearner, PPOLearner])
+def test_what_a_nucleus_was_sampled_with_is_no_ratio(build: Build, learner_class: type[Learner]) -> None:
+    options = {"llds_coeff": 0.5}
+    config = make_config(env_runners={"top_p": 0.95}, training={"kl_coeff": 0.1, "options": options})
+    metrics = build(learner_class, config).update(make_groups(0))  # random log-probs, far from the policy's
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["llds"] == pytest.approx(0, abs=1e-6)
+    assert metrics["logprob_gap_mean"] > 0.1, "the gap is measured all the same"

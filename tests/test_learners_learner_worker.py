@@ -1,4 +1,4 @@
-"""A policy by its name on a hub: found in the hub's cache here, trained, and written as any other."""
+"""The worker builds a policy by its name on a model hub, from the hub's cache on this machine."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_packed_row_holds_what_the_trajectories_hold() -> None:
     np.testing.assert_array_equal(micro_batch.position_ids, positions)
     np.testing.assert_array_equal(micro_batch.predict_positions, is_model - 1)
     np.testing.assert_array_equal(micro_batch.target_ids, row[is_model])
-    np.testing.assert_array_equal(flat.old_logprobs[micro_batch.columns], logprobs[is_model])
+    np.testing.assert_array_equal(flat.rollout_logprobs[micro_batch.column_index], logprobs[is_model])
     assert micro_batch.weight == 1.0
     assert pack(flat, []).weight == 0.0
 

@@ -1,29 +1,35 @@
-"""What holds for every registered algorithm: one mask, one mean, and no word about packing, order or ranks."""
+"""Every registered algorithm: one mask, one mean, and the same result for any packing, order and number of ranks."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import learners_common
 import numpy as np
 import pytest
 import torch
-from learners_common import make_config, make_groups, make_policy
+from learners_common import (
+    Build,
+    fill_columns,
+    make_batch,
+    make_config,
+    make_groups,
+    make_policy,
+    pickle_by_value,
+)
 
-from learners.algorithms.options import PolicyGradientOptions, PPOOptions
+from learners.algorithms.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
 from learners.algorithms.ppo import PPOLearner
-from learners.algorithms.registry import LEARNERS, OPTIONS, learner_options
 from learners.batches.packing import pack
 from learners.deepspeed.lr_schedule import Schedule
 from learners.learner import Learner
 from learners.learner_group import LearnerGroup
-from learners.models.scoring import packed_hidden_states
+from learners.models.scoring import TokenOutputs, packed_hidden_states
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
@@ -33,7 +39,7 @@ from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.preflight import check_names
 
-Build = Callable[..., Learner]
+CPU = torch.device("cpu")
 
 
 def config_for(name: str, **learners: object) -> RunConfig:
@@ -42,22 +48,6 @@ def config_for(name: str, **learners: object) -> RunConfig:
     if issubclass(OPTIONS[name], PolicyGradientOptions):
         training |= {"kl_coeff": 0.1, "entropy_coeff": 0.01, "options": {"llds_coeff": 0.1}}
     return make_config(training=training, learners=learners)
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
-    """Build learners in this process on one tiny policy, and close them afterwards."""
-    policy_dir = make_policy(tmp_path / "policy")
-    made: list[Learner] = []
-
-    def build(name: str, config: RunConfig | None = None) -> Learner:
-        made.append(load_object(name, LEARNERS)(config or config_for(name), policy_dir))
-        made[-1].build()
-        return made[-1]
-
-    yield build
-    for learner in made:
-        learner.close()
 
 
 def unequal_groups(seed: int) -> list[TrajectoryGroup]:
@@ -83,13 +73,16 @@ def assert_same_weights(one: Learner, other: Learner) -> None:
         np.testing.assert_allclose(weight, theirs[name], atol=1e-4, rtol=0, err_msg=name)
 
 
+@pytest.fixture
+def build_named(build: Build) -> Callable[..., Learner]:
+    """Build the learner of an algorithm by its name."""
+    return lambda name, config=None: build(load_object(name, LEARNERS), config or config_for(name))
+
+
 @pytest.mark.parametrize("name", LEARNERS)
-def test_no_gradient_reaches_what_predicts_other_kinds(build: Build, name: str) -> None:
-    learner = build(name)
-    batch = learner._select(unequal_groups(0))
-    assert batch is not None
-    batch.columns.update(learner.prepare(batch))
-    batch.columns.update(learner.compute_advantages(batch))
+def test_no_gradient_reaches_what_predicts_other_kinds(build_named: Callable[..., Learner], name: str) -> None:
+    learner = build_named(name)
+    batch = fill_columns(learner, make_batch(learner, unequal_groups(0)))
     indices = list(range(len(batch.trajectories)))
     micro_batch = pack(batch.flat, indices)
     seen: list[torch.Tensor] = []
@@ -106,10 +99,10 @@ def test_no_gradient_reaches_what_predicts_other_kinds(build: Build, name: str) 
     np.testing.assert_array_equal(np.flatnonzero(predicting.numpy()) + 1, np.flatnonzero(kinds == TokenKind.MODEL))
     torch.testing.assert_close(seen[0], hidden[predicting])  # the head sees these hidden states and no others
     leaf = hidden.detach().requires_grad_()
-    scored = learner.policy.module._score(leaf[micro_batch.predict_positions], micro_batch.target_ids)  # type: ignore[operator]
-    columns = batch.columns | learner.step_columns(batch, indices)
-    chosen = {key: column[micro_batch.columns] for key, column in columns.items()}
-    learner.compute_loss(scored, chosen).loss.sum().backward()
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    scored = TokenOutputs(*head(leaf[micro_batch.predict_positions], micro_batch.target_ids, learner.temperature))
+    columns = batch.columns.with_columns(learner.step_columns(batch, indices), "step_columns")
+    learner.compute_loss(scored, columns.select(micro_batch.column_index, CPU)).loss.sum().backward()
     assert leaf.grad is not None
     assert not leaf.grad[~predicting].any(), "exactly zero"
     assert leaf.grad[predicting].abs().sum(-1).gt(0).any()
@@ -117,8 +110,8 @@ def test_no_gradient_reaches_what_predicts_other_kinds(build: Build, name: str) 
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_micro_batch_size_and_order_change_nothing(build: Build, name: str) -> None:
-    whole, cut = build(name), build(name, config_for(name, micro_batch_tokens=40))
+def test_micro_batch_size_and_order_change_nothing(build_named: Callable[..., Learner], name: str) -> None:
+    whole, cut = build_named(name), build_named(name, config_for(name, micro_batch_tokens=40))
     for seed in range(2):
         groups = unequal_groups(seed)
         shuffled = [TrajectoryGroup(group.task, group.trajectories[::-1]) for group in groups[::-1]]
@@ -127,9 +120,9 @@ def test_micro_batch_size_and_order_change_nothing(build: Build, name: str) -> N
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_what_stands_beside_other_kinds_changes_nothing(build: Build, name: str) -> None:
+def test_what_stands_beside_other_kinds_changes_nothing(build_named: Callable[..., Learner], name: str) -> None:
     """Log-probs and versions of tokens that the policy did not sample: a broken number there is not even read."""
-    clean, dirty = build(name), build(name)
+    clean, dirty = build_named(name), build_named(name)
     groups = unequal_groups(0)
     first = clean.update(groups)
     for trajectory in (t for group in groups for t in group.trajectories):
@@ -142,18 +135,19 @@ def test_what_stands_beside_other_kinds_changes_nothing(build: Build, name: str)
 
 
 @pytest.mark.parametrize("aggregation", ["trajectory_mean", "constant"])
-def test_a_mean_of_another_kind_is_that_of_each_minibatch(build: Build, aggregation: str) -> None:
+def test_a_mean_of_another_kind_is_that_of_each_minibatch(
+    build_named: Callable[..., Learner], aggregation: str
+) -> None:
     """The weights of a step add up to what the formula says, whichever trajectories the step has."""
     training = {"num_minibatches": 3, "options": {"aggregation": aggregation, "max_model_tokens": 20}}
-    learner = build("grpo", make_config(training=training))
-    batch = learner._select(unequal_groups(1))
-    assert batch is not None
+    learner = build_named("grpo", make_config(training=training))
+    batch = make_batch(learner, unequal_groups(1))
     parts = list(learner.minibatches(batch, np.random.default_rng(0)))
     assert len(parts) == 3
     assert sorted(index for part in parts for index in part) == list(range(len(batch.trajectories)))
     starts = batch.flat.model_offsets
     for part in parts:
-        weights = learner.step_columns(batch, part)["weights"]
+        weights = learner.step_columns(batch, part)["loss_weights"]
         num_tokens = sum(batch.flat.model_lengths[index] for index in part)
         for index in part:
             length = batch.flat.model_lengths[index]
@@ -162,10 +156,9 @@ def test_a_mean_of_another_kind_is_that_of_each_minibatch(build: Build, aggregat
             np.testing.assert_allclose(own, share, rtol=1e-5)
 
 
-def test_minibatches_of_pairs_keep_them_together(build: Build) -> None:
-    learner = build("dpo", make_config(training={"num_minibatches": 3, "algorithm": "dpo"}))
-    batch = learner._select(unequal_groups(0))
-    assert batch is not None
+def test_minibatches_of_pairs_keep_them_together(build_named: Callable[..., Learner]) -> None:
+    learner = build_named("dpo", make_config(training={"num_minibatches": 3, "algorithm": "dpo"}))
+    batch = make_batch(learner, unequal_groups(0))
     for right, wrong in zip(batch.trajectories[0::2], batch.trajectories[1::2], strict=True):
         assert (right.reward, wrong.reward) == (1.0, 0.0)
         assert right.task == wrong.task
@@ -176,20 +169,48 @@ def test_minibatches_of_pairs_keep_them_together(build: Build) -> None:
     assert metrics["trajectories_left_out"] == 16 - len(batch.trajectories) > 0
 
 
-def test_preferences_are_learned(build: Build) -> None:
+def test_preferences_are_learned(build_named: Callable[..., Learner]) -> None:
     for name in ("dpo", "ipo"):
-        learner = build(name, make_config(training={"algorithm": name, "lr": 3e-3}))
+        learner = build_named(name, make_config(training={"algorithm": name, "lr": 3e-3}))
         metrics = [learner.update(unequal_groups(0)) for _ in range(6)]
         assert metrics[0]["margin"] == pytest.approx(0, abs=1e-4)  # policy and reference are one
         assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]
         assert metrics[-1]["pair_accuracy"] > 0.9
 
 
+def test_pairs_are_counted_as_pairs(build_named: Callable[..., Learner]) -> None:
+    learner = build_named("dpo", make_config(training={"algorithm": "dpo", "num_epochs": 2}))
+    learner.update(make_groups(0))
+    batch = fill_columns(learner, make_batch(learner, make_groups(0)))
+    pairs = learner.step_columns(batch, list(range(len(batch.trajectories))))
+    margins = pairs["margin"][batch.flat.model_offsets[:-1:2]].tolist()
+    learner.schedule = replace(learner.schedule, lr=0.0, num_epochs=1)
+    found = learner.update(make_groups(0))
+    assert found["margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
+    assert found["pair_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
+
+
+def test_preferences_need_no_old_logprobs(build_named: Callable[..., Learner]) -> None:
+    """With ``tis_clip`` and several steps a policy gradient scores the batch first; DPO does not."""
+    passes = []
+    for tis_clip in (0.0, 2.0):
+        learner = build_named("dpo", make_config(training={"algorithm": "dpo", "num_epochs": 2, "tis_clip": tis_clip}))
+        seen: list[object] = []
+        learner.policy.module.register_forward_hook(lambda *_, seen=seen: seen.append(0))
+        assert learner.update(make_groups(0))["logprob_gap_mean"] > 0
+        passes.append(len(seen))
+    assert passes[0] == passes[1] > 0
+
+
+def test_a_pair_needs_a_group_of_two() -> None:
+    with pytest.raises(ConfigError, match=r"training\.group_size: got 1 with training\.algorithm=dpo"):
+        make_config(training={"algorithm": "dpo", "group_size": 1})
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_two_ranks_are_one(ray_local: ModuleType, tmp_path: Path) -> None:
-    for module in (sys.modules[__name__], learners_common):  # the actors cannot import the tests
-        ray_local.cloudpickle.register_pickle_by_value(module)
+    pickle_by_value(ray_local, __name__)
     policy_dir = make_policy(tmp_path / "policy")
     config = config_for("grpo", micro_batch_tokens=64)
     ranks = LearnerGroup(config.model_copy(update={"learners": config.learners.model_copy(update={"num_learners": 2})}))
@@ -226,7 +247,7 @@ def test_two_ranks_are_one(ray_local: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LEARNERS)
 def test_options_are_those_of_the_learner(name: str) -> None:
     assert OPTIONS.keys() == LEARNERS.keys()
-    assert load_object(name, LEARNERS).options_class is OPTIONS[name]
+    assert load_object(name, LEARNERS).options_class.model_json_schema() == OPTIONS[name].model_json_schema()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +330,7 @@ import torch
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
 from learners.deepspeed.lr_schedule import Schedule
-from learners.meter import TokenLoss
+from learners.losses import TokenLoss
 from learners.algorithms.options import LearnerOptions
 
 
@@ -318,7 +339,7 @@ class Signs(GRPOLearner):
 
     def compute_advantages(self, batch):
         signs = torch.tensor([1.0 if t.reward > 0.5 else -1.0 for t in batch.trajectories])
-        return {"advantages": signs.repeat_interleave(torch.tensor(batch.flat.model_lengths))}
+        return {"advantages": batch.per_token(signs)}
 
 
 class Margins(LearnerOptions):

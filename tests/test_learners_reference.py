@@ -1,0 +1,56 @@
+"""The reference of KL terms: the same scores wherever its weights are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from learners_common import Build, make_batch, make_config, make_groups
+
+from learners.algorithms.grpo import GRPOLearner
+from learners.batches.packing import pack
+from learners.models.reference import make_reference
+from learners.models.scoring import PolicyModel
+from ragr1_actors.core.config import LearnerSettings
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_the_reference_is_the_same_wherever_it_is(build: Build, rests: bool) -> None:
+    offload = ["reference"] if rests else []
+    metrics = []
+    for stage in (1, 3):
+        learner = build(
+            GRPOLearner,
+            make_config(training={"kl_coeff": 0.1, "lr": 1e-3}, learners={"zero_stage": stage, "offload": offload}),
+        )
+        metrics.append([learner.update(make_groups(seed)) for seed in range(2)])
+    assert metrics[0][1]["kl"] > 1e-4
+    for name in ("kl", "loss", "grad_norm"):
+        assert metrics[0][1][name] == pytest.approx(metrics[1][1][name], rel=1e-4), name
+
+
+def test_a_sharded_reference_is_gathered_layer_by_layer(build: Build, tmp_path: Path) -> None:
+    learner = build(GRPOLearner, make_config(learners={"zero_stage": 3}))
+    micro_batch = pack(make_batch(learner, make_groups(0)).flat, range(3))
+    policy = PolicyModel(tmp_path / "policy", torch.float32, 1.0)
+    expected = policy(micro_batch).logprobs
+    settings = LearnerSettings(zero_stage=3)
+    reference = make_reference(learner.policy, lambda: policy, CPU, settings)
+    with reference.in_use():
+        torch.testing.assert_close(reference.logprobs(micro_batch), expected)
+    assert all(hasattr(parameter, "ds_tensor") for parameter in policy.parameters()), "spread over the ranks"
+    reference.close()
+
+
+def test_a_resting_reference_is_copied_to_the_device_for_a_use(build: Build, tmp_path: Path) -> None:
+    learner = build(GRPOLearner)
+    policy = PolicyModel(tmp_path / "policy", torch.float32, 1.0)
+    before = [(parameter.data_ptr(), parameter.clone()) for parameter in policy.parameters()]
+    reference = make_reference(learner.policy, lambda: policy, CPU, LearnerSettings(offload=["reference"]))
+    with reference.in_use():
+        for parameter, (address, value) in zip(policy.parameters(), before, strict=True):
+            assert parameter.data_ptr() != address and torch.equal(parameter, value)
+    assert [parameter.data_ptr() for parameter in policy.parameters()] == [address for address, _ in before]

@@ -1,0 +1,88 @@
+"""Policy and critic: which models they refuse, and what checkpointing of layers keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from learners_common import VOCAB, make_groups, make_policy
+from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from learners.batches.packing import flatten, pack
+from learners.models.scoring import PolicyModel, ValueModel
+from ragr1_actors.core.errors import ConfigError, LearnerError
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_sliding_window_shorter_than_a_trajectory_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), range(4))
+    for window, is_refused in ((max(batch.lengths), False), (max(batch.lengths) - 1, True)):
+        config = MistralConfig(**SIZES, sliding_window=window)
+        folder = save(MistralForCausalLM(config), tmp_path / f"window{window}")
+        policy = PolicyModel(folder, torch.float32, 1.0, False)
+        if is_refused:
+            with pytest.raises(LearnerError, match="sliding window shorter than a trajectory"):
+                policy(batch)
+        else:
+            policy(batch)
+
+
+def test_logits_that_are_changed_behind_the_head_are_refused(tmp_path: Path) -> None:
+    folder = save(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), tmp_path)
+    with pytest.raises(ConfigError, match=r"changes its logits by logits_scaling=8\.0"):
+        PolicyModel(folder, torch.float32, 1.0, False)
+
+
+def test_checkpointing_brings_no_dropout_into_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, sliding_window=None, attention_dropout=0.5)
+    folder = save(MistralForCausalLM(config), tmp_path)
+    batch = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), range(4))
+    plain, checkpointed = (PolicyModel(folder, torch.float32, 1.0, on)(batch).logprobs for on in (False, True))
+    torch.testing.assert_close(checkpointed, plain)
+
+
+@pytest.mark.parametrize("model", [PolicyModel, ValueModel])
+def test_checkpointing_keeps_one_hidden_state_per_layer(tmp_path: Path, model: type[PolicyModel | ValueModel]) -> None:
+    folder = make_policy(tmp_path)
+    micro_batch = pack(flatten([t for group in make_groups(3) for t in group.trajectories]), range(8))
+    kept = {}
+    for checkpointing in (False, True):
+        arguments = (1.0, checkpointing) if model is PolicyModel else (checkpointing,)
+        module = model(folder, torch.float32, *arguments)  # type: ignore[arg-type]
+        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        kept[checkpointing] = _num_bytes_kept(lambda module=module: module(micro_batch), weights)  # type: ignore[misc]
+    assert kept[True] < 0.5 * kept[False]
+
+
+def _num_bytes_kept(forward: Callable[[], object], weights: set[int]) -> int:
+    """Bytes of what autograd keeps for the backward pass, each storage once, weights left out."""
+    sizes: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # or an address would be used twice
+
+    def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
