@@ -92,9 +92,10 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
     def build(learner_class: type[Learner], config: RunConfig | None = None, folder: Path | None = None) -> Learner:
         if folder is None and not (tmp_path / "policy").is_dir():
             make_policy(tmp_path / "policy")
-        made.append(learner_class(config or make_config(), folder or tmp_path / "policy"))
-        made[-1].build()
-        return made[-1]
+        learner = learner_class(config or make_config(), folder or tmp_path / "policy")
+        learner.build()
+        made.append(learner)
+        return learner
 
     yield build
     for learner in made:
