@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -70,6 +72,11 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
     return TrajectoryGroup(task, tuple(draw(st.lists(trajectories(task), min_size=1, max_size=3))))
 
 
+def decoded(lazy: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Read every field of every trajectory."""
+    return [TrajectoryGroup(group.task, tuple(replace(t) for t in group.trajectories)) for group in lazy]
+
+
 def assert_same(left: list[TrajectoryGroup], right: list[TrajectoryGroup]) -> None:
     assert [group.task for group in left] == [group.task for group in right]
     ours = [t for group in left for t in group.trajectories]
@@ -93,6 +100,10 @@ def test_groups_come_back_from_arrow_as_they_were(original: list[TrajectoryGroup
     batch.validate(full=True)
     assert batch.schema.equals(TRAJECTORY_SCHEMA)
     assert_same(original, groups_from_record_batch(batch))
+    lazy = groups_from_record_batch(batch, decode_texts=False)
+    lengths = [[trajectory.turn_lengths for trajectory in group.trajectories] for group in lazy]
+    assert lengths == [[trajectory.turn_lengths for trajectory in group.trajectories] for group in original]
+    assert_same(original, decoded(lazy))
 
 
 @given(st.lists(groups(), min_size=2, max_size=4), st.data())
@@ -101,6 +112,7 @@ def test_a_slice_of_a_batch_reads_its_own_rows(original: list[TrajectoryGroup], 
     batch = groups_to_record_batch(original)
     first = len(original[0].trajectories)
     assert_same(original[1:], groups_from_record_batch(batch.slice(first)))
+    assert_same(original[1:], decoded(groups_from_record_batch(batch.slice(first), decode_texts=False)))
 
 
 def example_group(num_tokens: int = 5) -> TrajectoryGroup:
