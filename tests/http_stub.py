@@ -1,7 +1,9 @@
-"""A real HTTP server on loopback that answers what a test wants."""
+"""Real HTTP servers on loopback that answer what a test wants, and waits for a state."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,3 +36,41 @@ def always(body: Any, status: int = 200, **headers: str) -> Answer:
         return web.json_response(body, status=status, headers=headers)
 
     return answer
+
+
+async def silent(request: web.Request) -> web.StreamResponse:
+    """Never answer."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def breaking(broken: asyncio.Event) -> Answer:
+    """Break every connection in the middle of the answer, and set ``broken``."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"result": [[')
+        assert request.transport is not None
+        request.transport.abort()
+        broken.set()
+        return response
+
+    return answer
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until ``holds()``; the test's timeout ends a wait in vain."""
+    while not holds():
+        await asyncio.sleep(0.002)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import socket
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from aiohttp import web
-from http_stub import always, stub_server
+from http_stub import always, breaking, free_port, port_of, silent, stub_server, until
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
@@ -114,14 +113,14 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "nothing": ("", "expected JSON, got nothing"),
     "a list": ([], "expected {"),
     "no result": ({"results": []}, "expected {"),
-    "passages of nobody": ({"result": [{"id": "7"}]}, "expected {"),
+    "passages without a query": ({"result": [{"id": "7"}]}, "expected {"),
     "too few": ({"result": []}, "got 0 lists of passages for 1 queries"),
     "too many": ({"result": [[], []]}, "got 2 lists of passages for 1 queries"),
     "text": ({"result": [["a passage"]]}, "got a str for a passage"),
     "no text": ({"result": [[{"id": "7"}]]}, "neither 'text' nor 'contents'"),
-    "NaN": ({"result": [[{"document": {"text": "x"}, "score": float("nan")}]]}, "no finite number"),
-    "a score of text": ({"result": [[{"document": {"text": "x"}, "score": "high"}]]}, "no finite number"),
-    "a huge score": ({"result": [[{"document": {"text": "x"}, "score": 10**400}]]}, "no finite number"),
+    "NaN": ({"result": [[{"document": {"text": "x"}, "score": float("nan")}]]}, "not a finite number"),
+    "a score of text": ({"result": [[{"document": {"text": "x"}, "score": "high"}]]}, "not a finite number"),
+    "a huge score": ({"result": [[{"document": {"text": "x"}, "score": 10**400}]]}, "not a finite number"),
 }
 
 
@@ -210,33 +209,19 @@ async def test_no_server_and_a_silent_server_are_a_sentence() -> None:
         await http(url, timeout_s=0.2).search(["a"], 1)
     assert "\n" not in str(caught.value)
 
-    async def silent(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
     async with stub_server(silent) as url:
         with pytest.raises(RetrievalError, match=r"no answer within 0\.1 s"):
             await http(url, timeout_s=0.1, max_retries=0).search(["a"], 1)
 
 
-async def test_a_server_that_dies_in_the_middle_of_an_answer_and_comes_back() -> None:
-    died = asyncio.Event()
-
-    async def dies(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Length": "1000"})
-        await response.prepare(request)
-        await response.write(b'{"result": [[')
-        assert request.transport is not None
-        request.transport.abort()
-        died.set()
-        return response
-
-    async with stub_server(dies) as url:
+async def test_a_server_that_breaks_an_answer_off_and_comes_back_is_asked_again() -> None:
+    broken = asyncio.Event()
+    async with stub_server(breaking(broken)) as url:
         retriever = http(url)
         searching = asyncio.create_task(retriever.search(["a"], 1))
-        await died.wait()
-    await asyncio.sleep(0.05)  # nobody listens
-    async with RetrievalServer(Echo(), port=int(url.rpartition(":")[2])):
+        await broken.wait()
+    await until(lambda: retriever.counts().failed_attempts > 0)  # and nothing listens
+    async with RetrievalServer(Echo(), port=port_of(url)):
         assert (await searching)[0][0].text == "a"
         assert (await retriever.search(["b"], 1))[0][0].text == "b"
 
@@ -255,19 +240,13 @@ def test_one_retriever_serves_one_loop_after_another_and_leaves_nothing_open() -
     retriever: list[HttpRetriever] = []
 
     async def search(query: str) -> str:
-        async with RetrievalServer(Echo(), port=int(port)) as server:
+        async with RetrievalServer(Echo(), port=port) as server:
             if not retriever:
                 retriever.append(http(server.url))
             return (await retriever[0].search([query], 1))[0][0].text
 
-    port = _free_port()
+    port = free_port()
     assert [asyncio.run(search(query)) for query in "abc"] == ["a", "b", "c"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""HttpClient: HTTP for retrievers. One keep-alive session an event loop, bounded answers, no secret in any message."""
+"""HTTP for retrievers: sends requests, limits their rate and retries them. No error message contains a secret.
+
+``HttpRetriever`` and ``WebRetriever`` send everything through it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
 import aiohttp
 from pydantic import ValidationError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
 from ragr1_actors.core.config import Section
@@ -25,26 +29,28 @@ from ragr1_actors.core.text import first_problem, nearest
 from retrieval.fleet.cache import normalise
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""A longer answer is no list of passages."""
+"""A longer answer is not a list of passages."""
 _MAX_QUOTED = 200
-"""Characters of a server's own words in a message."""
+"""Characters of a server's answer in an error message."""
 _BUSY = {429, 503}
-_PASSING = {408, 425, 429}
-"""The only statuses under 500 that say nothing about the question."""
+_TEMPORARY = {408, 425, 429}
+"""The only statuses from 300 to 499 that a second attempt may change."""
 _UNSENDABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
-_KEEPERS: set[asyncio.Task[None]] = set()
-"""A loop refers to its tasks weakly; see ``_close_at_end``."""
+_BACKOFF = wait_exponential_jitter(multiplier=0.1, max=10, jitter=0.1)
+_CLOSING_TASKS: set[asyncio.Task[None]] = set()
+"""Keeps the tasks of ``_close_at_end`` alive: an event loop holds only weak references to its tasks."""
 
 S = TypeVar("S", bound=Section)
+T = TypeVar("T")
 
 
 def clean_query(query: str) -> str:
-    """Return the query with single spaces and without what no server takes: control characters, lone surrogates."""
+    """Return the query with single spaces and without what servers refuse: control characters and surrogates."""
     return normalise(_UNSENDABLE.sub(" ", query))
 
 
 def text_id(title: str, text: str) -> str:
-    """Return the id of a passage that came without one: the same in every process, for the same passage."""
+    """Return the id of a passage that came without one; it is the same in every process."""
     return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
 
 
@@ -52,7 +58,7 @@ def parse_section(section: type[S], options: Mapping[str, Any], retriever_type: 
     """Check the recipe's ``retrieval.options`` for a retriever.
 
     Raises:
-        ConfigError: an option that does not exist, is missing or does not fit; it has the name of the nearest.
+        ConfigError: an option is unknown, missing or has a wrong value.
     """
     for name in options:
         if name not in section.model_fields:
@@ -66,10 +72,10 @@ def parse_section(section: type[S], options: Mapping[str, Any], retriever_type: 
 
 
 def check_url(url: str) -> URL:
-    """Return an address that requests can be sent to.
+    """Return the parsed address of a server.
 
     Raises:
-        ConfigError: no ``http://`` or ``https://`` address, or one with a name and a password in it.
+        ConfigError: it is not an ``http://`` or ``https://`` address, or it contains a name or a password.
     """
     try:
         parsed = URL(url)
@@ -84,52 +90,140 @@ def check_url(url: str) -> URL:
 
 
 def read_secret(option: str, variable: str) -> str:
-    """Return the value of the environment variable that ``option`` names; empty where it names none.
+    """Return the value of the environment variable that ``option`` names, or "" if ``variable`` is empty.
 
     Raises:
-        ConfigError: it is not set, or is nothing that an HTTP header can hold.
+        ConfigError: the variable is not set, or an HTTP header cannot hold its value.
     """
     if not variable:
         return ""
     secret = os.environ.get(variable, "")
     if not secret:
         raise ConfigError(f"retrieval.options.{option}: the environment variable {variable!r} is not set; export it")
-    if not secret.isascii() or not secret.isprintable() or " " in secret:
+    if not is_token(secret):
         raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a token")
     return secret
 
 
+def is_token(secret: str) -> bool:
+    """Return whether an HTTP header can hold the secret: printable ASCII without spaces."""
+    return secret.isascii() and secret.isprintable() and " " not in secret
+
+
+class TryAgainError(RetrievalError):
+    """A request failed, and a second attempt may succeed. ``busy_s``: the pause that a busy server asks for."""
+
+    busy_s: float | None = None
+
+    @classmethod
+    def busy(cls, problem: str, pause_s: float | None) -> TryAgainError:
+        """Return the error of a server that answered 429 or 503, with its ``Retry-After`` in seconds."""
+        error = cls(problem)
+        error.busy_s = pause_s or 0.0
+        return error
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    attempts: int,
+    longest_pause_s: float,
+    before_pause: Callable[[TryAgainError, float], None] | None = None,
+) -> T:
+    """Call ``attempt`` until it raises no ``TryAgainError``.
+
+    Args:
+        attempt: one request.
+        attempts: calls in total.
+        longest_pause_s: pauses double from 0.1 to 10 s, are at least as long as the server asks, and at most this.
+        before_pause: receives the error and the seconds until the next attempt.
+
+    Raises:
+        TryAgainError: of the last attempt.
+    """
+
+    async def call() -> T:  # tenacity awaits the result only of what is an ``async def``, not of a lambda
+        return await attempt()
+
+    def error_of(state: RetryCallState) -> TryAgainError:
+        error = state.outcome.exception() if state.outcome else None
+        assert isinstance(error, TryAgainError)
+        return error
+
+    def pause_s(state: RetryCallState) -> float:
+        return min(max(_BACKOFF(state), error_of(state).busy_s or 0.0), longest_pause_s)
+
+    def report(state: RetryCallState) -> None:
+        if before_pause is not None:
+            before_pause(error_of(state), state.upcoming_sleep)
+
+    retrying = AsyncRetrying(
+        stop=stop_after_attempt(attempts),
+        wait=pause_s,
+        retry=retry_if_exception_type(TryAgainError),
+        before_sleep=report,
+        reraise=True,
+    )
+    return await retrying(call)
+
+
+class RateLimit:
+    """Lets the concurrent callers of one process pass at even intervals.
+
+    ``aiolimiter`` has no ``hold``: see docs/decisions/http-libraries.md.
+    """
+
+    def __init__(self, rate_per_s: float) -> None:
+        """Let ``rate_per_s`` callers pass per second; 0 is no limit."""
+        self._interval_s = 1.0 / rate_per_s if rate_per_s else 0.0
+        self._next = 0.0
+        self._held_until = 0.0
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn. A cancelled caller leaves its turn unused."""
+        while True:
+            turn = max(time.monotonic(), self._next, self._held_until)
+            self._next = turn + self._interval_s
+            await asyncio.sleep(turn - time.monotonic())
+            if turn >= self._held_until:  # otherwise a hold began during the sleep
+                return
+
+    def hold(self, seconds: float) -> None:
+        """Let no caller pass for so long, including those that wait already."""
+        self._held_until = max(self._held_until, time.monotonic() + seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a server said."""
+    """The answer of a server."""
 
     server: str
-    """Its address, without parameters, for messages."""
+    """Its address without parameters, for error messages."""
     status: int
     body: bytes
     retry_after_s: float | None
-    """How long it asks to be left alone."""
+    """The pause that the server asks for."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether it asks to be asked again later."""
+        """Whether the server asks for a later attempt."""
         return self.status in _BUSY
 
     @property
     def is_refusal(self) -> bool:
-        """Whether asking again is of no use: the question is wrong, or the address, or the token."""
-        return 300 <= self.status < 500 and self.status not in _PASSING
+        """Whether a second attempt is useless: the request, the address or the token is wrong."""
+        return 300 <= self.status < 500 and self.status not in _TEMPORARY
 
 
 class HttpClient:
-    """Sends requests from whatever event loop is running. Has no timeout of its own: callers know how long to wait."""
+    """Sends requests from the running event loop, one keep-alive session per loop. Callers set the timeout."""
 
     def __init__(self, *, max_connections: int, secret: str = "") -> None:
-        """Connect to nothing yet.
+        """Create a client without a connection.
 
         Args:
-            max_connections: requests in flight; others wait for their turn.
-            secret: never to be seen in a message.
+            max_connections: requests in flight; further requests wait.
+            secret: is replaced by ``***`` in every message.
         """
         self._max_connections = max_connections
         in_address = URL("http://x").with_query(x=secret).raw_query_string.removeprefix("x=")
@@ -138,25 +232,20 @@ class HttpClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def redact(self, text: str) -> str:
-        """Return the text with the secret blotted out."""
+        """Return the text with ``***`` for the secret."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
     async def send(
-        self,
-        method: str,
-        url: URL,
-        *,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, url: URL, *, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> HttpAnswer:
-        """Send one request, ``body`` as JSON, and return the whole answer, whatever its status.
+        """Send one request with ``body`` as JSON and return the whole answer, whatever its status.
 
-        Redirections are not followed: the headers may hold a key that is for this server only.
+        Redirections are not followed: the headers may contain a key for this server only.
 
         Raises:
-            RetrievalError: there was no answer, or too much of it.
+            RetrievalError: no answer came, or one that is too large.
         """
         session = await self._session_here()
         server = self.redact(str(url.with_query(None).with_fragment(None)))
@@ -167,18 +256,16 @@ class HttpClient:
             content = json.dumps(body, ensure_ascii=False).encode()
         try:
             async with session.request(method, url, data=content, headers=headers, allow_redirects=False) as response:
-                return HttpAnswer(
-                    server,
-                    response.status,
-                    await _read_body(response, server),
-                    _parse_retry_after(response.headers.get("Retry-After", "")),
-                )
+                pause_s = _parse_retry_after(response.headers.get("Retry-After", ""))
+                return HttpAnswer(server, response.status, await _read_body(response, server), pause_s)
         except (aiohttp.ClientError, OSError) as error:
-            # Without its cause, which may hold the whole address.
-            raise RetrievalError(f"{server}: {self.redact(_in_words(error))}") from None
+            words = " ".join(str(error).split())
+            problem = f"{type(error).__name__}: {words}" if words else type(error).__name__
+            # ``from None``: the cause may contain the whole address, with the key.
+            raise RetrievalError(f"{server}: {self.redact(problem)}") from None
 
     def read_json(self, answer: HttpAnswer) -> Any:
-        """Return what the body says.
+        """Return the decoded body.
 
         Raises:
             RetrievalError: it is not JSON.
@@ -189,22 +276,22 @@ class HttpClient:
             raise RetrievalError(f"{answer.server}: expected JSON, got {self._quote(answer.body)}") from None
 
     def describe(self, answer: HttpAnswer) -> str:
-        """Return one sentence on an answer that is none, with the server's own words."""
-        words: Any = None
+        """Return one sentence on an answer with an error status, with the server's own message."""
+        message: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            words = json.loads(answer.body)
-        if isinstance(words, dict):
-            words = next((words[name] for name in ("error", "detail", "message") if words.get(name)), None)
-        text = json.dumps(words, ensure_ascii=False).encode("utf-8", "replace") if words else answer.body
+            message = json.loads(answer.body)
+        if isinstance(message, dict):
+            message = next((message[name] for name in ("error", "detail", "message") if message.get(name)), None)
+        text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") if message else answer.body
         return f"{answer.server} answered {answer.status}: {self._quote(text)}"
 
     def _quote(self, body: bytes) -> str:
-        # Redacted before it is cut: of half a secret nothing could be found.
+        # Redacted before it is cut: half a secret would not be found.
         text = self.redact(clean_query(body[: 2**16].decode("utf-8", "replace")))
         return text[:_MAX_QUOTED] + "..." * (len(text) > _MAX_QUOTED) if text else "nothing"
 
     async def _session_here(self) -> aiohttp.ClientSession:
-        """Return the session of the running loop. One of a loop that ended before is closed already."""
+        """Return the session of the running loop. The session of an earlier loop is closed already."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -213,15 +300,15 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
-            keeper = loop.create_task(_close_at_end(self._session))
-            _KEEPERS.add(keeper)
-            keeper.add_done_callback(_KEEPERS.discard)
-            await asyncio.sleep(0)  # a task that has not begun would be cancelled without its ``finally``
+            closing = loop.create_task(_close_at_end(self._session))
+            _CLOSING_TASKS.add(closing)
+            closing.add_done_callback(_CLOSING_TASKS.discard)
+            await asyncio.sleep(0)  # a task that is cancelled before it starts does not run its ``finally``
         return self._session
 
 
 async def _close_at_end(session: aiohttp.ClientSession) -> None:
-    """Close the session when the loop ends, which is when all its tasks are cancelled."""
+    """Close the session when the loop ends: ``asyncio.run`` then cancels all tasks."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -238,17 +325,9 @@ async def _read_body(response: aiohttp.ClientResponse, server: str) -> bytes:
 
 
 def _parse_retry_after(value: str) -> float | None:
-    """Return seconds from now, of a header that holds seconds or a date."""
-    try:
-        return min(max(float(value), 0.0), 1e9)
-    except ValueError:
-        pass
-    try:
+    """Return the seconds from now of a ``Retry-After`` header, which holds seconds or a date."""
+    with contextlib.suppress(ValueError):
+        return min(max(0.0, float(value)), 1e9)  # in this order NaN becomes 0
+    with contextlib.suppress(ValueError):
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return None
-
-
-def _in_words(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return None

@@ -2,19 +2,16 @@
 
 ::
 
-    search(queries, k) ──► clean ──► AnswerCache ──miss──► Batcher ──► HttpReplica, one a server ──► POST /retrieve
+    search(queries, k) ──► clean_query ──► PooledRetriever ──► HttpReplica, one per server ──► POST /retrieve
 
-Batches, coalescing, routing and retries are those of the fleet: a server is one more kind of replica.
+Cache, batches, routing and failover are those of the fleet: a server is one more kind of replica.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -23,62 +20,54 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.corpora.text import valid_unicode
-from retrieval.fleet.batching import Batcher, BatcherCounts
-from retrieval.fleet.cache import AnswerCache
+from retrieval.fleet.batching import BatcherCounts
+from retrieval.fleet.pooled import PooledRetriever, PoolSettings, Refusal
 from retrieval.http.client import (
     HttpAnswer,
     HttpClient,
+    TryAgainError,
     check_url,
     clean_query,
     parse_section,
     read_secret,
-    text_id,
+    retry,
 )
+from retrieval.http.protocol import parse_answer
 
 BUSY_TRIES = 5
-"""Requests to the only server there is while it answers that it has too much to do."""
+"""Requests to a server without a second one beside it, as long as it answers that it is busy."""
+LONGEST_PAUSE_S = 5.0
+"""Between two requests to a busy server."""
 _ABOUT_QUERIES = {400, 413, 422}
-"""Refusals for which a single query of a request may be to blame."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
+"""Refusals that a single query of the request may cause."""
 
 
 class HttpOptions(Section):
     """Options of ``retrieval.type=http``."""
 
     url: str | tuple[str, ...]
-    """Of one server, or of several over the same index; ``/retrieve`` is added where there is no path."""
+    """One server, or several with the same index. ``/retrieve`` is added to an address without a path."""
     token_env: str = ""
     """Name of the environment variable with the bearer token; empty sends none."""
     max_queries_per_request: int = Field(256, ge=1)
     max_concurrent_requests: int = Field(8, ge=1)
-    """Of one searching process."""
+    """Per searching process."""
     timeout_s: float = Field(30, gt=0)
-    """Of one attempt at one server, and of the wait for any to come back."""
+    """Per attempt at one server, and for the wait until any server is up."""
     max_retries: int = Field(2, ge=0)
     """Attempts after the first one."""
     cache_size: int = Field(16384, ge=0)
-    """Queries of which each searching process remembers the answer; 0 is no cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """In place of an answer: asking again, here or elsewhere, is of no use."""
-
-    reason: str
+    """Queries whose answers each searching process keeps; 0 is no cache."""
 
 
 class HttpRetriever:
-    """Searches over HTTP. Pickles as its arguments: the token is read where it is used."""
+    """Searches over HTTP. Pickles as its arguments: each process reads the token from its own environment."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Check the options; nothing is sent before the first search.
-
-        Args:
-            options: see ``HttpOptions``.
+        """Check the options (see ``HttpOptions``); nothing is sent before the first search.
 
         Raises:
-            ConfigError: an option that does not exist or does not fit, or a token that is not there.
+            ConfigError: an option is unknown or has a wrong value, or the token is missing.
         """
         self._arguments = (dict(options),)
         settings = parse_section(HttpOptions, options, "http")
@@ -96,67 +85,35 @@ class HttpRetriever:
                 headers={"Authorization": f"Bearer {token}"} if token else {},
                 max_queries=settings.max_queries_per_request,
                 version=self._version,
-                busy_tries=1 if len(endpoints) > 1 else BUSY_TRIES,  # another one may have nothing to do
+                busy_tries=1 if len(endpoints) > 1 else BUSY_TRIES,  # another server may be idle
             )
             for url in endpoints
         }
-        self._batcher: Batcher[Hits | Refusal] = Batcher(
-            replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries
-        )
-        self._cache = AnswerCache(settings.cache_size)
+        pool = PoolSettings(settings.timeout_s, settings.max_retries, settings.cache_size)
+        self._pool = PooledRetriever(replicas, pool)
 
     def __reduce__(self) -> tuple[type[HttpRetriever], tuple[Any, ...]]:
         """Pickle as the arguments of the constructor."""
         return HttpRetriever, self._arguments
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query, each a ``Hits``; a query without a word finds nothing.
+        """Return up to ``k`` passages per query, each a ``Hits``; a query without a word finds nothing.
 
         Raises:
             ValueError: ``k`` is less than 1.
-            RetrievalError: every attempt failed, or the server refused the query; the message says which.
+            RetrievalError: every attempt failed, or the server refused a query; the message has the cause.
         """
-        if k < 1:
-            raise ValueError(f"got k={k}, expected at least 1")
         clean = [clean_query(query) for query in queries]
-        answers = {"": Hits(index_version=self._version)}
-        for query in clean:
-            cached = self._cache.get(query, k)
-            if cached is not None:
-                answers[query] = cached
-        missing = [query for query in dict.fromkeys(clean) if query not in answers]
-        if missing:
-            answers |= zip(missing, await self._ask(missing, k), strict=True)
-        return [
-            # those who ask the same must not share a list
-            Hits(
-                answers[query],
-                is_cached=bool(query) and query not in missing,
-                index_version=answers[query].index_version,
-            )
-            for query in clean
-        ]
+        found = iter(await self._pool.search([query for query in clean if query], k))
+        return [next(found) if query else Hits(index_version=self._version) for query in clean]
 
     async def wait_for_room(self) -> None:
-        """Return once fewer queries wait than the servers should have before them."""
-        await self._batcher.wait_for_room()
+        """Return once the servers have room for more queries; see ``PooledRetriever``."""
+        await self._pool.wait_for_room()
 
     def counts(self) -> BatcherCounts:
-        """Return what has been asked of the servers, beyond the cache."""
-        return self._batcher.counts()
-
-    async def _ask(self, queries: list[str], k: int) -> list[Hits]:
-        found: list[Hits] = []
-        refused: list[Refusal] = []
-        for query, answer in zip(queries, await self._batcher.ask(queries, k), strict=True):
-            if isinstance(answer, Refusal):
-                refused.append(answer)
-            else:
-                found.append(answer)
-                self._cache.put(query, k, answer)
-        if refused:
-            raise RetrievalError(refused[0].reason)
-        return found
+        """Return how much was sent to the servers, without the cache's answers."""
+        return self._pool.counts()
 
 
 class HttpReplica:
@@ -172,15 +129,15 @@ class HttpReplica:
         version: str,
         busy_tries: int,
     ) -> None:
-        """Ask the server at ``url``.
+        """Search the server at ``url``.
 
         Args:
-            client: what sends; it may serve several replicas.
+            client: sends the requests; several replicas may share it.
             url: of the endpoint.
             headers: of every request.
-            max_queries: of one request.
-            version: of the index, where the server does not say.
-            busy_tries: requests while the server says that it is busy.
+            max_queries: per request.
+            version: of the index, if the server does not report one.
+            busy_tries: requests while the server answers that it is busy.
         """
         self._client = client
         self._url = url
@@ -190,100 +147,47 @@ class HttpReplica:
         self._busy_tries = busy_tries
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        """Ask, in as many requests as it takes.
+        """Search, with as many requests as the size of a request demands.
 
         Raises:
             RetrievalError: this server cannot answer now.
         """
         parts = [queries[start : start + self._max_queries] for start in range(0, len(queries), self._max_queries)]
-        answers = await asyncio.gather(*[self._ask(part, k) for part in parts])
+        answers = await asyncio.gather(*[self._search(part, k) for part in parts])
         return [answer for part in answers for answer in part]
 
     async def ping(self) -> None:
-        """Return once the server answers a search, with a refusal at least.
+        """Return once the server answers a search, at least with a refusal.
 
         Raises:
             RetrievalError: it does not.
         """
-        await asyncio.sleep(random.uniform(0, _FIRST_PAUSE_S))  # else all processes would ask at once
+        await asyncio.sleep(random.uniform(0, 0.1))  # processes that lost the server must not all ask at once
         answer = await self._post(["ping"], 1)
         if answer.status != 200 and not answer.is_refusal:
             raise RetrievalError(self._client.describe(answer))
 
-    async def _ask(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        answer = await self._post_patiently(queries, k)
+    async def _search(self, queries: list[str], k: int) -> list[Hits | Refusal]:
+        answer = await retry(lambda: self._post(queries, k), attempts=self._busy_tries, longest_pause_s=LONGEST_PAUSE_S)
         if answer.status == 200:
-            return [*_read_hits(self._client.read_json(answer), answer.server, len(queries), k, self._version)]
+            content = self._client.read_json(answer)
+            return [*parse_answer(content, answer.server, len(queries), k, self._version)]
         reason = self._client.describe(answer)
         if not answer.is_refusal:
             raise RetrievalError(reason)
-        if answer.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the one to blame is refused
+        if answer.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the wrong query is refused
             half = len(queries) // 2
-            return await self._ask(queries[:half], k) + await self._ask(queries[half:], k)
+            return await self._search(queries[:half], k) + await self._search(queries[half:], k)
         return [Refusal(reason)] * len(queries)
-
-    async def _post_patiently(self, queries: list[str], k: int) -> HttpAnswer:
-        pause_s = _FIRST_PAUSE_S
-        for _ in range(self._busy_tries - 1):
-            answer = await self._post(queries, k)
-            if not answer.is_busy:
-                return answer
-            wanted_s = answer.retry_after_s or 0.0
-            await asyncio.sleep(min(max(pause_s * random.uniform(0.5, 1.0), wanted_s), _LAST_PAUSE_S))
-            pause_s *= 2
-        return await self._post(queries, k)
 
     async def _post(self, queries: list[str], k: int) -> HttpAnswer:
         body = {"queries": queries, "topk": k, "return_scores": True}
-        return await self._client.send("POST", self._url, body=body, headers=self._headers)
+        answer = await self._client.send("POST", self._url, body=body, headers=self._headers)
+        if answer.is_busy:
+            raise TryAgainError.busy(self._client.describe(answer), answer.retry_after_s)
+        return answer
 
 
 def _endpoint(url: str) -> URL:
     parsed = check_url(url)
     return parsed.with_path("/retrieve") if parsed.path in ("", "/") else parsed
-
-
-def _read_hits(answer: Any, server: str, num_queries: int, k: int, version: str) -> list[Hits]:
-    """Return the passages of an answer, at most ``k`` a query: some servers give more than they were asked for."""
-    lists = answer.get("result") if isinstance(answer, dict) else None
-    if not isinstance(lists, list) or not all(isinstance(found, list) for found in lists):
-        raise RetrievalError(f'{server}: expected {{"result": [[...], ...]}}, a list of passages for each query')
-    if len(lists) != num_queries:
-        raise RetrievalError(f"{server}: got {len(lists)} lists of passages for {num_queries} queries")
-    named = answer.get("index_version")
-    version = valid_unicode(named) if isinstance(named, str) and named else version
-    return [Hits((_read_passage(item, server) for item in found[:k]), index_version=version) for found in lists]
-
-
-def _read_passage(item: Any, server: str) -> Passage:
-    """Read ``{"document": {...}, "score": x}`` or the document alone: Search-R1 leaves the scores out in two ways."""
-    scored = item if isinstance(item, dict) and "document" in item else {"document": item}
-    document, score = scored["document"], scored.get("score")
-    if not isinstance(document, dict):
-        raise RetrievalError(f"{server}: got a {type(document).__name__} for a passage, expected an object")
-    title, text = _read_text(document, server)
-    identity = document.get("id")
-    if not isinstance(identity, str | int):
-        identity = text_id(title, text)
-    return Passage(valid_unicode(str(identity)), title, text, _read_score(score, server))
-
-
-def _read_score(score: Any, server: str) -> float:
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = 0.0 if score is None else float(score)
-        if math.isfinite(number):
-            return number
-    raise RetrievalError(f"{server}: got a passage with a score that is no finite number")
-
-
-def _read_text(document: dict[str, Any], server: str) -> tuple[str, str]:
-    r"""Return title and text, where they stand apart or as ``"Title"\ntext`` in ``contents``."""
-    title, text, contents = document.get("title"), document.get("text"), document.get("contents")
-    if not isinstance(text, str):
-        if not isinstance(contents, str):
-            raise RetrievalError(f"{server}: got a passage with neither 'text' nor 'contents'")
-        first, newline, rest = contents.partition("\n")
-        text = rest if newline else contents
-        if newline:
-            title = first.strip().removeprefix('"').removesuffix('"')
-    return valid_unicode(title) if isinstance(title, str) else "", valid_unicode(text)

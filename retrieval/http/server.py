@@ -1,12 +1,12 @@
-"""The HTTP door: ``/retrieve`` over any retriever, so that other trainers can search the same fleet.
+"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers can search the same index.
 
 ::
 
-    POST /retrieve   Search-R1's protocol; see retrieve_protocol.py
+    POST /retrieve   Search-R1's protocol; see protocol.py
     GET  /healthz    200 if a search was answered within the last seconds, else 503
     GET  /metrics    Prometheus' text format
 
-Every error is ``{"error": "one sentence"}``. It binds to loopback; elsewhere it wants a bearer token.
+Every error is ``{"error": "one sentence"}``. The server listens on loopback; other hosts need a bearer token.
 """
 
 from __future__ import annotations
@@ -21,31 +21,38 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
-from retrieval.base import Passage, Retriever
-from retrieval.http.background import BackgroundRetriever
+from retrieval.base import BatchRetriever, Hits, Passage, Retriever
+from retrieval.fleet.pooled import PooledRetriever, PoolSettings
+from retrieval.http.client import is_token
 from retrieval.http.protocol import Limits, Question, RequestError, format_answer, parse_question
-from retrieval.http.server_metrics import CONTENT_TYPE, ServerMetrics
 from retrieval.local import LocalRetriever
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
-"""How long the outcome of a probe stands: bounds what asking for the health costs."""
+"""How long the result of a health probe is valid; it bounds the cost of ``/healthz``."""
 PROBE_TIMEOUT_S = 10.0
 DRAIN_S = 10.0
-"""Requests in flight may take this long when the server is stopped."""
+"""Time for the requests in flight when the server stops."""
 _PATHS = {"/retrieve", "/healthz", "/metrics"}
 _CLIENT_CLOSED = 499
-"""No status of HTTP's, but the usual one in metrics for a client that did not wait."""
+"""Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Of the buckets of the duration histogram."""
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger(f"{__name__}.http")
-_http_logger.setLevel(logging.CRITICAL)  # a traceback for every port scan; what handlers raise is logged here
+_http_logger.setLevel(logging.CRITICAL)  # aiohttp logs a traceback per port scan; errors of handlers are logged here
+
+T = TypeVar("T")
 
 
 class RetrievalServer:
@@ -66,17 +73,17 @@ class RetrievalServer:
         token: str = "",
         limits: Limits | None = None,
     ) -> None:
-        """Check who may ask.
+        """Check the host and the token.
 
         Args:
-            retriever: what answers. A ``LocalRetriever`` is searched in a thread of its own, in batches.
+            retriever: answers the searches. A ``LocalRetriever`` is searched in a separate thread, in batches.
             host: a name or address of this machine.
             port: 0 takes a free one.
-            token: that requests must bring as ``Authorization: Bearer TOKEN``; empty asks for none.
-            limits: of one request, and of all.
+            token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
+            limits: per request, and for all requests.
 
         Raises:
-            ConfigError: no token, but a host that others can reach.
+            ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
         self._host = host.strip("[]")
         if not token and not _is_loopback(self._host):
@@ -84,7 +91,7 @@ class RetrievalServer:
                 f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
                 "and name it with --token-env, or bind to 127.0.0.1"
             )
-        if token and (not token.isascii() or not token.isprintable() or " " in token):
+        if token and not is_token(token):
             raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
         self._port = port
         self._token = token.encode()
@@ -92,15 +99,16 @@ class RetrievalServer:
         self._background = BackgroundRetriever(retriever) if isinstance(retriever, LocalRetriever) else None
         self._retriever: Retriever = self._background or retriever
         self._health = _Health(self._retriever)
-        self._metrics = ServerMetrics()
+        self._num_in_flight = 0
+        self._metrics = _Metrics(lambda: self._num_in_flight)
         app = web.Application(middlewares=[self._answer], client_max_size=self._limits.max_body_bytes)
         app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._show_metrics)
         self._runner = web.AppRunner(
             app,
-            handler_cancellation=True,  # what nobody waits for need not be searched
-            access_log=None,  # 1,000 lines a second
+            handler_cancellation=True,  # stop the search of a client that closed the connection
+            access_log=None,  # would write 1,000 lines per second
             logger=_http_logger,
             auto_decompress=False,
             shutdown_timeout=DRAIN_S,
@@ -108,15 +116,15 @@ class RetrievalServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path."""
+        """The address it listens on, without a path."""
         host, port = self._runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            ConfigError: the host is not this machine's, or the port is taken.
+            ConfigError: the host is not an address of this machine, or the port is in use.
         """
         await self._runner.setup()
         try:
@@ -132,7 +140,7 @@ class RetrievalServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Answer what is in flight, for ``DRAIN_S`` at most, and stop."""
+        """Answer the requests in flight, for at most ``DRAIN_S``, and stop."""
         await self._close()
 
     async def _close(self) -> None:
@@ -142,14 +150,16 @@ class RetrievalServer:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn every error into an answer, and count."""
+        """Turn every error into an answer, and count the answer."""
         status = _CLIENT_CLOSED
         try:
             response = await self._answer_or_refuse(request, handler)
             status = response.status
             return response
         finally:
-            self._metrics.add_request(request.path if request.path in _PATHS else "other", status)
+            # each label value is a time series for ever, so unknown paths share one
+            path = request.path if request.path in _PATHS else "other"
+            self._metrics.requests.labels(path, status).inc()
 
     async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -162,91 +172,143 @@ class RetrievalServer:
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"the body is larger than {self._limits.max_body_bytes} bytes; send several requests")
         except web.HTTPMethodNotAllowed as error:
-            return _refuse(405, f"{request.method} is not for {request.path}", {"Allow": error.headers["Allow"]})
+            return _refuse(405, f"{request.path} does not take {request.method}", {"Allow": error.headers["Allow"]})
         except web.HTTPException as error:
-            return _refuse(error.status, f"{request.path[:80]}: {error.reason}; there is /retrieve, /healthz, /metrics")
-        except Exception:  # the boundary of the process: one request must not take the others with it
+            known = ", ".join(sorted(_PATHS))
+            return _refuse(error.status, f"{request.path[:80]}: {error.reason}; expected one of {known}")
+        except Exception:  # a boundary of the process: one request must not stop the others
             logger.exception("a request failed")
-            return _refuse(500, "the server has a bug, or its retriever has; its log says more")
+            return _refuse(500, "the server or its retriever has a bug; the log of the server has the details")
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         started = time.monotonic()
         self._authorise(request)
         with self._in_flight():
             question = parse_question(await self._read(request), self._limits)
-            body = format_answer(question, await self._search(question))
-        self._metrics.add_search(len(question.queries), time.monotonic() - started)
+            body = format_answer(await self._search(question), return_scores=bool(question.return_scores))
+        self._metrics.queries.inc(len(question.queries))
+        self._metrics.duration.observe(time.monotonic() - started)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _search(self, question: Question) -> list[list[Passage]]:
-        if not question.queries:
+        queries = question.queries
+        if not queries:
             return []
-        found = await self._retriever.search(question.queries, question.topk)
-        if len(found) != len(question.queries):
-            raise RetrievalError(f"got {len(found)} answers to {len(question.queries)} queries")
+        found = await self._retriever.search(queries, question.topk or self._limits.default_topk)
+        if len(found) != len(queries):
+            raise RetrievalError(f"got {len(found)} answers to {len(queries)} queries")
         return found
 
     async def _read(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
             raise RequestError(415, f"got content of type {request.content_type[:80]!r}, expected application/json")
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise RequestError(415, "the body is compressed, expected application/json as it is")
+            raise RequestError(415, "got a compressed body, expected plain application/json")
         if (request.content_length or 0) > self._limits.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.max_body_bytes)
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
                 return await request.read()
         except TimeoutError:
-            raise RequestError(408, f"the body did not come within {self._limits.body_timeout_s:g} s") from None
+            raise RequestError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         except web.RequestPayloadError:
-            raise RequestError(400, "the body is not what its headers say") from None
+            raise RequestError(400, "the body does not match its headers") from None
 
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[None]:
-        if self._metrics.num_in_flight >= self._limits.max_requests:
-            raise RequestError(
-                503, f"{self._limits.max_requests} requests are in flight; ask again later", {"Retry-After": "1"}
-            )
-        self._metrics.num_in_flight += 1
+        limit = self._limits.max_requests
+        if self._num_in_flight >= limit:
+            raise RequestError(503, f"{limit} requests are in flight; ask again later", {"Retry-After": "1"})
+        self._num_in_flight += 1
         try:
             yield
         finally:
-            self._metrics.num_in_flight -= 1
+            self._num_in_flight -= 1
 
     async def _healthz(self, request: web.Request) -> web.Response:
         problem = await self._health.check()
-        return _refuse(503, problem, {}) if problem else web.json_response({"status": "ok"})
+        return _refuse(503, problem) if problem else web.json_response({"status": "ok"})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        return web.Response(text=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def _authorise(self, request: web.Request) -> None:
         if not self._token:
             return
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
-        # in constant time: how far a guess is right must not show
+        # compared in constant time: the time must not show how much of a guess is right
         if not hmac.compare_digest(given, self._token) or scheme.lower() != "bearer":
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
 
 
+class BackgroundRetriever:
+    """Searches a blocking retriever in one thread, so that the event loop stays free, and in batches."""
+
+    def __init__(self, retriever: BatchRetriever) -> None:
+        """Search ``retriever``, which blocks, and which nothing else may use at the same time."""
+        self._replica = _ThreadReplica(retriever)
+        self._pool = PooledRetriever({"thread": self._replica}, PoolSettings(max_retries=1))
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return up to ``k`` passages per query, each a ``Hits``: ``[len(queries)][<= k]``.
+
+        Raises:
+            ValueError: ``k`` is less than 1.
+            RetrievalError: the search failed, whatever the cause.
+        """
+        return await self._pool.search(queries, k)
+
+    def close(self) -> None:
+        """End the thread after its current batch."""
+        self._replica.close()
+
+
+class _ThreadReplica:
+    """``Replica`` over one thread: neither an index nor a model is needed twice at the same time."""
+
+    def __init__(self, retriever: BatchRetriever) -> None:
+        self._retriever = retriever
+        self._version = str(retriever.info().get("version", ""))
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        try:
+            found = await self._call(lambda: self._retriever.search_batch(queries, k))
+        except RetrievalError:
+            raise
+        except Exception as error:  # a boundary: the thread must go on, the next batch may be a better one
+            logger.exception("a search failed")
+            raise RetrievalError(f"{type(error).__name__}: {error}") from error
+        return [Hits(passages, index_version=self._version) for passages in found]
+
+    async def ping(self) -> None:
+        await self._call(lambda: None)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class _Health:
-    """Whether searches are answered, by a probe that no cache knows."""
+    """Whether searches are answered. Every probe is a new query, so that no cache answers it."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
         self._lock = asyncio.Lock()
         self._num_probes = 0
         self._problem = ""
-        self._stands_until = 0.0
+        self._valid_until = 0.0
 
     async def check(self) -> str:
-        """Return what is wrong, empty if nothing is."""
-        async with self._lock:  # those who ask together share a probe
-            if time.monotonic() >= self._stands_until:
+        """Return the problem, or "" if there is none."""
+        async with self._lock:  # concurrent requests share a probe
+            if time.monotonic() >= self._valid_until:
                 self._problem = await self._probe()
-                self._stands_until = time.monotonic() + (UNHEALTHY_S if self._problem else HEALTHY_S)
+                self._valid_until = time.monotonic() + (UNHEALTHY_S if self._problem else HEALTHY_S)
             return self._problem
 
     async def _probe(self) -> str:
@@ -261,28 +323,34 @@ class _Health:
         return ""
 
 
-async def serve(
-    retriever: Retriever,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    token: str = "",
-    limits: Limits | None = None,
-    on_start: Callable[[str], None] | None = None,
-) -> None:
-    """Serve until SIGINT or SIGTERM, then answer what is in flight. A second signal ends the process as usual.
+class _Metrics:
+    """What one server counts since its start, in a registry that other servers of the process do not share."""
 
-    Args:
-        retriever: as for ``RetrievalServer``, like all that follow but the last.
-        host: a name or address of this machine.
-        port: 0 takes a free one.
-        token: that requests must bring; empty asks for none.
-        limits: of one request, and of all.
-        on_start: told the URL once it listens.
+    def __init__(self, num_in_flight: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("ragr1_http_requests", "Requests answered.", ("path", "status"), registry=registry)
+        self.queries = Counter("ragr1_retrieve_queries", "Queries answered.", registry=registry)
+        self.duration = Histogram(
+            "ragr1_retrieve_duration_seconds", "Time to answer a request.", buckets=_BOUNDS_S, registry=registry
+        )
+        in_flight = Gauge("ragr1_retrieve_requests_in_flight", "Requests being answered.", registry=registry)
+        in_flight.set_function(num_in_flight)
 
-    Raises:
-        ConfigError: no token, but a host that others can reach; or a port that is taken.
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def run_server(retriever: Retriever, *, host: str = "127.0.0.1", port: int = 8000, token: str = "") -> None:
+    """Serve until SIGINT or SIGTERM, then answer the requests in flight. Writes the address to standard error.
+
+    A second signal ends the process at once. Arguments and errors are those of ``RetrievalServer``.
     """
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(RetrievalServer(retriever, host=host, port=port, token=token)))
+
+
+async def _serve(server: RetrievalServer) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -291,30 +359,17 @@ async def serve(
         stopped.set()
         for number, handler in previous.items():
             if loop.remove_signal_handler(number):
-                signal.signal(number, handler or signal.SIG_DFL)  # None: set by no Python code
+                signal.signal(number, handler or signal.SIG_DFL)  # None: no Python code set it
 
-    async with RetrievalServer(retriever, host=host, port=port, token=token, limits=limits) as server:
+    async with server:
         for number in previous:
             loop.add_signal_handler(number, stop)
         try:
-            if on_start is not None:
-                on_start(server.url)
+            sys.stderr.write(f"{server.url}/retrieve answers; Ctrl-C stops it\n")
+            sys.stderr.flush()
             await stopped.wait()
         finally:
             stop()
-
-
-def run_server(
-    retriever: Retriever, *, host: str = "127.0.0.1", port: int = 8000, token: str = "", limits: Limits | None = None
-) -> None:
-    """``serve`` for a process that does nothing else; says on standard error where it listens."""
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(retriever, host=host, port=port, token=token, limits=limits, on_start=_announce))
-
-
-def _announce(url: str) -> None:
-    sys.stderr.write(f"{url}/retrieve answers; Ctrl-C stops it\n")
-    sys.stderr.flush()
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""WebRetriever: a JSON search API as a retriever. Its fields are named in the recipe, its key in the environment.
+"""WebRetriever: a JSON search API as a retriever. The recipe names its fields, the environment has its key.
 
 ::
 
@@ -7,18 +7,19 @@
       options: {url: "https://api.example.com/search", method: POST, count_param: num, results_path: organic,
                 key_env: SEARCH_KEY, key_header: X-API-KEY, rate_per_s: 5, mode: record, record_dir: runs/web}
 
-    query ──► on disk? ──► in flight? ──► rate limit ──► request, again if need be ──► results ──► to disk
+    query ──► on disk? ──► in flight? ──► rate limit ──► request, retried if it may help ──► results ──► to disk
 
-Recorded once, a run can be repeated with ``mode: replay``: no key, no network, the same evidence.
+A run recorded once can be repeated with ``mode: replay``: without key and network, and with the same passages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
-import random
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -33,99 +34,99 @@ from retrieval.corpora.text import valid_unicode
 from retrieval.http.client import (
     HttpAnswer,
     HttpClient,
+    RateLimit,
+    TryAgainError,
     check_url,
     clean_query,
     parse_section,
     read_secret,
+    retry,
     text_id,
 )
-from retrieval.http.rate_limit import RateLimit
-from retrieval.http.web_records import WebRecords
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 LONGEST_WAIT_S = 60.0
-"""A server that asks for more patience gets none: its quota is used up."""
+"""If a server asks for a longer pause, its quota is used up and the search fails."""
 _MAX_QUOTED = 80
 _HEADER_NAME = re.compile("[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class WebOptions(Section):
-    """Options of ``retrieval.type=web``. A path such as ``web.results`` goes down into objects, and lists by number."""
+    """Options of ``retrieval.type=web``. A path such as ``web.results.0`` goes down into objects and lists."""
 
     url: str
     results_path: str = Field(min_length=1)
-    """Of the list of results in an answer."""
+    """Path of the list of results in an answer."""
     method: Literal["GET", "POST"] = "GET"
     """``GET`` sends parameters, ``POST`` a JSON body."""
     query_param: str = Field("q", min_length=1)
-    """Of the query; for ``POST`` a path in the body."""
+    """Name of the query; for ``POST`` a path in the body."""
     count_param: str = ""
-    """Of the number of results that are wanted; empty does not say."""
+    """Name of the number of results; empty does not send it."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Others, the same in every request."""
+    """Further parameters, the same in every request."""
     headers: dict[str, str] = Field(default_factory=dict)
     key_env: str = ""
     """Name of the environment variable with the key; empty sends none."""
     key_header: str = ""
-    """Header that the key goes into."""
+    """Header for the key."""
     key_param: str = ""
-    """Or parameter of the address."""
+    """Or the parameter of the address for the key."""
     key_prefix: str = ""
-    """Before the key, such as ``"Bearer "``."""
+    """Text before the key, such as ``"Bearer "``."""
     title_field: str = "title"
     text_field: str = "snippet"
-    """Of a result; one without it is left out."""
+    """Path in a result; a result without it is dropped."""
     id_field: str = "link"
-    """Of a result; without it the id is made of title and text."""
+    """Path in a result; without it the id is a hash of title and text."""
     empty_if_missing: bool = False
-    """Whether an answer without ``results_path`` means that nothing was found, rather than that the path is wrong."""
+    """Whether an answer without ``results_path`` means that nothing was found; otherwise it is an error."""
     max_query_chars: int = Field(2048, ge=1)
-    """The rest of a longer query is cut off: addresses have a limit."""
+    """A longer query is cut: addresses have a limit."""
     rate_per_s: float = Field(0, ge=0)
-    """Requests of one searching process; 0 is no limit."""
+    """Requests per second of one searching process; 0 is no limit."""
     max_concurrent_requests: int = Field(8, ge=1)
     timeout_s: float = Field(30, gt=0)
-    """Of one attempt."""
+    """Per attempt."""
     max_retries: int = Field(3, ge=0)
     """Attempts after the first one."""
     mode: Literal["live", "record", "replay"] = "live"
-    """``record`` answers from disk, and asks and writes what is not there; ``replay`` never asks."""
+    """``record`` answers from disk, and requests and writes what is missing; ``replay`` never sends a request."""
     record_dir: str = ""
 
 
 class WebRetriever:
-    """Searches through an API. Pickles as its arguments: the key is read where it is used."""
+    """Searches through an API. Pickles as its arguments: each process reads the key from its own environment."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Check the options; nothing is sent before the first search.
-
-        Args:
-            options: see ``WebOptions``.
+        """Check the options (see ``WebOptions``); nothing is sent before the first search.
 
         Raises:
-            ConfigError: an option that does not exist or does not fit, a key or a directory that is not there.
+            ConfigError: an option is unknown or has a wrong value, or the key or a directory is missing.
         """
         self._arguments = (dict(options),)
         self._options = settings = parse_section(WebOptions, options, "web")
         self._url = check_url(settings.url)
         key = "" if settings.mode == "replay" else read_secret("key_env", settings.key_env)
-        self._params = _plain(settings.params)
+        try:  # what JSON makes of the parameters: a record must read the same as the request
+            self._params: dict[str, Any] = json.loads(json.dumps(settings.params, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"retrieval.options.params: {error}; quote it") from None
         _check(settings, self._url, key)
         self._version = str(self._url.with_query(None))
         self._key = settings.key_prefix + key if key else ""
         self._client = HttpClient(max_connections=settings.max_concurrent_requests, secret=key)
-        self._records = WebRecords(Path(settings.record_dir)) if settings.mode != "live" else None
+        self._records = _Records(Path(settings.record_dir)) if settings.mode != "live" else None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._request("", 1)  # a template that does not work is said now
+        self._request("", 1)  # raises now if ``query_param`` does not fit ``params``
 
     def __reduce__(self) -> tuple[type[WebRetriever], tuple[Any, ...]]:
         """Pickle as the arguments of the constructor."""
         return WebRetriever, self._arguments
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query, each a ``Hits``; a query without a word finds nothing.
+        """Return up to ``k`` passages per query, each a ``Hits``; a query without a word finds nothing.
 
-        ``Hits.is_cached`` says that the answer was on disk.
+        ``Hits.is_cached`` is true if the answer was on disk.
 
         Raises:
             ValueError: ``k`` is less than 1.
@@ -133,63 +134,55 @@ class WebRetriever:
         """
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
-        self._bind()
-        clean = [_shorten(clean_query(query), self._options.max_query_chars) for query in queries]
-        return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
-
-    def _bind(self) -> None:
-        """Bind to the running event loop. Nothing of a loop that ended before can be waited for."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
+        if self._loop is not loop:  # tasks and semaphores of an earlier loop cannot be awaited
             self._loop = loop
-            self._asked: dict[tuple[str, int], asyncio.Task[Hits]] = {}
+            self._in_flight: dict[tuple[str, int], asyncio.Task[Hits]] = {}
             self._slots = asyncio.Semaphore(self._options.max_concurrent_requests)
             self._rate_limit = RateLimit(self._options.rate_per_s)
+        clean = [_shorten(clean_query(query), self._options.max_query_chars) for query in queries]
+        return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
 
     async def _search_one(self, query: str, k: int) -> Hits:
         if not query:
             return Hits(index_version=self._version)
-        task = self._asked.get((query, k))
+        task = self._in_flight.get((query, k))
         if task is None:
-            task = self._asked[query, k] = asyncio.create_task(self._answer(query, k))
+            task = self._in_flight[query, k] = asyncio.create_task(self._answer(query, k))
             task.add_done_callback(lambda ended: self._forget((query, k), ended))
-        found = await asyncio.shield(task)  # others may wait for it, and it can be recorded
+        found = await asyncio.shield(task)  # other callers may wait for it, and it can be recorded
         return Hits(found, is_cached=found.is_cached, index_version=self._version)
 
-    def _forget(self, asked: tuple[str, int], ended: asyncio.Task[Hits]) -> None:
-        self._asked.pop(asked, None)
+    def _forget(self, question: tuple[str, int], ended: asyncio.Task[Hits]) -> None:
+        self._in_flight.pop(question, None)
         if not ended.cancelled():
-            ended.exception()  # else asyncio would log it where whoever asked was cancelled
+            ended.exception()  # otherwise asyncio logs it if every caller was cancelled
 
     async def _answer(self, query: str, k: int) -> Hits:
         request = self._request(query, k)
-        results = await self._read_record(request)
+        is_replay = self._options.mode == "replay"
+        results: list[Any] | None = None
+        if self._records is not None:
+            try:
+                results = await asyncio.to_thread(self._records.read, request)
+            except RetrievalError:
+                if is_replay:
+                    raise  # ``record`` requests the results again and replaces the damaged record
         is_cached = results is not None
         if results is None:
-            if self._options.mode == "replay":
-                quoted = _quote(query)
+            if is_replay:
                 raise RetrievalError(
-                    f"no record of the query {quoted} with k={k} in {self._options.record_dir}; record it with "
-                    "mode: record, under the same url, params and k"
+                    f"no record of the query {query[:_MAX_QUOTED]!r} with k={k} in {self._options.record_dir}; record "
+                    "it with mode: record and the same url, params and k"
                 )
-            results = await self._ask(request)
+            results = await self._fetch(request)
         passages = self._read_passages(results)[:k]
         if self._records is not None and not is_cached:
             await asyncio.to_thread(self._records.write, request, results)
         return Hits(passages, is_cached=is_cached)
 
-    async def _read_record(self, request: dict[str, Any]) -> list[Any] | None:
-        if self._records is None:
-            return None
-        try:
-            return await asyncio.to_thread(self._records.read, request)
-        except RetrievalError:
-            if self._options.mode == "replay":
-                raise
-            return None  # asked again, and written anew
-
     def _request(self, query: str, k: int) -> dict[str, Any]:
-        """Return what makes a request this one, without key and headers: what a record goes by."""
+        """Return what identifies a request, without key and headers: records are found by it."""
         options = self._options
         params: dict[str, Any] = copy.deepcopy(self._params)
         for path, value in [(options.query_param, query), (options.count_param, k)]:
@@ -197,28 +190,41 @@ class WebRetriever:
                 _put(params, path.split(".") if options.method == "POST" else [path], value)
         return {"method": options.method, "url": options.url, "params": params, "k": k}
 
-    async def _ask(self, request: dict[str, Any]) -> list[Any]:
-        """Return the results, the key blotted out wherever the API repeats it."""
-        num_attempts = self._options.max_retries + 1
-        pause_s, problem = _FIRST_PAUSE_S, ""
-        for attempt in range(num_attempts):
-            if attempt:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            try:
-                answer = await self._send(request)
-                payload = self._client.read_json(answer) if answer.status == 200 else None
-            except RetrievalError as error:
-                problem = str(error)
-                continue
+    async def _fetch(self, request: dict[str, Any]) -> list[Any]:
+        """Return the results, with ``***`` wherever the API repeats the key."""
+
+        def hold_all(error: TryAgainError, pause_s: float) -> None:
+            if error.busy_s is not None:  # the API asks all queries to wait
+                self._rate_limit.hold(pause_s)
+
+        attempts = self._options.max_retries + 1
+        try:
+            payload = await retry(
+                lambda: self._attempt(request),
+                attempts=attempts,
+                longest_pause_s=LONGEST_WAIT_S,
+                before_pause=hold_all,
+            )
+        except TryAgainError as error:
+            raise RetrievalError(f"search failed after {attempts} attempts: {error}") from None
+        return self._read_results(payload)
+
+    async def _attempt(self, request: dict[str, Any]) -> Any:
+        """Send one request and return the decoded answer."""
+        try:
+            answer = await self._send(request)
             if answer.status == 200:
-                return self._read_results(payload)
-            problem = self._client.describe(answer)
-            if answer.is_refusal:
-                raise RetrievalError(problem)
-            if answer.is_busy:
-                self._hold(answer.retry_after_s or pause_s, problem)
-        raise RetrievalError(f"search failed after {num_attempts} attempts: {problem}")
+                return self._client.read_json(answer)
+        except RetrievalError as error:
+            raise TryAgainError(*error.args) from None
+        problem = self._client.describe(answer)
+        if answer.is_refusal:
+            raise RetrievalError(problem)
+        if not answer.is_busy:
+            raise TryAgainError(problem)
+        if (answer.retry_after_s or 0.0) > LONGEST_WAIT_S:
+            raise RetrievalError(f"{problem}; the server asks for a pause of {answer.retry_after_s:.0f} s")
+        raise TryAgainError.busy(problem, answer.retry_after_s)
 
     async def _send(self, request: dict[str, Any]) -> HttpAnswer:
         options, url = self._options, self._url
@@ -238,12 +244,6 @@ class WebRetriever:
                     return await self._client.send(options.method, url, body=body, headers=headers)
             except TimeoutError:
                 raise RetrievalError(f"{self._version}: no answer within {options.timeout_s:g} s") from None
-
-    def _hold(self, seconds: float, problem: str) -> None:
-        """Leave the API alone for as long as it asks, with all queries."""
-        if seconds > LONGEST_WAIT_S:
-            raise RetrievalError(f"{problem}; it asks to be left alone for {seconds:.0f} s")
-        self._rate_limit.hold(seconds)
 
     def _read_results(self, payload: Any) -> list[Any]:
         found = _walk(payload, self._options.results_path)
@@ -278,40 +278,78 @@ class WebRetriever:
         return passages
 
 
+class _Records:
+    """Answers on disk, one JSON file per request. Several processes may read and write at the same time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self, request: dict[str, Any]) -> list[Any] | None:
+        """Return the recorded results of the same request, or None.
+
+        Raises:
+            RetrievalError: the record cannot be read.
+        """
+        path = self._path(request)
+        try:
+            record = json.loads(path.read_bytes())
+            if record["request"] == request and isinstance(record["results"], list):
+                return list(record["results"])
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RetrievalError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, RecursionError, TypeError, KeyError):
+            pass
+        raise RetrievalError(f"{path} is not the record of a search; delete it and record it again with mode: record")
+
+    def write(self, request: dict[str, Any], results: list[Any]) -> None:
+        """Write the results of a request.
+
+        Raises:
+            RetrievalError: the record cannot be written.
+        """
+        path = self._path(request)
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        text = json.dumps({"request": request, "results": results}, ensure_ascii=False, indent=1)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(text.encode("utf-8", "replace"))
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise RetrievalError(f"cannot write {path}: {error.strerror}") from error
+
+    def _path(self, request: dict[str, Any]) -> Path:
+        name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        return self._directory / name[:2] / f"{name}.json"
+
+
 def _check(options: WebOptions, url: URL, key: str) -> None:
-    """Check what no field can know alone.
+    """Check how the options fit together.
 
     Raises:
-        ConfigError: options that do not go together, or a key that would be recorded.
+        ConfigError: they do not, or the key would be recorded.
     """
     where = "retrieval.options"
     if bool(options.key_header) + bool(options.key_param) != bool(options.key_env):
-        raise ConfigError(f"{where}: with key_env goes either key_header or key_param, and without it neither")
+        raise ConfigError(f"{where}: key_env needs either key_header or key_param, which both need key_env")
     if key and key in f"{url.human_repr()} {url} {json.dumps(options.params)} {options.headers}":
-        raise ConfigError(f"{where}: the value of {options.key_env} stands in another option too; take it out there")
+        raise ConfigError(f"{where}: another option also holds the value of {options.key_env}; remove it there")
     headers = {**options.headers, **({options.key_header: options.key_prefix} if options.key_header else {})}
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name) or not value.isascii() or not (value + "x").isprintable():
             raise ConfigError(f"{where}: {name[:_MAX_QUOTED]!r} is not a header with a value of printable ASCII")
     if options.method == "GET" and any(isinstance(value, dict | list) for value in options.params.values()):
-        raise ConfigError(
-            f"{where}.params: got lists or objects, expected plain values; only method: POST sends others"
-        )
+        raise ConfigError(f"{where}.params: got lists or objects, which only method: POST sends; use plain values")
     if bool(options.record_dir) != (options.mode != "live"):
-        raise ConfigError(f"{where}.record_dir: it is for mode: record and mode: replay, which need it")
+        raise ConfigError(f"{where}.record_dir: mode: record and mode: replay need it, mode: live does not take it")
     if options.mode == "replay" and not Path(options.record_dir).is_dir():
         raise ConfigError(
             f"{where}.record_dir: there is no directory {options.record_dir}; run with mode: record first"
         )
-
-
-def _plain(params: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON makes of the parameters: so a record reads the same as what was asked."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(params, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"retrieval.options.params: {error}; quote it") from None
-    return plain
 
 
 def _put(params: dict[str, Any], path: list[str], value: Any) -> None:
@@ -324,7 +362,7 @@ def _put(params: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _walk(value: Any, path: str) -> Any:
-    """Return what stands at ``web.results`` or ``items.0.text``, or None."""
+    """Return the value at ``web.results`` or ``items.0.text``, or None."""
     for name in path.split("."):
         if isinstance(value, dict):
             value = value.get(name)
@@ -336,7 +374,7 @@ def _walk(value: Any, path: str) -> Any:
 
 
 def _clean(value: Any, client: HttpClient) -> Any:
-    """Return a result without the key, and as valid Unicode, whatever it is made of."""
+    """Return a JSON value without the key and without lone surrogates."""
     if isinstance(value, str):
         return client.redact(valid_unicode(value))
     if isinstance(value, list):
@@ -347,9 +385,9 @@ def _clean(value: Any, client: HttpClient) -> Any:
 
 
 def _names(value: Any) -> str:
-    """Return what an object has, for whoever looks for the right path."""
+    """Return the keys of an object, as a hint at the right path."""
     if not isinstance(value, dict):
-        return f"no names, being a {type(value).__name__}"
+        return f"no keys: it is a {type(value).__name__}"
     return ", ".join(repr(name[:_MAX_QUOTED]) for name in list(value)[:12]) or "nothing"
 
 
@@ -358,11 +396,7 @@ def _as_text(value: Any) -> str:
 
 
 def _shorten(query: str, max_chars: int) -> str:
-    """Cut a long query off, behind a word if there is one."""
+    """Cut a long query, at the end of a word if possible."""
     if len(query) <= max_chars:
         return query
     return query[: max_chars + 1].rpartition(" ")[0] or query[:max_chars]
-
-
-def _quote(query: str) -> str:
-    return repr(query if len(query) <= _MAX_QUOTED else f"{query[:_MAX_QUOTED]}...")

@@ -1,4 +1,4 @@
-"""The HTTP door over a real socket: the protocol, what it refuses, its limits, its health, its end."""
+"""The HTTP server over a real socket: protocol, refusals, limits, health, metrics, shutdown, searches in a thread."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import aiohttp
 import pytest
 from fakes import BrokenRetriever
+from http_stub import port_of, until
+from prometheus_client.parser import text_string_to_metric_families
 
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.http.protocol import Limits
-from retrieval.http.server import RetrievalServer
+from retrieval.http.server import BackgroundRetriever, RetrievalServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIGA = Passage("7", "Rīga", "Rīga lies in Latvia.\nIt is old.", 0.75)
@@ -114,7 +117,7 @@ MALFORMED = {
     "a string": (b'{"queries": "a"}', 422),
     "a number": (b'{"queries": ["a", 1]}', 422),
     "a null": (b'{"queries": [null]}', 422),
-    "half a pair": (b'{"queries": ["\\ud800"]}', 422),
+    "half a pair": (b'{"queries": ["\\ud800"]}', 400),
     "topk 0": (b'{"queries": ["a"], "topk": 0}', 422),
     "topk -1": (b'{"queries": ["a"], "topk": -1}', 422),
     "topk 1.5": (b'{"queries": ["a"], "topk": 1.5}', 422),
@@ -170,7 +173,7 @@ async def test_garbage_and_half_requests_on_the_socket_leave_the_server_up(caplo
         RetrievalServer(retriever, port=0, limits=Limits(body_timeout_s=0.5)) as server,
         aiohttp.ClientSession(base_url=server.url) as session,
     ):
-        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        address = "127.0.0.1", port_of(server.url)
         half = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         chunked = half.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked")
         for sent, expected in [
@@ -232,20 +235,26 @@ async def test_overload_is_503_at_once_and_a_client_that_leaves_is_forgotten() -
     retriever.gate.clear()
     async with served(retriever, limits=Limits(max_requests=2)) as session:
         waiting = [asyncio.create_task(ask(session, {"queries": [name]})) for name in "ab"]
-        while len(retriever.asked) < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(retriever.asked) == 2)
         async with session.post("/retrieve", json={"queries": ["c"]}) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
         waiting[0].cancel()
-        while not retriever.num_cancelled:
-            await asyncio.sleep(0.005)
+        await until(lambda: retriever.num_cancelled == 1)
         retriever.gate.set()
         assert (await waiting[1])[0] == 200
         assert (await ask(session, {"queries": ["d"]}))[0] == 200
-        text = await (await session.get("/metrics")).text()
-    assert 'ragr1_http_requests_total{path="/retrieve",status="499"} 1' in text
-    assert 'ragr1_http_requests_total{path="/retrieve",status="503"} 1' in text
-    assert "ragr1_retrieve_requests_in_flight 0" in text
+        values = await read_metrics(session)
+    assert values["ragr1_http_requests_total", "/retrieve", "499"] == 1
+    assert values["ragr1_http_requests_total", "/retrieve", "503"] == 1
+    assert values["ragr1_retrieve_requests_in_flight",] == 0
+
+
+async def read_metrics(session: aiohttp.ClientSession) -> dict[tuple[str, ...], float]:
+    """Return the value of every time series by its name and the values of its labels, as a Prometheus server would."""
+    async with session.get("/metrics") as response:
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        families = text_string_to_metric_families(await response.text())
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
 async def test_metrics_count_requests_queries_and_time() -> None:
@@ -255,19 +264,16 @@ async def test_metrics_count_requests_queries_and_time() -> None:
         await ask(session, {})
         async with session.get("/nowhere"):
             pass
-        async with session.get("/metrics") as response:
-            assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-            lines = (await response.text()).splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert values['ragr1_http_requests_total{path="/retrieve",status="200"}'] == "2"
-    assert values['ragr1_http_requests_total{path="/retrieve",status="422"}'] == "1"
-    assert values['ragr1_http_requests_total{path="other",status="404"}'] == "1"
-    assert values["ragr1_retrieve_queries_total"] == "4"
-    assert values["ragr1_retrieve_duration_seconds_count"] == "2"
-    assert values['ragr1_retrieve_duration_seconds_bucket{le="+Inf"}'] == "2"
-    buckets = [int(value) for name, value in values.items() if "_bucket" in name]
+        values = await read_metrics(session)
+    assert values["ragr1_http_requests_total", "/retrieve", "200"] == 2
+    assert values["ragr1_http_requests_total", "/retrieve", "422"] == 1
+    assert values["ragr1_http_requests_total", "other", "404"] == 1
+    assert values["ragr1_retrieve_queries_total",] == 4
+    assert values["ragr1_retrieve_duration_seconds_count",] == 2
+    assert values["ragr1_retrieve_duration_seconds_bucket", "+Inf"] == 2
+    buckets = [value for name, value in values.items() if name[0].endswith("_bucket")]
     assert buckets == sorted(buckets)
-    assert float(values["ragr1_retrieve_duration_seconds_sum"]) > 0
+    assert values["ragr1_retrieve_duration_seconds_sum",] > 0
 
 
 async def test_a_token_guards_searches_and_metrics() -> None:
@@ -306,7 +312,7 @@ async def test_other_machines_need_a_token() -> None:
 
 async def test_a_port_or_host_that_cannot_be_had_is_one_sentence() -> None:
     async with RetrievalServer(TwoPassages(), port=0) as server:
-        port = int(server.url.rpartition(":")[2])
+        port = port_of(server.url)
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1: .*in use") as caught:
             async with RetrievalServer(TwoPassages(), port=port):
                 pass
@@ -347,7 +353,7 @@ from retrieval.http.server import run_server
 class Slow:
     async def search(self, queries, k):
         print("asked", file=sys.stderr, flush=True)
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(sys.stdin.readline)
         return [[Passage("1", "t", "x")] for _ in queries]
 
 run_server(Slow(), port=0)
@@ -356,16 +362,17 @@ print("ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_server_behind_the_requests_in_flight(number: int) -> None:
+async def test_a_signal_ends_the_server_after_the_requests_in_flight(number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert process.stderr is not None
+    assert process.stderr is not None and process.stdin is not None
     try:
         line = await asyncio.to_thread(process.stderr.readline)
         assert line.startswith("http://127.0.0.1:"), line
@@ -373,12 +380,25 @@ async def test_a_signal_ends_the_server_behind_the_requests_in_flight(number: in
             asking = asyncio.create_task(ask(session, {"queries": ["a"]}))
             assert await asyncio.to_thread(process.stderr.readline) == "asked\n"
             process.send_signal(number)
+            while await is_listening(port_of(line.split("/retrieve")[0])):
+                await asyncio.sleep(0.002)
+            process.stdin.write("\n")  # lets the search end
+            process.stdin.flush()
             assert (await asking)[0] == 200
         output, errors = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
         if process.poll() is None:
             process.kill()
     assert (process.returncode, output, errors) == (0, "ended\n", "")
+
+
+async def is_listening(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None:
@@ -396,3 +416,53 @@ async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None
         assert answer["index_version"] == retriever.version
         assert json.dumps(answer["result"][-1])
         assert (await session.get("/healthz")).status == 200
+
+
+class Blocking:
+    """A batch retriever that blocks whatever thread it is called in, until its ``gate`` is opened."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.threads: set[int] = set()
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+
+    def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
+        self.batches.append(queries)
+        self.threads.add(threading.get_ident())
+        assert self.gate.wait(20), "the gate stayed shut: the event loop waits for the search"
+        if self.error is not None:
+            raise self.error
+        return [[Passage(query, query, query)] for query in queries]
+
+    def info(self) -> dict[str, Any]:
+        return {"version": "v7"}
+
+
+async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_on() -> None:
+    blocking = Blocking()
+    background = BackgroundRetriever(blocking)
+    asking = [asyncio.create_task(background.search([f"q{number}"], 1)) for number in range(30)]
+    await until(lambda: bool(blocking.batches))
+    blocking.gate.set()
+    found = [(await task)[0] for task in asking]
+    background.close()
+    assert [hits[0].id for hits in found] == [f"q{number}" for number in range(30)]
+    assert all(isinstance(hits, Hits) and hits.index_version == "v7" for hits in found)
+    assert len(blocking.batches) < 10
+    assert len(blocking.threads) == 1
+    assert threading.get_ident() not in blocking.threads
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), RetrievalError("no vectors")])
+async def test_a_blocking_retriever_that_fails_is_a_sentence_and_goes_on(error: Exception) -> None:
+    blocking = Blocking()
+    blocking.gate.set()
+    background = BackgroundRetriever(blocking)
+    blocking.error = error
+    with pytest.raises(RetrievalError, match=str(error)):
+        await background.search(["a"], 1)
+    assert len(blocking.batches) == 2  # one retry
+    blocking.error = None
+    assert (await background.search(["a"], 1))[0][0].id == "a"
+    background.close()
