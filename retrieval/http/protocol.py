@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import from_json, to_json
 
 from ragr1_actors.core.errors import RetrievalError
-from ragr1_actors.core.validation import first_problem
+from ragr1_actors.core.text import first_problem
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.client import text_id

@@ -19,7 +19,6 @@ import copy
 import hashlib
 import json
 import re
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from yarl import URL
 
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.files import write_file
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.client import (
@@ -310,15 +310,10 @@ class _Records:
             RetrievalError: the record cannot be written.
         """
         path = self._path(request)
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         text = json.dumps({"request": request, "results": results}, ensure_ascii=False, indent=1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(text.encode("utf-8", "replace"))
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            write_file(path, lambda writing: writing.write_bytes(text.encode("utf-8", "replace")))
         except OSError as error:
             raise RetrievalError(f"cannot write {path}: {error.strerror}") from error
 
