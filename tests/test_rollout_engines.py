@@ -120,8 +120,10 @@ async def test_new_weights_in_the_middle_of_a_turn_recompute_the_cache(
 ) -> None:
     engine = make_engine(policy_dir, tokenizer)
     prompt = tokenizer.encode(" Ana Bell was born in 1931 in Riga.")
-    running = asyncio.create_task(engine.generate(prompt, Sampling(40, 1.0, seed=3), request_id="a"))
-    for _ in range(8):
+    seen: list[str] = []
+    turn = engine.generate(prompt, Sampling(40, 1.0, seed=3), request_id="a", on_text=seen.append)
+    running = asyncio.create_task(turn)
+    while len(seen) < 4:
         await asyncio.sleep(0)
     model = AutoModelForCausalLM.from_pretrained(policy_dir).eval()
     torch.manual_seed(1)

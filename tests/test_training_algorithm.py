@@ -37,7 +37,7 @@ from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import deterministic, read_metrics
@@ -153,7 +153,7 @@ INTERRUPTS = {
     "at the end of a step of SFT": (LearnerGroup, "update", 12, False),
     "while the policy of SFT is saved": (LearnerGroup, "save_policy", 1, True),
     "in the evaluation behind SFT": (Algorithm, "evaluate", 2, True),
-    "while RL samples": (Algorithm, "_next_batch", 3, True),
+    "while RL samples": (EnvRunnerGroup, "collect", 2 + 3, True),  # after two evaluations
     "at the end of a step of RL": (LearnerGroup, "update", 14 + 3, False),
 }
 """The n-th call of the method is interrupted: before it has done anything, or by a signal that is held back."""
@@ -223,7 +223,7 @@ def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
 def test_what_a_group_did_not_count_is_zero_in_the_mean() -> None:
     def finished(**means: float) -> FinishedGroup:
         request = GroupRequest(Issue("t#0", Task("t", "?", ("a",)), 0), 2, 1.0)
-        summary = GroupSummary("", (1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})
+        summary = GroupSummary((1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})
         return FinishedGroup(request, summary, None)
 
     metrics = rollout_metrics([finished(stop_answered=1.0), finished(stop_answered=0.5, stop_max_turns=0.5)])

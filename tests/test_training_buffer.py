@@ -24,7 +24,7 @@ def finished(number: int, is_flat: bool) -> FinishedGroup:
     task_id = f"{number:03}"
     request = GroupRequest(Issue(task_id, Task(task_id, "?", ("a",)), 0), 2, 1.0)
     rewards = (1.0, 1.0) if is_flat else (1.0, 0.0)
-    return FinishedGroup(request, GroupSummary("", rewards, 0, (), 0, {}), None)
+    return FinishedGroup(request, GroupSummary(rewards, 0, (), 0, {}), None)
 
 
 def ids(groups: list[FinishedGroup]) -> list[str]:

@@ -58,7 +58,6 @@ class GroupRequest:
 class GroupSummary:
     """What the driver knows of a group; it never reads the group's tokens."""
 
-    category: str
     rewards: tuple[float, ...]  # [num_trajectories that did not fail]
     num_failed: int
     errors: tuple[str, ...]
@@ -286,7 +285,6 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
             totals[name] = totals.get(name, 0.0) + value
     versions = [int(v) for t in kept for v in t.policy_versions[t.kinds == TokenKind.MODEL][:1]]
     return GroupSummary(
-        category=group.task.category,
         rewards=tuple(t.reward for t in kept),
         num_failed=len(group.trajectories) - len(kept),
         errors=tuple(t.error for t in group.trajectories if t.error),

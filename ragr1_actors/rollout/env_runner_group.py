@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.actor_fleet import last_line
 from cluster.placement import ActorOptions, anywhere
 from cluster.weights.weight_sync import Receiver
 from ragr1_actors.core.config import SamplerConfig
@@ -166,7 +167,7 @@ class EnvRunnerGroup:
         try:
             ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
-            raise FleetError(f"an env runner did not start: {_cause(error)}") from error
+            raise FleetError(f"an env runner did not start: {last_line(error)}") from error
 
     @property
     def num_unfinished(self) -> int:
@@ -220,7 +221,7 @@ class EnvRunnerGroup:
         try:
             return list(ray.get(calls)) if calls else []
         except RayError as error:
-            raise FleetError(f"foreach_env_runner: {_cause(error)}") from error
+            raise FleetError(f"foreach_env_runner: {last_line(error)}") from error
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group."""
@@ -348,7 +349,7 @@ class EnvRunnerGroup:
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
-            raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {_cause(error)}") from error
+            raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {last_line(error)}") from error
         return FinishedGroup(flight.request, summary, flight.batch)
 
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:
@@ -357,12 +358,12 @@ class EnvRunnerGroup:
             runner.num_deaths += 1
             self.num_restarts += 1
             logger.warning(
-                "%s died (%s); %d of %d go on", runner.name, _cause(error), self.num_healthy, len(self._runners)
+                "%s died (%s); %d of %d go on", runner.name, last_line(error), self.num_healthy, len(self._runners)
             )
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
         if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
             runner.is_lost = True
-            self._last_loss = f"{runner.name} did not start again: {_cause(error)}"
+            self._last_loss = f"{runner.name} did not start again: {last_line(error)}"
             logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
 
     def _probe(self) -> None:
@@ -399,11 +400,6 @@ class EnvRunnerGroup:
             self._mark_dead(runner, error)
             return
         runner.is_healthy, runner.num_failed_loads = True, 0
-
-
-def _cause(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 async def _end(cancelled: set[asyncio.Task[Any]]) -> None:

@@ -40,17 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """The questions of a run."""
-
-    train: tuple[Task, ...]
-    evaluation: tuple[Task, ...]
-    """Held out: never trained on."""
-    notes: tuple[str, ...] = ()
-    """What a person should know about the files, one sentence each."""
-
-
-@dataclass(frozen=True)
 class Workspace:
     """Everything on disk and in memory that the fleets are built from."""
 
@@ -74,21 +63,20 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         UserError: a file cannot be used, or no task is left to train on or to hold out.
     """
     environment = config.environment
-    tasks = split_tasks(config, config.evaluation.num_tasks)
-    if not tasks.evaluation:
+    train, evaluation, notes = split_tasks(config, config.evaluation.num_tasks)
+    if not evaluation:
         raise DataError(
-            f"{environment.tasks}: {len(tasks.train)} tasks are too few to hold one in five out; name a file of "
+            f"{environment.tasks}: {len(train)} tasks are too few to hold one in five out; name a file of "
             "evaluation tasks in environment.eval_tasks"
         )
-    if not tasks.train:
+    if not train:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     index_dir = prepare_index(config, run_dir)
     recall = {}
-    if index_dir is not None and any(task.supporting_ids for task in tasks.evaluation):
-        recall = evaluate_index(index_dir, tasks.evaluation)
-    policy_dir = prepare_policy(config, run_dir, tasks.train, index_dir)
-    demonstrate = _demonstrate(environment)
-    return Workspace(tasks.train, tasks.evaluation, index_dir, policy_dir, demonstrate, recall, tasks.notes)
+    if index_dir is not None and any(task.supporting_ids for task in evaluation):
+        recall = evaluate_index(index_dir, evaluation)
+    policy_dir = prepare_policy(config, run_dir, train, index_dir)
+    return Workspace(train, evaluation, index_dir, policy_dir, _demonstrate(environment), recall, notes)
 
 
 def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
@@ -98,8 +86,8 @@ def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
     return lambda task, _: evidence_demonstration(task, max_queries, query_format)
 
 
-def split_tasks(config: RunConfig, num_eval_tasks: int) -> Tasks:
-    """Load the training tasks and hold out at most ``num_eval_tasks`` evaluation tasks.
+def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
+    """Return the training tasks, at most ``num_eval_tasks`` evaluation tasks, and notes on the files.
 
     Raises:
         DataError: a task file cannot be used.
@@ -127,7 +115,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> Tasks:
         evaluation = tuple(task for index, task in enumerate(train) if index in held_out)
         train = tuple(task for index, task in enumerate(train) if index not in held_out)
         notes.append(f"{len(evaluation)} tasks held out for evaluation")
-    return Tasks(train, evaluation[:num_eval_tasks], tuple(notes))
+    return train, evaluation[:num_eval_tasks], tuple(notes)
 
 
 def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:

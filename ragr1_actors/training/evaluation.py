@@ -102,7 +102,8 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
             "fewer, or name a file with --tasks"
         )
-    return split_tasks(run, max(count, num_held_out)).evaluation[:count]
+    _, held_out, _ = split_tasks(run, max(count, num_held_out))
+    return held_out[:count]
 
 
 def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResult:

@@ -24,7 +24,7 @@ from typing import Any
 from envs.tasks import load_tasks
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import POLICY_FOLDER
+from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import recipe_names
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
@@ -219,16 +219,9 @@ def _class(num_correct: int | None, settings: SelectionSettings) -> str:
 
 
 def _write(out: Path, tasks: list[Task], successes: dict[str, int], num_samples: int, stem: str) -> None:
-    """Write the file whole or not at all."""
-    writing = out.with_name(f".writing_{out.name}")
-    try:
-        with writing.open("w", encoding="utf-8") as file:
-            for task in tasks:
-                record = _record(task, successes[task.task_id], num_samples, stem)
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        writing.rename(out)
-    finally:
-        writing.unlink(missing_ok=True)
+    records = (_record(task, successes[task.task_id], num_samples, stem) for task in tasks)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
 
 
 def _record(task: Task, num_correct: int, num_samples: int, stem: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -75,16 +75,15 @@ class TrainingRun:
             PeakMemory() as memory,
             InterruptGuard() as guard,
             session_for(self._config, self._config.learners),
-            self._logger() as logger,
+            closing(MetricsLogger(self._run_dir)) as logger,
         ):
             guard.take_over()  # Ray has installed its own handlers
-            workspace = prepare(self._config, self._run_dir)
             with self._console.status("starting the fleets"):
+                workspace = prepare(self._config, self._run_dir)
                 algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
             try:
-                self._restore(
-                    algorithm
-                )  # an interrupt in here saves nothing: the newest checkpoint is newer than the state
+                # an interrupt in here saves nothing: the newest checkpoint is newer than the state
+                self._restore(algorithm)
                 self._run_or_save(algorithm, logger, guard)
             finally:
                 algorithm.stop()
@@ -106,14 +105,6 @@ class TrainingRun:
             if not guard.is_torn:  # else learner and task sampler differ, and the checkpoint before is the valid one
                 self._save(algorithm)
             raise
-
-    @contextmanager
-    def _logger(self) -> Iterator[MetricsLogger]:
-        logger = MetricsLogger(self._run_dir)
-        try:
-            yield logger
-        finally:
-            logger.close()
 
     def _restore(self, algorithm: Algorithm) -> None:
         store = CheckpointStore(self._run_dir / "checkpoints")
