@@ -158,7 +158,7 @@ async def test_the_text_so_far_grows_to_what_the_turn_decodes_to(
     assert completion.text[len(seen[-1]) :].strip("\ufffd") == ""  # but for the beginning of a character at the end
 
 
-async def test_who_fails_to_look_fails_alone(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+async def test_a_callback_that_raises_fails_only_its_own_request(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     def fail(text: str) -> None:
         raise KeyError("oops")
 
@@ -189,7 +189,7 @@ def test_a_character_of_several_tokens_appears_when_it_is_whole(tokenizer: Polic
     assert turn.text == whole or whole.endswith("\ufffd")
 
 
-def test_bytes_that_are_no_characters_are_looked_at_seldom() -> None:
+def test_bytes_that_are_no_characters_are_decoded_seldom() -> None:
     num_decoded = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -210,7 +210,7 @@ def test_bytes_that_are_no_characters_are_looked_at_seldom() -> None:
     assert num_decoded < 400_000
 
 
-async def test_a_script_is_recited_at_its_pace() -> None:
+async def test_a_script_is_played_at_its_pace() -> None:
     script = "<think> é日🎉</think><search> Ana Bell</search>"
     tokenizer = ByteTokenizer()
     engine = ScriptedEngine({"a": [script, script], "b": [script]}, tokenizer.encode, token_latency_s=0.001)

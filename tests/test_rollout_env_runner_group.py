@@ -89,11 +89,11 @@ def pids(fleet: EnvRunnerGroup) -> list[int]:
     return fleet.foreach_env_runner(lambda runner: os.getpid())
 
 
-async def test_a_reciting_runner_plays_scripts_through_the_environment(policy_dir: Path) -> None:
+async def test_a_scripted_runner_plays_through_the_environment(policy_dir: Path) -> None:
     asked = request(0, temperature=0.0)
     script = ["<search> Riga</search>", "<answer> Latvia</answer>"]
     scripts = {asked.trajectory_id(index): script for index in range(2)}
-    runner = EnvRunner.recite(make_config(), policy_dir, OnePassage(), scripts)
+    runner = EnvRunner.scripted(make_config(), policy_dir, OnePassage(), scripts)
     summary = summarize(await runner.sample_group(asked))
     assert summary.rewards == (1.0, 1.0)
     assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)

@@ -60,7 +60,7 @@ def test_no_task_is_lost_or_doubled_whatever_happens(actions: list[str], seed: i
     assert not given_up & trained.keys()
 
 
-def test_training_an_issue_twice_is_seen() -> None:
+def test_training_an_issue_twice_is_counted() -> None:
     sampler = TaskSampler(TASKS, 0)
     issue = sampler.next()
     sampler.trained(issue)
@@ -68,7 +68,7 @@ def test_training_an_issue_twice_is_seen() -> None:
     assert sampler.counts()["doubled"] == 1
 
 
-def test_a_second_attempt_has_seeds_of_its_own() -> None:
+def test_a_second_attempt_has_other_seeds() -> None:
     sampler = TaskSampler(TASKS[:1], 0)
     issue = sampler.next()
     sampler.again(issue)

@@ -57,7 +57,7 @@ def text_of(trajectory: Trajectory, kind: TokenKind) -> str:
     return TOKENIZER.decode(trajectory.token_ids[trajectory.kinds == kind].tolist())
 
 
-async def test_every_token_has_the_kind_of_who_wrote_it() -> None:
+async def test_every_token_has_the_kind_of_its_author() -> None:
     trajectory = await run([SEARCH, ANSWER])
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert trajectory.reward == 1.0
@@ -123,7 +123,7 @@ async def test_a_reward_may_be_any_finite_number(reward: Any) -> None:
     assert type((await run([ANSWER], env_class=Plain)).reward) is float
 
 
-async def test_what_is_no_result_and_no_action_is_named() -> None:
+async def test_a_wrong_result_or_action_is_named_in_the_error() -> None:
     class NoResult(SearchEnv):
         async def step(self, queries: list[str]) -> Any:
             return "found"
@@ -208,7 +208,7 @@ async def test_retrieval_overlaps_with_sampling() -> None:
     assert trajectory.metrics["time/retrieval_s"] == first.latency_s + second.latency_s + third.latency_s
 
 
-async def test_an_environment_that_does_not_look_is_not_shown_the_turn() -> None:
+async def test_an_environment_without_peek_gets_no_partial_text() -> None:
     class Blind(TextEnv):
         num_closed = 0
 
@@ -243,7 +243,7 @@ async def test_an_environment_that_does_not_look_is_not_shown_the_turn() -> None
     assert blind.num_closed == 1
 
 
-async def test_an_environment_that_cannot_bear_to_look_ends_its_own_trajectory() -> None:
+async def test_a_peek_that_raises_ends_its_own_trajectory() -> None:
     class Faulty(SearchEnv):
         def peek(self, partial: str) -> None:
             raise KeyError("oops")
@@ -253,7 +253,7 @@ async def test_an_environment_that_cannot_bear_to_look_ends_its_own_trajectory()
     assert "oops" in trajectory.error
 
 
-async def test_a_trajectory_that_is_cancelled_leaves_nothing_under_way() -> None:
+async def test_a_cancelled_trajectory_leaves_no_task_running() -> None:
     retriever = SlowRetriever()
     engine = ScriptedEngine({"x": ["<search>a\nb\n</search>"]}, TOKENIZER.encode, token_latency_s=0.01)
     trajectory = asyncio.create_task(play(make_env(retriever), engine.generate))

@@ -1,4 +1,4 @@
-"""The whole loop on a world of a few sentences: it learns, repeats itself, resumes exactly, and stops when told to."""
+"""The whole loop on a world of eight sentences: it learns, is reproducible, resumes exactly, and stops on a signal."""
 
 import os
 import random
@@ -162,7 +162,7 @@ INTERRUPTS = {
 @pytest.mark.parametrize(
     "place", [place if "RL" in place else pytest.param(place, marks=pytest.mark.slow) for place in INTERRUPTS]
 )
-def test_an_interrupted_run_resumes_as_if_nothing_had_happened(
+def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
     files: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     config = make_config(files, SHORT)
@@ -220,7 +220,7 @@ def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
             built.evaluate()
 
 
-def test_what_a_group_did_not_count_is_zero_in_the_mean() -> None:
+def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
     def finished(**means: float) -> FinishedGroup:
         request = GroupRequest(Issue("t#0", Task("t", "?", ("a",)), 0), 2, 1.0)
         summary = GroupSummary((1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})

@@ -1,4 +1,4 @@
-"""Groups whose rewards are all alike make way for others, and which make a batch does not depend on who comes first."""
+"""Dynamic sampling: groups whose rewards are all equal are replaced, and batches depend on the order of tasks only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_batch_depends_on_the_order_of_tasks_alone(are_flat: list[bool], size:
     assert len(set_aside) <= allowed
 
 
-def test_what_is_set_aside_goes_stale_too() -> None:
+def test_groups_that_are_set_aside_become_stale() -> None:
     buffer = GroupBuffer(1, 4)
     for number, is_flat in enumerate((True, False, True)):
         buffer.add(finished(number, is_flat))
@@ -75,7 +75,7 @@ def test_what_is_set_aside_goes_stale_too() -> None:
     assert buffer.drop_set_aside() == []
 
 
-def test_a_group_of_which_nothing_was_sampled_does_not_age() -> None:
+def test_a_group_without_sampled_tokens_does_not_become_stale() -> None:
     buffer = GroupBuffer(0)
     group = finished(0, False)
     buffer.add(replace(group, summary=replace(group.summary, oldest_version=-1)))
@@ -83,7 +83,7 @@ def test_a_group_of_which_nothing_was_sampled_does_not_age() -> None:
     assert ids(buffer.take(1)) == ["000"]
 
 
-def test_only_dapo_samples_anew_unless_told() -> None:
+def test_only_dapo_uses_dynamic_sampling_by_default() -> None:
     def allowed(**training: object) -> int:
         return max_set_aside(AlgorithmConfig().training(train_batch_size=4, **training).freeze())
 
@@ -92,7 +92,7 @@ def test_only_dapo_samples_anew_unless_told() -> None:
     assert allowed(algorithm="grpo", options={"max_sampled_batches": 3}) == 2 * 4
 
 
-def test_a_policy_that_never_answers_meets_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_sampling_stops_at_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
     options = {"max_sampled_batches": 3}
     config = make_config(

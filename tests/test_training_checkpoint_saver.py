@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the learner goes on: of the state at which they were begun, one at a time."""
+"""Checkpoints that are written while the learner continues: they hold the state at which they were begun."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return disk
 
 
-def test_the_learner_goes_on_while_its_state_of_before_is_written(
+def test_the_learner_continues_while_its_earlier_state_is_written(
     learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
 ) -> None:
     saver = CheckpointSaver(store, learners)
@@ -97,7 +97,7 @@ def test_the_learner_goes_on_while_its_state_of_before_is_written(
     assert_same(update(learners), third)
 
 
-def test_what_could_not_be_written_is_raised_when_somebody_looks(
+def test_a_write_error_is_raised_by_the_next_call(
     learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
 ) -> None:
     saver = CheckpointSaver(store, learners)

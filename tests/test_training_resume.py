@@ -1,4 +1,4 @@
-"""A run that dies at step k and is resumed ends, to the bit, with the parameters of one that nothing happened to."""
+"""A run that dies at step k and is resumed ends with the same parameters, bit by bit, as an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs at the edge of what makes sense: one task, groups of one, nothing to learn, an end by SIGTERM."""
+"""Runs with one task, groups of one or nothing to learn; evaluation of a run; interrupts and SIGTERM."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def never_a_number(task: Task, answer: str) -> float:
     return float("nan")
 
 
-def test_demonstrations_that_failed_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     whole, failed = make_groups(0, num_groups=2)
     broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)
     kept, num_decisions = learnable([whole, replace(failed, trajectories=broken)])
@@ -76,7 +76,7 @@ def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_p
         execute(config, tmp_path / "run")
 
 
-def test_a_failure_that_is_not_the_tasks_is_told_before_all_of_them_failed(
+def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragr1_actors.training.algorithm.HOPELESS_TASKS", 3)
@@ -98,7 +98,7 @@ def idle_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return run_dir, *execute(config, run_dir)
 
 
-def test_an_iteration_that_learned_nothing_is_told_once(idle_run: tuple[Path, RunReport, str]) -> None:
+def test_iterations_without_learning_are_reported_once(idle_run: tuple[Path, RunReport, str]) -> None:
     run_dir, _, printed = idle_run
     assert printed.count("nothing learned") == 1
     assert "no group with different rewards: nothing learned in iteration 1\n" in printed
@@ -153,7 +153,7 @@ def test_a_task_file_of_one_task_leaves_none_to_hold_out(files: Path, tmp_path: 
     assert refused.startswith(f"error: {tmp_path / 'one.json'}"), refused
 
 
-def test_which_signal_it_was() -> None:
+def test_the_exit_status_tells_the_signals_apart() -> None:
     with InterruptGuard() as guard:
         with pytest.raises(TerminationError) as terminated, guard.held():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +166,7 @@ def test_which_signal_it_was() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_second_interrupt_in_a_held_block_leaves_states_apart() -> None:
+def test_a_second_interrupt_in_a_held_block_marks_the_guard_as_torn() -> None:
     with InterruptGuard() as guard:
         with pytest.raises(KeyboardInterrupt), guard.held():
             os.kill(os.getpid(), signal.SIGINT)

@@ -103,7 +103,7 @@ class EnvRunner:
         return runner
 
     @classmethod
-    def recite(
+    def scripted(
         cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
     ) -> Self:
         """Return a runner that plays ``scripts``, turns by trajectory id, instead of a policy; no model is loaded."""

@@ -163,8 +163,8 @@ class Sampler:
         return asyncio.run(self._play(requests, turns))
 
     async def _play(self, requests: list[GroupRequest], turns: dict[str, Sequence[str]]) -> list[TrajectoryGroup]:
-        reciter = EnvRunner.recite(self._config, self._policy_dir, self._retrievers.retriever(), turns)
-        return await asyncio.gather(*(reciter.sample_group(request) for request in requests))
+        runner = EnvRunner.scripted(self._config, self._policy_dir, self._retrievers.retriever(), turns)
+        return await asyncio.gather(*(runner.sample_group(request) for request in requests))
 
     def metrics(self) -> dict[str, float]:
         """Health and load of both fleets: ``{"env_runners/num_healthy": 8.0, "retrieval/retriever_busy": 0.3, ...}``.
