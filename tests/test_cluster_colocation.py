@@ -29,6 +29,7 @@ from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.data import prepare
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 
@@ -208,7 +209,7 @@ def test_a_run_with_evaluations_and_checkpoints(
     assert by_value.util.placement_group_table() == {} or all(
         group["state"] == "REMOVED" for group in by_value.util.placement_group_table().values()
     )
-    algorithm = Algorithm.create(config, tmp_path / "run")
+    algorithm = Algorithm.start(config, tmp_path / "run", prepare(config, tmp_path / "run"))
     try:
         algorithm.restore()
         train(algorithm, 4)
