@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -75,21 +73,16 @@ def actor_processes() -> list[int]:
     return found
 
 
-@contextmanager
-def once_three_shards_are_there(act: Callable[[], None]) -> Iterator[None]:
-    """Call ``act`` when one of two actors is to be handed the fifth shard, however fast they are."""
+def after_three_shards(act: Callable[[], None]) -> Callable[[int], None]:
+    """Return an ``advance`` that calls ``act`` when the third shard is reported."""
     calls: list[int] = []
-    hand_out = embedding_fleet._Fleet._hand_out
 
-    def counted(fleet: Any, actor: Any, waiting: deque[int]) -> None:
-        calls.append(waiting[0])
-        if len(calls) == 5:
+    def advance(num_rows: int) -> None:
+        calls.append(num_rows)
+        if len(calls) == 3:
             act()
-        hand_out(fleet, actor, waiting)
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(embedding_fleet._Fleet, "_hand_out", counted)
-        yield
+    return advance
 
 
 def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path) -> None:
@@ -114,16 +107,15 @@ def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_actors_write_what_this_process_would(
-    ray_local: ModuleType, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_actors_write_what_this_process_would(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
     store.write(2, world.vectors[32:48])
     before = (tmp_path / "shard-000002.npy").stat().st_mtime_ns
-    fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5)
+    reported: list[int] = []
+    fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=reported.append)
     world.check(store)
     assert (tmp_path / "shard-000002.npy").stat().st_mtime_ns == before
-    assert "3000/3000" in capsys.readouterr().out
+    assert sum(reported) == store.header.count - len(store.rows(2))
     assert wait_for(lambda: not actor_processes(), 20)
 
 
@@ -154,8 +146,7 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
         killed.append(actor_processes()[0])
         os.kill(killed[0], signal.SIGKILL)
 
-    with once_three_shards_are_there(kill):
-        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5)
+    fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=after_three_shards(kill))
     assert killed
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
 
@@ -164,11 +155,9 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
 @pytest.mark.slow
 def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        once_three_shards_are_there(lambda: os.kill(os.getpid(), signal.SIGINT)),
-    ):
-        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5)
+    advance = after_three_shards(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=advance)
     assert wait_for(lambda: not actor_processes(), 20)
     again = EmbeddingStore.create(tmp_path, store.header)
     assert 0 < len(again.missing()) < again.num_shards
@@ -217,7 +206,7 @@ def test_actors_that_die_again_and_again_end_it(ray_local: ModuleType, world: Wo
     thread = threading.Thread(target=kill_all)
     thread.start()
     try:
-        with pytest.raises(FleetError, match="6 actors that encode the corpus died one after the other"):
+        with pytest.raises(FleetError, match="the actor of one shard died 6 times while it encoded the corpus"):
             fill_store(world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
     finally:
         stop.set()

@@ -1,14 +1,17 @@
-"""The vectors of a corpus on disk while an index is built: shards that are whole or absent. Pure.
+"""The vectors of a corpus while its index is built: a store on disk, and the Ray actors that fill it.
 
 ::
 
     embeddings/
       store.json           StoreHeader: of which corpus, by which encoder
       shard-000000.npy     rows 0 to rows_per_shard - 1, float32 or float16 [rows, dimension]
-      shard-000001.npy     ...; the last one may be shorter
+      shard-000001.npy     ...; the last shard may be shorter
 
-A shard gets its name by a rename once all of it is on disk, so whoever was interrupted goes on with the missing ones,
-and several processes may fill one store.
+    fill_store ──► missing shards ──► EmbeddingActor ──► shard-000007.npy      every node sees corpus and store
+
+A shard gets its name by a rename once it is on disk whole. An interrupted build therefore continues with the missing
+shards, and several processes can fill one store. Vectors do not pass through the driver. Two actors per GPU
+(``num_gpus_per_actor=0.5``) keep it busy while one of them tokenizes.
 """
 
 from __future__ import annotations
@@ -16,27 +19,35 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
-from ragr1_actors.core.files import is_no_room
+from ragr1_actors.core.files import is_no_room, sync, sync_tree
+from ragr1_actors.core.text import first_problem
 from retrieval.corpora.corpus import Corpus
 
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
 
 HEADER_FILE = "store.json"
+START_TIMEOUT_S = 600.0
+"""Seconds that the first actor may take to start; a cluster may have to grow."""
+MAX_DEATHS = 5
+"""Times that Ray starts one shard again after its actor died."""
 _WRITING = ".writing-"
+_BLOCK_ROWS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StoreHeader:
     """What the vectors of a store are."""
 
@@ -49,7 +60,7 @@ class StoreHeader:
     dtype: str = "float32"
     """``float32`` or ``float16``, on disk."""
     rows_per_shard: int = 4096
-    """What is lost, per process, by an interruption."""
+    """The work that one interrupted process loses."""
 
 
 class StoredVectors:
@@ -75,19 +86,19 @@ class StoredVectors:
 
 
 class EmbeddingStore:
-    """A directory with the vectors of a corpus, complete or on the way there."""
+    """A directory with the vectors of a corpus, complete or incomplete."""
 
     def __init__(self, directory: Path, header: StoreHeader) -> None:
-        """Hold a directory; use ``create`` or ``open``."""
+        """Wrap a directory; use ``create`` or ``open``."""
         self.directory = directory
         self.header = header
 
     @classmethod
     def create(cls, directory: str | Path, header: StoreHeader) -> Self:
-        """Begin a store, or go on with the one that is there. No other process may be writing to it.
+        """Create a store, or open the existing one. No other process may be writing to it.
 
         Raises:
-            DataError: the one that is there is of another corpus or encoder.
+            DataError: the existing store is of another corpus or encoder.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +111,7 @@ class EmbeddingStore:
                 differing = ", ".join(f"{name} {kept[name]!r}" for name in kept if kept[name] != wanted[name])
                 raise DataError(
                     f"{directory} holds vectors of another corpus or encoder ({differing} differs); remove it to "
-                    "encode anew"
+                    "encode again"
                 )
             return store
         content = json.dumps(asdict(header), indent=2) + "\n"
@@ -109,20 +120,21 @@ class EmbeddingStore:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Open a store that was created.
+        """Open an existing store.
 
         Raises:
-            DataError: there is none, or its header is damaged.
+            DataError: the directory holds no store, or its header is damaged.
         """
         path = Path(directory) / HEADER_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: no readable header of stored vectors ({error}); remove the directory") from error
-        expected = {field.name for field in fields(StoreHeader)}
-        if not isinstance(content, dict) or set(content) != expected:
-            raise DataError(f"{path}: expected the keys {', '.join(sorted(expected))}; remove the directory")
-        return cls(Path(directory), StoreHeader(**content))
+        try:
+            return cls(Path(directory), TypeAdapter(StoreHeader).validate_python(content))
+        except ValidationError as error:
+            key, _, problem = first_problem(error)
+            raise DataError(f"{path}: damaged header ({key}: {problem}); remove the directory") from error
 
     @property
     def num_shards(self) -> int:
@@ -135,7 +147,7 @@ class EmbeddingStore:
         return range(start, min(start + self.header.rows_per_shard, self.header.count))
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that are not there, or not whole."""
+        """Return the numbers of the shards that are missing or not whole."""
         return [number for number in range(self.num_shards) if self._map(number) is None]
 
     def write(self, number: int, vectors: NDArray[np.float32]) -> None:
@@ -143,7 +155,7 @@ class EmbeddingStore:
 
         Raises:
             DataError: NaN or infinity.
-            OSError: it cannot be written; ``ENOSPC`` where there is no room. Nothing is left behind.
+            OSError: it cannot be written; ``ENOSPC`` where there is no room. No partial file remains.
         """
         rows = self.rows(number)
         if vectors.shape != (len(rows), self.header.dimension):
@@ -183,19 +195,18 @@ class EmbeddingStore:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a file, or a folder with all in it, its final name once it is on disk.
+    """Rename a file or a folder to its final name once it is on disk whole.
 
     Raises:
         OSError: it could not be written out or renamed.
     """
-    for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+    sync_tree(partial)
     partial.replace(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _write_durably(path: Path, write: Any) -> None:
-    # A name of its own: an actor that was given up may still be writing the same shard.
+    # A unique name: an actor that Ray gave up may still be writing the same shard.
     partial = path.with_name(f"{path.name}{_WRITING}{secrets.token_hex(4)}")
     try:
         with partial.open("wb") as file:
@@ -205,24 +216,9 @@ def _write_durably(path: Path, write: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-START_TIMEOUT_S = 600.0
-"""For the first actor; a cluster may have to grow."""
-MAX_DEATHS_IN_A_ROW = 5
-"""Of actors, without one shard written in between."""
-_BLOCK_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True)
+@plain_dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """What an actor that encodes a corpus is made with."""
+    """The arguments of an actor that encodes a corpus."""
 
     store_dir: str
     corpus_dir: str
@@ -235,18 +231,18 @@ class EmbeddingSettings:
 
 
 class EmbeddingActor:
-    """What ``ray.remote`` makes an actor of."""
+    """Encodes shards; ``fill_store`` starts it with ``ray.remote``."""
 
     def __init__(self, settings: EmbeddingSettings) -> None:
-        """Load nothing yet: an error of a constructor reaches the caller as text only."""
+        """Load nothing yet: Ray reports an error of a constructor as text only."""
         self._settings = settings
         self._open: tuple[EmbeddingStore, Corpus, Encoder] | None = None
 
     def ping(self) -> None:
-        """Answer: the actor has started."""
+        """Return once the actor has started."""
 
-    def fill(self, number: int) -> None:
-        """Encode and write a shard.
+    def fill(self, number: int) -> int:
+        """Encode and write a shard; return its number.
 
         Raises:
             DataError: no usable corpus, store or encoder on this node.
@@ -254,10 +250,11 @@ class EmbeddingActor:
         if self._open is None:
             self._open = self._load()
         fill_shard(*self._open, number)
+        return number
 
     def _load(self) -> tuple[EmbeddingStore, Corpus, Encoder]:
         settings = self._settings
-        # Tokens are made by the threads that then wait for a GPU.
+        # The threads that tokenize are the threads that then wait for a GPU.
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(settings.num_threads)
         from retrieval.encoders.encoder import Encoder, set_encoder_threads
@@ -274,16 +271,16 @@ def fill_shard(
     number: int,
     advance: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Encode the passages of a shard and write it; ``advance`` is told how many rows were encoded.
+    """Encode the passages of a shard and write it; ``advance`` gets the number of encoded rows.
 
     Raises:
-        DataError: another encoder than the store's, or a vector that holds NaN.
+        DataError: the encoder is not the store's, or a vector holds NaN.
         OSError: the shard cannot be written.
     """
     if encoder.fingerprint != store.header.encoder_fingerprint:
         raise DataError(
             f"encoder {encoder.name!r} has fingerprint {encoder.fingerprint[:12]}, but the vectors so far are of "
-            f"{store.header.encoder_fingerprint[:12]}; its files differ or changed, so make them the same everywhere"
+            f"{store.header.encoder_fingerprint[:12]}; its files differ or changed, so copy the same files to all nodes"
         )
     rows = store.rows(number)
     vectors = np.empty((len(rows), store.header.dimension), np.float32)
@@ -307,23 +304,23 @@ def fill_store(
     encoder: Encoder | None = None,
     advance: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Encode the passages of all shards that the store lacks. Interrupted, the shards written so far stay.
+    """Encode the passages of all missing shards. Shards written before an interruption remain.
 
     Args:
         store: made by ``EmbeddingStore.create``.
         corpus_dir: with ``corpus.arrow`` and ``corpus.ids``.
         encoder_name: a folder or hub name, the same on every node.
-        num_actors: of the Ray session of this process; 0 encodes here.
-        num_cpus_per_actor: also its threads, rounded down, at least one.
+        num_actors: actors in the Ray session of this process; 0 encodes in this process.
+        num_cpus_per_actor: also the number of threads, rounded down, at least 1.
         num_gpus_per_actor: a fraction shares a GPU.
         device: ``cpu`` or ``cuda``.
         dtype: of the encoder's weights.
-        encoder: the same one, loaded already; used where no actors are asked for.
+        encoder: the same encoder, already loaded; used with ``num_actors=0``.
         advance: called with the number of rows that were encoded since its last call.
 
     Raises:
-        DataError: an encoder that cannot be loaded or is not the store's, or a vector that holds NaN.
-        FleetError: no actor starts, or they die again and again.
+        DataError: the encoder cannot be loaded or is not the store's, or a vector holds NaN.
+        FleetError: no actor starts, or the actors of one shard die more than ``MAX_DEATHS`` times.
         OSError: a shard cannot be written.
     """
     missing = store.missing()
@@ -336,7 +333,8 @@ def fill_store(
             dtype,
             max(1, int(num_cpus_per_actor)),
         )
-        _Fleet(settings, num_actors, num_cpus_per_actor, num_gpus_per_actor).fill(store, missing, advance)
+        resources = {"num_cpus": num_cpus_per_actor, "num_gpus": num_gpus_per_actor}
+        _fill_by_actors(store, missing, settings, num_actors, resources, advance)
     elif missing:
         from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
 
@@ -346,80 +344,46 @@ def fill_store(
             fill_shard(store, corpus, encoder, number, advance)
 
 
-class _Fleet:
-    """Actors, each busy with one shard."""
+def _fill_by_actors(
+    store: EmbeddingStore,
+    missing: list[int],
+    settings: EmbeddingSettings,
+    num_actors: int,
+    resources: dict[str, float],
+    advance: Callable[[int], None],
+) -> None:
+    import ray
+    from ray.util import ActorPool
 
-    def __init__(self, settings: EmbeddingSettings, num_actors: int, num_cpus: float, num_gpus: float) -> None:
-        self._settings = settings
-        self._num_actors = num_actors
-        self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-        self._busy: dict[Any, tuple[Any, int]] = {}
+    # The pool hands out shards; Ray restarts an actor that died and repeats its shard.
+    actor_class = ray.remote(EmbeddingActor).options(max_restarts=-1, max_task_retries=MAX_DEATHS, **resources)
+    actors: list[Any] = [actor_class.remote(settings) for _ in range(min(num_actors, len(missing)))]
+    try:
+        _wait_for_first(actors, resources)
+        for number in ActorPool(actors).map_unordered(lambda actor, number: actor.fill.remote(number), missing):
+            advance(len(store.rows(number)))
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RagR1Error) or is_no_room(cause):
+            raise cause from None
+        raise FleetError(f"encoding the corpus failed in an actor: {cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise FleetError(
+            f"the actor of one shard died {MAX_DEATHS + 1} times while it encoded the corpus "
+            f"({str(error).strip().splitlines()[0]}); give each actor more memory, then run the build again"
+        ) from error
+    finally:  # also on Ctrl-C: a shard that is being written has no name yet
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
 
-    def fill(self, store: EmbeddingStore, missing: list[int], advance: Callable[[int], None]) -> None:
-        import ray
 
-        waiting = deque(missing)
-        actors: list[Any] = []
-        num_deaths = 0
-        try:
-            for _ in range(min(self._num_actors, len(missing))):
-                actors.append(self._start())
-            self._wait_for_one(actors)
-            for actor in actors:
-                self._hand_out(actor, waiting)
-            while self._busy:
-                done, _ = ray.wait(list(self._busy), num_returns=1)
-                actor, number = self._busy.pop(done[0])
-                try:
-                    ray.get(done[0])
-                except ray.exceptions.RayError as error:
-                    num_deaths += 1
-                    self._check_death(error, num_deaths)
-                    waiting.appendleft(number)
-                    actors.remove(actor)
-                    ray.kill(actor, no_restart=True)  # it may merely be out of reach
-                    actor = self._start()
-                    actors.append(actor)
-                else:
-                    num_deaths = 0
-                    advance(len(store.rows(number)))
-                if waiting:
-                    self._hand_out(actor, waiting)
-        finally:  # also on Ctrl-C: a shard that is being written has not got its name yet
-            for actor in actors:
-                ray.kill(actor, no_restart=True)
+def _wait_for_first(actors: list[Any], resources: dict[str, float]) -> None:
+    import ray
 
-    def _start(self) -> Any:
-        import ray
-
-        return ray.remote(EmbeddingActor).options(max_restarts=0, **self._resources).remote(self._settings)
-
-    def _hand_out(self, actor: Any, waiting: deque[int]) -> None:
-        number = waiting.popleft()
-        self._busy[actor.fill.remote(number)] = (actor, number)
-
-    def _wait_for_one(self, actors: list[Any]) -> None:
-        import ray
-
-        started, _ = ray.wait([actor.ping.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
-        if not started:
-            wanted = ", ".join(f"{name}={number:g}" for name, number in self._resources.items())
-            raise FleetError(
-                f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or "
-                "give the cluster more"
-            )
-
-    def _check_death(self, error: Exception, num_deaths: int) -> None:
-        """Raise what an actor raised, or that too many of them died; return where one simply died."""
-        import ray
-
-        if isinstance(error, ray.exceptions.RayTaskError):
-            cause = error.cause
-            if isinstance(cause, RagR1Error) or is_no_room(cause):
-                raise cause from None
-            raise FleetError(f"encoding the corpus failed in an actor: {cause!r}") from error
-        if num_deaths > MAX_DEATHS_IN_A_ROW:
-            first_line = str(error).strip().splitlines()[0]
-            raise FleetError(
-                f"{num_deaths} actors that encode the corpus died one after the other: {first_line}"
-            ) from error
+    started, _ = ray.wait([actor.ping.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
+    if not started:
+        wanted = ", ".join(f"{name}={number:g}" for name, number in resources.items())
+        raise FleetError(
+            f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give "
+            "the cluster more"
+        )

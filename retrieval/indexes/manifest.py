@@ -1,13 +1,15 @@
-"""What an index directory holds, and the checks that its parts belong together.
+"""What an index directory holds (``Manifest``), the index types, and the options of each type.
 
 ::
 
     index/
-      manifest.json         this file's subject; written last
-      corpus.arrow          the passages, a row each            corpus.ids   id -> row
-      encoder/              only for ``static``: the encoder made from the corpus
+      manifest.json         written last by ``retrieval.build``, read by every retriever
+      corpus.arrow          the passages, one row each          corpus.ids   id -> row
+      encoder/              only with ``static``: the encoder made from the corpus
       shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
       bm25/                 the inverted index                  (bm25 and hybrid)
+
+Imports no faiss: a recipe's options are checked without it.
 """
 
 from __future__ import annotations
@@ -15,21 +17,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.text import nearest
+from ragr1_actors.core.text import first_problem, nearest
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
+BM25 = "bm25"
+HYBRID = "hybrid"
+FLAT = "flat"
+
+STRICT = ConfigDict(extra="forbid")
+"""Of what is read from an index directory: an unknown key is an error."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FileRecord:
     """A file of the directory: ``FileRecord("shard-0000.faiss", 307200045, "9f2c...")``."""
 
@@ -46,10 +58,10 @@ class FileRecord:
         return cls(name, path.stat().st_size, fingerprint_file(path))
 
     def check(self, directory: Path) -> None:
-        """Compare the file with what it was when the index was built.
+        """Compare the file with the record made at the build.
 
         Raises:
-            DataError: it is missing, truncated or another one.
+            DataError: the file is missing, truncated, or another file.
         """
         path = directory / self.name
         if not path.is_file():
@@ -65,7 +77,7 @@ class FileRecord:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Shard:
     """Vectors of the rows ``start`` to ``start + count - 1``, in one file."""
 
@@ -74,23 +86,23 @@ class Shard:
     file: FileRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Manifest:
-    """What an index directory holds, and what it must be used with."""
+    """What an index directory holds, and which encoder its vectors need."""
 
     index_type: str
-    """A key of ``retrieval.index.INDEX_TYPES``, ``bm25`` or ``hybrid``."""
+    """A key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``."""
     count: int
     """Passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file that is no shard: ids, inverted index."""
+    """Every other file except the shards: ids, inverted index."""
     metric: str = ""
-    """``inner_product``, of vectors of length 1; empty for ``bm25``, as is all that follows."""
+    """``inner_product``, of vectors of length 1. Empty for ``bm25``, and so are all fields below."""
     vector_type: str = ""
-    """The dense part of a ``hybrid``; else the index type itself."""
+    """The type of the vectors: that of the dense part of a ``hybrid`` index, else ``index_type``."""
     encoder: str = ""
-    """A folder relative to the index directory, a folder, or a hub name."""
+    """A folder relative to the index directory, a folder elsewhere, or a hub name."""
     encoder_fingerprint: str = ""
     pooling: str = ""
     """Of the encoder: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
@@ -101,20 +113,20 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Name of the evidence itself, 12 hexadecimal digits: equal for two directories that answer alike."""
+        """Name of the evidence, 12 hexadecimal digits: equal for two directories that give equal answers."""
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
         parts += [shard.file.fingerprint for shard in self.shards] + [file.fingerprint for file in self.files]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     @property
     def is_dense(self) -> bool:
-        """Whether there are vectors."""
+        """Whether the index has vectors."""
         return bool(self.shards)
 
     @property
     def has_bm25(self) -> bool:
-        """Whether there is an inverted index."""
-        return self.index_type in ("bm25", "hybrid")
+        """Whether the index has an inverted index."""
+        return self.index_type in (BM25, HYBRID)
 
     def write(self, directory: Path) -> None:
         """Write ``directory/manifest.json``."""
@@ -126,7 +138,7 @@ class Manifest:
         """Read ``directory/manifest.json``.
 
         Raises:
-            DataError: there is none, it is damaged, or another version of the project wrote it.
+            DataError: the file is missing, damaged, or written by another version of the project.
         """
         path = Path(directory) / MANIFEST_FILE
         if not path.is_file():
@@ -135,25 +147,29 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: not valid JSON ({error}); build the index again") from error
-        version = content.get("format_version") if isinstance(content, dict) else None
-        if version != FORMAT_VERSION:
-            raise DataError(f"{path}: got format version {version}, expected {FORMAT_VERSION}; build the index again")
-        try:
-            manifest = _from_json(content)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{path}: damaged ({error}); build the index again") from error
-        if content["version"] != manifest.version:
+        format_version = content.pop("format_version", None) if isinstance(content, dict) else None
+        if format_version != FORMAT_VERSION:
             raise DataError(
-                f"{path}: says version {content['version']}, but its parts make {manifest.version}; it was edited, so "
-                "build the index again"
+                f"{path}: got format version {format_version}, expected {FORMAT_VERSION}; build the index again"
+            )
+        version = content.pop("version", None)
+        try:
+            manifest = TypeAdapter(Manifest).validate_python(content)
+        except ValidationError as error:
+            key, found, problem = first_problem(error)
+            raise DataError(f"{path}: damaged ({key}: {problem}, got {found!r:.80}); build the index again") from error
+        if version != manifest.version:
+            raise DataError(
+                f"{path}: records version {version}, but its parts make {manifest.version}; it was edited, so build "
+                "the index again"
             )
         return manifest
 
     def check_encoder(self, name: str, fingerprint: str, dimension: int) -> None:
-        """Compare an encoder with the one the index was built with.
+        """Compare an encoder with the encoder of the index.
 
         Raises:
-            DataError: it is another one: its vectors would find passages at random.
+            DataError: they differ; vectors of another encoder find passages at random.
         """
         if (fingerprint, dimension) != (self.encoder_fingerprint, self.dimension):
             raise DataError(
@@ -163,64 +179,26 @@ class Manifest:
             )
 
     def check_files(self, directory: str | Path) -> None:
-        """Compare every file but the shards, which are checked as they are opened.
+        """Compare every file except the shards, which are checked when they are opened.
 
         Raises:
-            DataError: one is missing, truncated or changed.
+            DataError: a file is missing, truncated or changed.
         """
         for file in (self.corpus, *self.files):
             file.check(Path(directory))
 
 
-def _from_json(content: dict[str, Any]) -> Manifest:
-    values = {key: value for key, value in content.items() if key not in ("format_version", "version")}
-    expected = {field.name for field in fields(Manifest)}
-    if set(values) != expected:
-        raise ValueError(f"keys missing or unknown: {', '.join(sorted(set(values) ^ expected))}")
-    values["corpus"] = _file(values["corpus"])
-    values["files"] = tuple(_file(file) for file in values["files"])
-    values["shards"] = tuple(
-        Shard(_int(shard["start"]), _int(shard["count"]), _file(shard["file"])) for shard in values["shards"]
-    )
-    for name in ("count", "dimension"):
-        _int(values[name])
-    for name in ("index_type", "metric", "vector_type", "encoder", "encoder_fingerprint", "pooling"):
-        _str(values[name])
-    return Manifest(**values)
-
-
-def _file(values: dict[str, Any]) -> FileRecord:
-    return FileRecord(_str(values["name"]), _int(values["num_bytes"]), _str(values["fingerprint"]))
-
-
-def _int(value: Any) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"got {value!r}, expected a whole number")
-    return value
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"got {value!r}, expected text")
-    return value
-
-
-BM25 = "bm25"
-HYBRID = "hybrid"
-FLAT = "flat"
-
-
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class Option:
     """A whole number that a user may set."""
 
     default: int
     low: int
-    """The least that makes sense."""
+    """The smallest legal value."""
     summary: str
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class IndexType:
     """A way to keep vectors."""
 
@@ -233,22 +211,22 @@ _NUM_PROBES = Option(0, 0, "lists that a query looks into; 0 is a sixteenth of t
 _REFINE_FACTOR = Option(8, 1, "candidates that are scored again for each passage asked for")
 
 INDEX_TYPES: dict[str, IndexType] = {
-    FLAT: IndexType("exact; 4 bytes a number"),
-    "fp16": IndexType("every vector is scanned; 2 bytes a number"),
-    "sq8": IndexType("every vector is scanned; 1 byte a number"),
+    FLAT: IndexType("exact; 4 bytes per number"),
+    "fp16": IndexType("every vector is scanned; 2 bytes per number"),
+    "sq8": IndexType("every vector is scanned; 1 byte per number"),
     "pq": IndexType(
-        "every vector is scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes a number",
+        "every vector is scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number",
         {"refine_factor": _REFINE_FACTOR},
     ),
     "ivf": IndexType(
-        "the nearest lists are scanned; 4 bytes a number", {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES}
+        "the nearest lists are scanned; 4 bytes per number", {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES}
     ),
     "ivf_pq": IndexType(
-        "the nearest lists are scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes a number",
+        "the nearest lists are scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number",
         {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES, "refine_factor": _REFINE_FACTOR},
     ),
     "hnsw": IndexType(
-        "a graph of neighbours is walked; 4 bytes a number and 8 * m a vector",
+        "a graph of neighbours is walked; 4 bytes per number and 8 * m per vector",
         {
             "m": Option(32, 2, "neighbours of a vector. Set at the build"),
             "ef_construction": Option(200, 1, "candidates for these neighbours. Set at the build"),
@@ -259,10 +237,10 @@ INDEX_TYPES: dict[str, IndexType] = {
 """By the names that users type."""
 
 RETRIEVER_OPTIONS: dict[str, Option] = {
-    "rerank_candidates": Option(20, 1, "passages that a reranker orders anew for each query"),
+    "rerank_candidates": Option(20, 1, "passages per query that a reranker orders again"),
     "fusion_depth": Option(100, 1, "passages of each ranking that a hybrid index fuses"),
 }
-"""Of a retriever over any index. One table of options goes to builder, index and retriever; each takes its own."""
+"""Options of a retriever over any index type. Builder, index and retriever get the same mapping; each reads its own."""
 
 
 def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]:
@@ -273,10 +251,10 @@ def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]
         options: of the index type or of ``RETRIEVER_OPTIONS``.
 
     Returns:
-        Every option there is for the type.
+        The value of every option of the type.
 
     Raises:
-        ConfigError: an unknown type, an unknown option, or a value that makes no sense.
+        ConfigError: an unknown type, an unknown option, or an illegal value.
     """
     if index_type != BM25 and index_type not in INDEX_TYPES:
         raise ConfigError(f"unknown index type {index_type!r}{nearest(index_type, INDEX_TYPES)}")
