@@ -1,4 +1,4 @@
-"""The retriever protocols: what an environment knows of retrieval, and what stands behind it in one process."""
+"""The retriever protocols, the passages they return, and the retrievers that a recipe names by ``retrieval.type``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Hits(list[Passage]):
 
         Args:
             passages: best first.
-            is_cached: answered from a cache, nothing was searched.
+            is_cached: whether the answer is from a cache.
             index_version: ``Manifest.version`` of the index that was searched, or another name for the source.
         """
         super().__init__(passages)
@@ -63,7 +63,7 @@ class BatchRetriever(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """Return what there is to know of it; ``version`` names the evidence."""
+        """Return facts about the retriever for logs; ``version`` names the evidence."""
         ...
 
 
@@ -79,5 +79,5 @@ SHARED_KEYS = {"http": ("timeout_s", "max_retries", "cache_size"), "web": ("time
 
 
 def needs_index(retrieval_type: str) -> bool:
-    """Return whether this type is a kind of index, to be built and served, rather than a retriever of its own."""
+    """Return whether this type is a kind of index, to be built and served, and not a retriever that needs no index."""
     return retrieval_type not in RETRIEVERS and ":" not in retrieval_type

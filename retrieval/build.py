@@ -5,8 +5,8 @@
     passages ─► corpus.arrow ─► embeddings/ ─► shard-0000.faiss ... ─► manifest.json ─► rename to its name
                      └────────► bm25/ ─────────────────────────────────────▲
 
-All of it happens in ``<out>.building/``. A step is whole or absent there, so a build that was interrupted goes on with
-what is missing when it is started again with the same passages and arguments.
+All steps write to ``<out>.building/``, one process at a time. Each step is whole or absent there, so an interrupted
+build continues with the missing steps when it is started again with the same passages and arguments.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HALF_TYPES = ("fp16", "sq8", "pq", "ivf_pq")
 
 @dataclass(frozen=True)
 class _Workers:
-    """Who encodes the passages."""
+    """The processes that encode the passages."""
 
     num_actors: int
     num_cpus_per_actor: float
@@ -89,7 +89,7 @@ def build_index(
 ) -> Path:
     """Index passages into ``out_dir``, which appears only once it is whole, and return it.
 
-    Interrupted and called again with the same passages and arguments, it goes on where it was.
+    After an interruption, a call with the same passages and arguments continues the build.
 
     Args:
         passages: with unique ids.
@@ -98,15 +98,15 @@ def build_index(
         index_type: a key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``.
         vector_type: a key of ``INDEX_TYPES``, of the dense part of ``hybrid``.
         num_shards: files the vectors are cut into, of as many rows each as the others.
-        options: of the type; see ``retrieval.index_types``.
+        options: of the type; see ``INDEX_TYPES``.
         seed: of the static encoder.
-        progress: show bars, and what there is to say about the encoder.
+        progress: show bars, and notes about the encoder.
         device: ``cpu`` or ``cuda``, of the encoder.
         dtype: of the encoder's weights; see ``Encoder.load``.
         num_actors: of the Ray session of this process, that encode; 0 encodes here.
         num_cpus_per_actor: of one of them.
         num_gpus_per_actor: of one of them; by default 1 where the device is a GPU.
-        restart: throw away what an earlier build left unfinished.
+        restart: remove what an earlier build left unfinished.
 
     Raises:
         DataError: ``out_dir`` holds something or is being built by another process, an unfinished build of other
@@ -163,7 +163,7 @@ def _recorded(encoder: str) -> str:
 
 def _as_user_error(error: OSError, out_dir: Path) -> UserError:
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-        return DataError(f"{out_dir} was made by somebody else meanwhile; choose another directory")
+        return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
     directory = building_dir(out_dir)
     kept = (
@@ -201,7 +201,7 @@ def _write_corpus(passages: Iterable[Passage], directory: Path, progress: bool) 
             if given is None or kept is None or _texts(given) != _texts(kept):
                 raise DataError(
                     f"{directory} is of a build of other passages: number {row + 1} differs; build to another "
-                    "directory, or start anew by removing this one or by restart"
+                    "directory, or remove this one, or use restart"
                 )
 
 
@@ -340,7 +340,7 @@ _LOCK_FILE = "lock"
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """What an index depends on beside its passages."""
+    """What an index depends on besides its passages."""
 
     encoder: str
     """``static``, a folder or a hub name; empty for ``bm25``."""
@@ -369,7 +369,7 @@ def check_free(out_dir: Path) -> None:
 
 
 def has_costly_work(directory: Path) -> bool:
-    """Whether a directory under construction holds more than can be made again in no time."""
+    """Return whether a directory under construction holds work that takes long to repeat."""
     return any(any(directory.glob(pattern)) for pattern in ("embeddings/*.npy", "*.faiss", "bm25"))
 
 
@@ -436,7 +436,7 @@ def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
     differing = [f"{key} {kept.get(key)!r}, now {wanted[key]!r}" for key in wanted if kept.get(key) != wanted[key]]
     raise DataError(
         f"{directory} is of an unfinished build with other arguments ({'; '.join(differing)}); give those to go on, or "
-        "start anew by removing it or by restart"
+        "remove it, or use restart"
     )
 
 

@@ -1,4 +1,7 @@
-"""How well an index directory finds: against supporting facts, against exact search, and how fast."""
+"""Measures an index (recall of supporting passages, recall against exact search, speed) and audits a corpus.
+
+The audit counts the tasks whose gold answer or supporting passages are in the corpus. A task without them can only be
+answered from memory or by a guess, and its searches earn nothing."""
 
 from __future__ import annotations
 
@@ -202,12 +205,12 @@ def _timed(retriever: LocalRetriever, questions: list[str], size: int) -> Iterat
 NUM_EXAMPLES = 20
 
 _YES_NO = frozenset({"yes", "no"})
-_BARRIER = " \0 "  # a word of its own, in no answer: none stands half in the title and half in the text
+_BARRIER = " \0 "  # a word that is in no answer: no answer is half in the title and half in the text
 
 
 @dataclass(frozen=True, slots=True)
 class MissingTask:
-    """A task of which something stands nowhere."""
+    """A task with an answer or a supporting passage that is not in the corpus."""
 
     task_id: str
     question: str
@@ -222,9 +225,9 @@ class Audit:
     num_passages: int
     num_tasks: int
     num_yes_no: int
-    """Tasks with no gold answer but yes and no, which stand nowhere. The next two count the others."""
+    """Tasks whose only gold answers are yes or no, which are not looked up. The next two count the others."""
     num_answers_found: int
-    """Tasks of which a gold answer stands in the title or the text of a passage."""
+    """Tasks with a gold answer in the title or the text of a passage."""
     num_answers_missing: int
     num_support_all: int
     """Tasks whose ``supporting_ids`` are all ids of passages; the next two: some of them, none of them."""
@@ -259,7 +262,7 @@ class Audit:
 
 
 def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
-    """Look every gold answer and every supporting id up in a corpus, in one pass over it.
+    """Look up every gold answer and every supporting id in a corpus, in one pass.
 
     Answers and passages are normalised as for exact match (``normalize_answer``), and an answer stands in a passage
     where all its words do, one after the other: "art" does not stand in "party". That it stands there does not say that
@@ -280,7 +283,7 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
 
 
 def _lengths_by_first_word(answers: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return of how many words the answers are that begin with a word."""
+    """Return, for each first word of an answer, the numbers of words of these answers."""
     lengths: defaultdict[str, set[int]] = defaultdict(set)
     for words in map(str.split, answers):
         lengths[words[0]].add(len(words))

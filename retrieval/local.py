@@ -1,4 +1,4 @@
-"""LocalRetriever: an index directory, searched in this process. Knows nothing of Ray."""
+"""LocalRetriever: an index directory, searched in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class LocalRetriever:
         Args:
             index_dir: made by ``build_index``.
             num_threads: of the search among vectors; words are scored by one thread, so there more replicas use more
-                cores. Torch's threads are the host process's own affair.
+                cores. Torch's threads are set by the host process.
             device: ``cpu`` or ``cuda``, of encoder, vectors and reranker.
-            reranker: a cross-encoder, folder or hub name, that orders anew what was found; empty is none.
-            options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``retrieval.index_types``.
+            reranker: a cross-encoder, folder or hub name, that sorts the passages again; empty: none.
+            options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``INDEX_TYPES``.
             shards: numbers of the shards to search, by default all.
             load_encoder: without one, ``search_rows`` needs vectors.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
-            ConfigError: an unknown option, or some shards of an index that is no dense one.
+            ConfigError: an unknown option, or shards given for an index that is not dense.
         """
         self._directory = Path(index_dir)
         self._num_threads = num_threads
@@ -78,7 +78,7 @@ class LocalRetriever:
                 "the index again"
             )
         self.dense = self._open_dense()
-        """What ranks by vectors; None where there are none."""
+        """The ranker of the vectors; None for an index without vectors."""
         self._ranker = self._open_ranker()
         self._reranker = _open_reranker(reranker, device) if reranker else None
 
@@ -88,7 +88,7 @@ class LocalRetriever:
 
     @property
     def version(self) -> str:
-        """Name of the evidence: ``Manifest.version``, and behind it the reranker that orders it anew."""
+        """Name of the evidence: ``Manifest.version``, and the reranker's name behind it."""
         reranker = self._others["reranker"]
         return f"{self._manifest.version}+{Path(reranker).name}" if reranker else self._manifest.version
 
@@ -97,9 +97,9 @@ class LocalRetriever:
         return {**asdict(self._manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Search, here and now; see ``search_batch``.
+        """Search in this thread; see ``search_batch``.
 
-        The event loop waits: with nothing running beside it, the order of a run in one process is always the same.
+        The event loop waits meanwhile, so that a run in one process always has the same order.
         """
         return self.search_batch(queries, k)
 
@@ -113,7 +113,7 @@ class LocalRetriever:
 
         Raises:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
-            RetrievalError: encoder or reranker gave no numbers.
+            RetrievalError: encoder or reranker returned NaN or infinity.
         """
         if self._reranker is None:
             return self.search_rows(queries, k, vectors)[1]
@@ -136,7 +136,7 @@ class LocalRetriever:
 
         Raises:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
-            RetrievalError: vectors that are none.
+            RetrievalError: vectors with NaN or infinity.
         """
         ranking = self.rank(queries, k, vectors)
         return ranking, list(to_hits(ranking, self._corpus, self.version))

@@ -126,7 +126,11 @@ def files(directory: Path) -> dict[str, int]:
     ("passages", "arguments", "said"),
     [
         (MANY, {"index_type": "pq"}, r"with other arguments \(index_type 'flat', now 'pq'; vector_type 'flat', now"),
-        (MANY, {"seed": 4}, r"with other arguments \(seed 0, now 4\); give those to go on, or start anew by removing"),
+        (
+            MANY,
+            {"seed": 4},
+            r"with other arguments \(seed 0, now 4\); give those to go on, or remove it, or use restart",
+        ),
         (MANY[:-1], {}, "of other passages: number 5000 differs"),
         ([*MANY, Passage("x", "", "x")], {}, "of other passages: number 5001 differs"),
         ([*MANY[:9], Passage("9", "Person9", "Born."), *MANY[10:]], {}, "of other passages: number 10 differs"),

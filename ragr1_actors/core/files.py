@@ -34,8 +34,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk that is full, a quota that is used up, and a limit on the size of files."""
 
 T = TypeVar("T")
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-"""Names of number formats, safetensors' to numpy's; numpy has no bfloat16."""
 _WHOLE_UP_TO = 64 * 2**20
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
@@ -102,24 +100,19 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     Processes on one node that read the same file share its pages.
 
     Raises:
-        DataError: the file is missing or is not a whole safetensors file.
+        DataError: the file is missing, is not a whole safetensors file, or holds bfloat16, which numpy lacks.
     """
-    try:
-        with safe_open(path, framework="np"):  # checks the header against the size
-            pass
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-        data = np.memmap(path, np.uint8, "r", offset=0)[8 + header_bytes :]
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    header.pop("__metadata__", None)
+    import torch  # safe_open maps the file for torch; for numpy it copies every tensor into private memory
+
     tensors: dict[str, NDArray[Any]] = {}
-    for name, spec in header.items():
-        if spec["dtype"] not in _DTYPES:
-            raise DataError(f"{path} cannot be read: {name} has dtype {spec['dtype']}, expected {', '.join(_DTYPES)}")
-        start, end = spec["data_offsets"]
-        tensors[name] = np.asarray(data[start:end]).view(_DTYPES[spec["dtype"]]).reshape(spec["shape"])
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor: torch.Tensor = file.get_tensor(name)
+                tensors[name] = tensor.numpy()
+                tensors[name].flags.writeable = False
+    except (OSError, SafetensorError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     return tensors
 
 

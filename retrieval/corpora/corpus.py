@@ -2,12 +2,12 @@
 
 ::
 
-    passages ──► ids, titles, texts: bytes and offsets on disk ──► corpus.arrow   one chunk, a row a passage
+    passages ──► ids, titles, texts: bytes and offsets on disk ──► corpus.arrow   one chunk, one row per passage
             └──► hashes of the ids on disk ──────────────────────► corpus.ids     hash and row, sorted
 
-``corpus.ids`` is a NumPy file of one ``uint64`` a passage: in its low bits the row, as many bits as the last row has,
-and above them the upper bits of the id's hash (``retrieval.texts.hash_text``). Sorted, it answers where an id stands
-by binary search; the ids themselves stand in ``corpus.arrow``, so that a shared hash is no error.
+``corpus.ids`` is a NumPy file of one ``uint64`` per passage: its low bits hold the row, as many bits as the last row
+needs, and the others the upper bits of the id's hash (``hash_text``). It is sorted, so a binary search finds the row
+of an id. The ids themselves are in ``corpus.arrow``, so that two ids may share a hash.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _NUM_PROBES = 16
 
 
 def write_corpus(passages: Iterable[Passage], directory: str | Path) -> int:
-    """Write ``corpus.arrow``, a row a passage in the order given, and ``corpus.ids``. Scores are not kept.
+    """Write ``corpus.arrow``, one row per passage in the given order, and ``corpus.ids``. Scores are not kept.
 
     Memory holds a few thousand passages, however many there are. On the way the directory needs room for the corpus
-    twice, and 24 bytes a passage; both files appear in it once they are whole.
+    twice, and 24 bytes per passage; both files appear in it once they are whole.
 
     Returns:
         The number of passages.
 
     Raises:
         DataError: no passages, or one id twice.
-        OSError: the files cannot be written; ``ENOSPC`` where there is no room. Nothing is left behind.
+        OSError: the files cannot be written; ``ENOSPC`` where there is no room. No partial file remains.
     """
     directory = Path(directory)
     # Here and not in the temporary directory of the system, which may be small, or memory.

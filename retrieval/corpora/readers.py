@@ -62,7 +62,7 @@ class Namer:
         uses = self._use(title)
         if title and uses == 1:
             return title
-        while self._use(name := f"{title}#{uses}") > 1:  # a passage is called like this itself
+        while self._use(name := f"{title}#{uses}") > 1:  # another passage has this name as its title
             uses = self._use(title)
         return name
 
@@ -116,7 +116,7 @@ def _contents(record: Record, namer: Namer) -> Iterator[Passage]:
     head, newline, rest = text.partition("\n")
     head = head.strip()
     if len(head) > 1 and head[0] == head[-1] == '"':
-        head = head[1:-1]  # one pair only: a title may hold quotes of its own
+        head = head[1:-1]  # one pair only: a title may contain quotes
     if newline and title in ("", head):
         title, text = head, rest
     yield _passage(record, title, text, namer)
@@ -324,7 +324,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     if corpus_format == "auto" and (suffix == ".tsv" or is_header):
         return "table"
     record = try_parse(text) if text.startswith("{") else None
-    # In HotpotQA's one object a passage called "text" maps to a list, which is no record either.
+    # In HotpotQA's one object a passage called "text" maps to a list, which is not a record either.
     if suffix == ".jsonl" or (isinstance(record, dict) and any(shape.fits(record) for shape in SHAPES.values())):
         return "lines"
     return "json"
@@ -400,7 +400,7 @@ def _read_object(stream: JsonStream, path: Path) -> Iterator[Passage]:
 
 
 def _placed(record: Any, corpus_format: str, namer: Namer, where: str) -> Iterator[Passage]:
-    """Yield the passages of a record; what is wrong with it is said with the place."""
+    """Yield the passages of a record; an error names the line or the entry."""
     try:
         yield from passages_of(record, CORPUS_FORMATS[corpus_format], namer)
     except RecordError as error:

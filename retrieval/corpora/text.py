@@ -130,9 +130,9 @@ _NUMBERED = re.compile(r"#[0-9]+\Z")
 def split_passages(passages: Iterable[Passage], num_words: int = DEFAULT_WORDS) -> Iterator[Passage]:
     """Cut passages into pieces of at most ``num_words`` words, none of them empty.
 
-    Pieces keep the title and what stands between their words (a paragraph stays one), and are called ``id#0``,
+    Pieces keep the title and the white space between their words, and are named ``id#0``,
     ``id#1``. A passage that fits is left as it is. Ids stay unique: one that fits but ends in ``#`` and a number, so
-    that it could be a piece of another, is called ``id#0`` too.
+    that it could be a piece of another, is named ``id#0`` too.
 
     Raises:
         ConfigError: ``num_words`` is below 1 or above ``MAX_WORDS``.

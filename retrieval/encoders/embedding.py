@@ -31,7 +31,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
-from ragr1_actors.core.files import is_no_room, sync, sync_tree
+from ragr1_actors.core.files import WRITING, is_no_room, sync, sync_tree, write_file
 from ragr1_actors.core.text import first_problem
 from retrieval.corpora.corpus import Corpus
 
@@ -43,7 +43,6 @@ START_TIMEOUT_S = 600.0
 """Seconds that the first actor may take to start; a cluster may have to grow."""
 MAX_DEATHS = 5
 """Times that Ray starts one shard again after its actor died."""
-_WRITING = ".writing-"
 _BLOCK_ROWS = 1024
 
 
@@ -102,7 +101,7 @@ class EmbeddingStore:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"*{_WRITING}*"):
+        for leftover in directory.glob(f"{WRITING}*"):
             leftover.unlink()
         if (directory / HEADER_FILE).is_file():
             store = cls.open(directory)
@@ -115,7 +114,7 @@ class EmbeddingStore:
                 )
             return store
         content = json.dumps(asdict(header), indent=2) + "\n"
-        _write_durably(directory / HEADER_FILE, lambda file: file.write(content.encode()))
+        write_file(directory / HEADER_FILE, lambda writing: writing.write_text(content, encoding="utf-8"))
         return cls(directory, header)
 
     @classmethod
@@ -165,7 +164,7 @@ class EmbeddingStore:
             row = rows[int(np.argmin(is_finite))]
             raise DataError(f"the vector of row {row} holds NaN or infinity; the encoder is broken, so check its files")
         stored = vectors.astype(self.header.dtype)
-        _write_durably(self._path(number), lambda file: np.save(file, stored))
+        write_file(self._path(number), lambda writing: np.save(writing, stored))
 
     def read(self, number: int) -> NDArray[Any]:
         """Map a shard: ``[len(rows(number)), dimension]`` of the store's dtype.
@@ -203,17 +202,6 @@ def publish(partial: Path, final: Path) -> None:
     sync_tree(partial)
     partial.replace(final)
     sync(final.parent)
-
-
-def _write_durably(path: Path, write: Any) -> None:
-    # A unique name: an actor that Ray gave up may still be writing the same shard.
-    partial = path.with_name(f"{path.name}{_WRITING}{secrets.token_hex(4)}")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-        publish(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @plain_dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Runtim
 
 
 def passage_text(passage: Passage, title_repeats: int = 1) -> str:
-    """Return what is encoded of a passage: a line for its title, and its text."""
+    """Return the text that is encoded for a passage: its title on a line, then its text."""
     return f"{passage.title}\n" * title_repeats + passage.text
 
 
@@ -112,7 +112,7 @@ class Encoder:
         except _LOAD_ERRORS as error:
             if "trust_remote_code" in str(error):
                 raise DataError(
-                    f"encoder {name!r} needs code of its own repository, which is never run here; give a model of an "
+                    f"encoder {name!r} needs code from its repository, which is never run here; give a model of an "
                     "architecture that transformers knows"
                 ) from error
             raise DataError(
@@ -128,12 +128,12 @@ class Encoder:
 
     @property
     def query_prompt(self) -> str:
-        """What is written before a query."""
+        """The text before every query."""
         return self._plan.query_prompt
 
     @property
     def passage_prompt(self) -> str:
-        """What is written before a passage."""
+        """The text before every passage."""
         return self._plan.passage_prompt
 
     @property
@@ -239,7 +239,7 @@ class _Tokens:
         mask = columns >= lengths[0] - ends if self._tokenizer.padding_side == "left" else columns < ends
         features = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
         for key, rows in ids.items():
-            # What stands at a masked place does not matter, but must be a token.
+            # The value of a masked place does not matter, but it must be a legal token id.
             filler = self._tokenizer.pad_token_id or 0 if key == "input_ids" else 0
             padded = np.full(mask.shape, filler, np.int64)
             padded[mask] = np.fromiter(chain.from_iterable(rows[position] for position in positions), np.int64)
@@ -302,7 +302,7 @@ def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype
     settings: dict[str, Any] = {"dtype": dtype}
     if not plan.is_plain:
         return SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
-    no_code = {"trust_remote_code": False}  # where nothing is said, transformers asks on the terminal
+    no_code = {"trust_remote_code": False}  # without it, transformers asks on the terminal
     transformer = Transformer(
         str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
     )
@@ -397,7 +397,7 @@ def make_static_encoder(
 
     Every word of ``texts`` gets a random direction with the length of its inverse document frequency, so the inner
     product of two texts is close to their tf-idf similarity (error about ``1 / sqrt(dimension)``). Case and accents do
-    not matter, punctuation separates words, and a word that ``texts`` does not hold counts nothing. The same texts,
+    not matter, punctuation separates words, and a word that is not in ``texts`` counts nothing. The same texts,
     dimension and seed give the same files. Meant for corpora up to some hundred thousand words: a word takes
     ``4 * dimension`` bytes.
 
@@ -433,7 +433,7 @@ def make_static_encoder(
     model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights)], device="cpu")
     try:
         model.save_pretrained(str(directory), create_model_card=False)
-    except Exception as error:  # safetensors and tokenizers report a full disk with exceptions of their own
+    except Exception as error:  # safetensors and tokenizers report a full disk with their own exceptions
         raise OSError(f"{directory} could not be written: {error}") from error
     return Path(directory)
 
@@ -442,7 +442,7 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) 
     """Cut texts into batches, longest first.
 
     A batch ends where it would hold more than ``max_tokens``, or more padding than ``spare_tokens``: from there on,
-    padding costs more than a batch of its own.
+    more padding would cost more than another batch.
 
     Args:
         lengths: of the texts, in tokens.
@@ -450,7 +450,7 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) 
         spare_tokens: padding that costs as much as one more batch.
 
     Returns:
-        Positions in ``lengths``, a list a batch; every position once, equal lengths in order.
+        Positions in ``lengths``, one list per batch; every position once, equal lengths in order.
     """
     batches: list[list[int]] = []
     longest = padding = 0

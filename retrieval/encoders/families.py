@@ -1,8 +1,8 @@
 """Which vector of a text is meant: the pooling and the prompts of an encoder, read from its folder. Pure.
 
-A transformer gives a vector a token. Which of them, or their mean, is the vector of the text, and what was written
-before every query and passage in training, cannot be seen from the weights: a wrong choice gives no error, only vectors
-that find less. So a choice is only ever read from a file or from the table below, never a default.
+A transformer returns one vector per token. The weights do not tell which of them, or their mean, is the vector of the
+text, nor which prompt stood before queries and passages in training. A wrong choice raises no error; its vectors only
+find less. So each choice is read from a file or from the table below; there is no default.
 
 ::
 
@@ -240,7 +240,7 @@ def _titles(card: str) -> list[str]:
     results = re.search(r"^model-index:\s*\n- name: *(\S+) *$", card, re.MULTILINE)
     heading = re.search(r"^#+ +(.+?) *$", card, re.MULTILINE)
     titles = [match[1] for match in (results, heading) if match]
-    # "SentenceTransformer based on BAAI/bge-base-en" is another model, trained with prompts of its own or none.
+    # "SentenceTransformer based on BAAI/bge-base-en" is another model, trained with other prompts or none.
     return [title for title in titles if re.fullmatch(r"[\w./-]+", title)]
 
 

@@ -1,4 +1,4 @@
-"""Reranker: a cross-encoder reads each query together with each passage found for it, and orders them anew."""
+"""Reranker: a cross-encoder that scores a query with each passage found for it, and sorts the passages by score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.encoder import batch_by_length
 
 MAX_TOKENS = 512
-"""Of a query and a passage together; what is beyond is cut off, of the longer of the two first."""
+"""Of a query and a passage together; longer pairs are cut, the longer text first."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ARCHITECTURE = "ForSequenceClassification"
@@ -27,7 +27,7 @@ _BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """With padding. Measured on the CPU, where larger batches are no faster."""
 _SPARE_TOKENS = {"cpu": 64, "cuda": 4096}
 _CHARS_PER_TOKEN = 32
-"""More than a token has on average in any text. The tokenizer's own cutting of long pairs takes many seconds."""
+"""More than a token has on average in any text. The tokenizer takes many seconds to cut long pairs."""
 
 
 class Reranker:
@@ -69,7 +69,7 @@ class Reranker:
             )
         except DataError:
             raise
-        except Exception as error:  # safetensors and tokenizers raise exceptions of their own for a damaged file
+        except Exception as error:  # safetensors and tokenizers raise their own exceptions for a damaged file
             cause = " ".join(str(error).split())
             raise DataError(f"reranker {name!r} cannot be loaded ({cause}); give a cross-encoder") from error
         if report["missing_keys"]:

@@ -1,6 +1,17 @@
-"""BM25Ranker: rows by the words they share with a query; HybridRanker: several rankings made one.
+"""Builds and searches the inverted index of BM25 weights. The only module that imports bm25s.
 
-The only door to bm25s.
+The builder writes the weights of bm25s's builder (a test compares them) in memory that hardly grows with the corpus:
+bm25s holds every posting several times, about 2 KB per passage. Two passes: word counts into a file, then each weight
+to its place in mapped arrays.
+
+::
+
+    bm25/
+      settings.json     how words are found and weighted; see ``bm25_settings``; written last
+      words.npy         uint64 [num_words]         hashes of the stems, ascending: a word's number is its position
+      starts.npy        int64 [num_words + 1]      where the postings of a word begin
+      rows.npy          int32 [num_postings]       corpus rows, ascending within a word
+      weights.npy       float32 [num_postings]     what the word adds to the row's score
 """
 
 from __future__ import annotations
@@ -29,7 +40,7 @@ __all__ = ["BM25Ranker", "HybridRanker", "bm25_text", "build_bm25"]
 class BM25Ranker:
     """Ranks rows by BM25, Lucene's variant, from memory maps that all processes of a node share. A ``Ranker``.
 
-    A word counts once, however often a query repeats it. A query is answered alone: in any batch alike, to the bit.
+    A repeated word of a query counts once. The answer of a query does not depend on the batch it is in.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
@@ -68,7 +79,7 @@ class BM25Ranker:
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
         """Return the best ``min(k, count)`` rows of each query, absent where a row shares no word; see ``Ranker.rank``.
 
-        ``vectors`` are not looked at.
+        ``vectors`` are ignored.
         """
         depth = min(k, self._count)
         scores = np.full((len(queries), depth), -np.inf, np.float32)
@@ -142,7 +153,7 @@ def _check_settings(path: Path, count: int) -> None:
 def _check_arrays(
     folder: Path, words: NDArray[Any], starts: NDArray[Any], rows: NDArray[Any], weights: NDArray[Any]
 ) -> None:
-    """Check that four arrays are the parts of one index, without reading them whole: that is the manifest's affair."""
+    """Check that four arrays are the parts of one index without reading them; the manifest checks their content."""
     found = [(array.dtype.name, array.shape) for array in (words, starts, rows, weights)]
     num_words = len(words) if words.ndim else 0
     num_postings = int(starts[-1]) if starts.ndim == 1 and starts.size else 0
@@ -173,7 +184,7 @@ _ROW_BITS = 32
 
 
 def bm25_text(passage: Passage) -> str:
-    """Return what is indexed of a passage: its title twice, which gains .03 recall@2 on HotpotQA, and its text."""
+    """Return the text that is indexed for a passage: its title twice (+.03 recall@2 on HotpotQA), and its text."""
     return f"{passage.title}\n{passage.title}\n{passage.text}"
 
 
@@ -185,7 +196,7 @@ def bm25_settings() -> dict[str, Any]:
 def build_bm25(texts: Iterable[str], directory: str | Path) -> list[str]:
     """Write the inverted index of ``texts``, each a row, into ``directory/bm25``; what was there is removed.
 
-    Needs about 150 MB, and 4 bytes a passage and 60 a distinct word; on disk, while it runs, 20 bytes a posting (a
+    Needs about 150 MB, and 4 bytes per passage and 60 per distinct word; on disk, meanwhile, 20 bytes per posting (a
     passage of 100 words has about 55), of which 8 stay.
 
     Args:
@@ -236,7 +247,7 @@ class _Numbering:
     def __init__(self) -> None:
         self.hashes = array("Q")
         self._table = HashTable()
-        # By word as written, number + 1, 0 for a stop word. Begun anew when full: it is there for speed alone.
+        # By word as written, number + 1, 0 for a stop word. Cleared when full; it only saves time.
         self._cache: dict[str, int] = {}
 
     def numbers(self, text: str) -> list[int]:

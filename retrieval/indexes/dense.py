@@ -46,14 +46,14 @@ class DenseRanker:
         Args:
             directory: made by ``build_index``.
             manifest: of the directory.
-            num_threads: of the search. Torch's threads are the host process's own affair.
+            num_threads: of the search. Torch's threads are set by the host process.
             device: ``cpu`` or ``cuda``, of encoder and index.
-            options: of the index type; see ``retrieval.index_types``.
+            options: of the index type; see ``INDEX_TYPES``.
             shards: numbers of the manifest's shards to open; by default all.
             load_encoder: without one, ``rank`` needs vectors.
 
         Raises:
-            DataError: a shard or the encoder is missing, damaged or another one.
+            DataError: a shard or the encoder is missing, damaged or replaced.
             ConfigError: an unknown option.
         """
         directory = Path(directory)
@@ -113,7 +113,7 @@ class DenseRanker:
         """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Ranker.rank``.
 
         Raises:
-            RetrievalError: vectors of another shape, or with numbers that are none.
+            RetrievalError: vectors of another shape, or with NaN or infinity.
         """
         if not queries:
             return Ranking(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
@@ -155,7 +155,7 @@ def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> En
         DataError: it is not there, or not the one of the manifest.
     """
     from retrieval.encoders.encoder import (
-        Encoder,  # torch and sentence-transformers take seconds: only who encodes pays
+        Encoder,  # torch and sentence-transformers take seconds to import
     )
 
     inside = directory / manifest.encoder

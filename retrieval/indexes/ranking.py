@@ -1,4 +1,4 @@
-"""Rankings: what a ranker found, as arrays of scores and corpus rows, and two ways to make one ranking of several."""
+"""Rankings: arrays of scores and corpus rows that a ranker found, how to merge or fuse them, and their passages."""
 
 from __future__ import annotations
 

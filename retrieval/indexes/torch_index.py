@@ -1,6 +1,6 @@
-"""TorchFlatIndex: every vector in half precision on a GPU, scanned by matrix products. No faiss, and no surprises:
+"""TorchFlatIndex: every vector in half precision on a GPU, scanned by matrix products, without faiss.
 
-a block of scores beside the matrix is all the memory it takes, however many queries come at once.
+Beside the matrix it needs the memory of one block of scores, for any number of queries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""VectorIndex: vectors to rows, exactly or by a compressed index. The door to faiss, with ``index_build``.
+"""VectorIndex: from query vectors to rows, exactly or by a compressed index. Imports faiss, as ``faiss_build`` does.
 
 ::
 
@@ -36,7 +36,7 @@ _RESCORED_NUMBERS = 2**20
 LEAST_CANDIDATES = 64
 """Of a compressed index, however small ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
 _BLAS_FROM = 4
-"""Queries from which a matrix product beats one scan a query (by 10 times at 64)."""
+"""Queries from which a matrix product beats one scan per query (by 10 times at 64)."""
 _SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
 _MAX_GPU_K = 2048
 """faiss-gpu's own limit."""
@@ -181,7 +181,7 @@ class VectorIndex:
     def search(self, queries: Floats, k: int, num_threads: int) -> tuple[Floats, Rows]:
         """Find the ``min(k, count)`` nearest rows of each query, best first, equal scores by row.
 
-        ``flat`` finds exactly these, and a query's answer is the same in any batch. The others may miss some.
+        ``flat`` finds exactly these, and the answer of a query does not depend on its batch. The others may miss some.
 
         Args:
             queries: float32 ``[n, dimension]``, each of length 1.
@@ -192,12 +192,12 @@ class VectorIndex:
             scores float32 ``[n, min(k, count)]`` and rows int64 of the same shape. Where too few lists were looked
             into the last ones are absent: row -1, score ``-inf``.
         """
-        # OpenMP keeps this number a thread: setting it once at start would not reach the thread that searches.
+        # OpenMP keeps this number per thread: it must be set in the thread that searches.
         faiss.omp_set_num_threads(num_threads)
         k = min(k, self.count)
         if k == 0 or not len(queries):
             return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
-        # faiss scans once a query unless n * dimension is over this; its default makes batches of 64 no faster than 1.
+        # faiss scans once per query unless n * dimension is over this; its default makes batches no faster.
         faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _BLAS_FROM else _SCAN_THRESHOLD
         queries = self._scanner.turn(np.ascontiguousarray(queries, np.float32))
         found = self._scanner.find(queries, k)
@@ -220,7 +220,7 @@ class _FullScan(Unturned):
         k = min(k + SPARE, self._index.ntotal)
         if self.is_lossless or len(queries) < _BLAS_FROM:
             return Ranking(*self._index.search(queries, k))
-        # Compressed vectors faiss always scans once a query, decoding each anew: decoded once they are 4 times faster.
+        # faiss scans compressed vectors once per query and decodes each again; decoding them once is 4 times faster.
         start, best = 0, list[Ranking]()
         for block in scan_blocks(self, self._index.ntotal, BLOCK_ROWS):
             scores, rows = faiss.knn(queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
@@ -237,7 +237,7 @@ class _FullScan(Unturned):
 
 
 class _CodeScan:
-    """2-bit codes, of all vectors or of some lists, and a byte a number to score candidates again."""
+    """2-bit codes, of all vectors or of some lists, and one byte per number to score candidates again."""
 
     is_lossless = False
     rescores = True
@@ -270,7 +270,7 @@ class _CodeScan:
 
 
 class _FaissSearch(Unturned):
-    """Whatever faiss finds: ``ivf`` and ``hnsw``."""
+    """The results of faiss itself: ``ivf`` and ``hnsw``."""
 
     is_lossless = True
     rescores = False
@@ -295,7 +295,7 @@ class _FaissSearch(Unturned):
 class _GpuSearch(Unturned):
     """``flat`` and ``ivf`` in half precision on a GPU. Needs faiss-gpu.
 
-    One thread may search at a time: the resources are this index's own and faiss does not lock them. Scores are
+    One thread may search at a time: faiss does not lock the resources of this index. Scores are
     half precision; those of ``flat`` are taken again from the mapped vectors.
     """
 
