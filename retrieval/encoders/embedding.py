@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
