@@ -36,7 +36,7 @@ def joined(blocks: Any) -> NDArray[np.float32]:
 def test_a_store_is_filled_shard_by_shard_and_continued(tmp_path: Path) -> None:
     store = filled(tmp_path / "s", numbers=(1,))
     assert (store.num_shards, store.missing(), store.rows(2)) == (3, [0, 2], range(8, 10))
-    (tmp_path / "s/shard-000002.npy.writing-ab12").write_bytes(b"half")  # of a process that was killed
+    (tmp_path / "s/.writing_ab12_shard-000002.npy").write_bytes(b"half")  # of a process that was killed
     again = filled(tmp_path / "s", numbers=(0, 2))
     assert again.missing() == []
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [
