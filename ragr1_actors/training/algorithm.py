@@ -140,8 +140,7 @@ class Algorithm:
         placement = Placement(config)
         sampler = Sampler(config, workspace.policy_dir, workspace.index_dir, placement.options)
         learners = LearnerGroup(config, placement.options)
-        run_dir = run_dir.absolute()  # actors may have another working directory
-        algorithm = cls(config, run_dir, workspace, sampler, learners, placement, held)
+        algorithm = cls(config, run_dir.absolute(), workspace, sampler, learners, placement, held)
         algorithm._load_first_learner()
         sampler.wait_until_ready()
         return algorithm

@@ -63,6 +63,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         UserError: a file cannot be used, or no task is left to train on or to hold out.
     """
     environment = config.environment
+    run_dir = run_dir.absolute()  # actors may have another working directory
     train, evaluation, notes = split_tasks(config, config.evaluation.num_tasks)
     if not evaluation:
         raise DataError(

@@ -156,7 +156,7 @@ def selection_config(
     else:
         run_dir, checkpoint = find_checkpoint(Path(source))
         builder = AlgorithmConfig(open_run_directory(run_dir).model_dump())
-        builder.policy(model=str(checkpoint / POLICY_FOLDER))
+        builder.policy(model=str((checkpoint / POLICY_FOLDER).absolute()))
         own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
     config = builder.override(overrides).freeze()
     return SamplerConfig(
