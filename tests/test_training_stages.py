@@ -6,12 +6,10 @@ import io
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from learners_common import make_groups
 from rich.console import Console
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 from test_ragr1_actors_cli import invoke
@@ -19,13 +17,12 @@ from test_ragr1_actors_cli import invoke
 from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.types import Message, StopReason, Task
+from ragr1_actors.core.types import Message, Task
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.data import learnable
 from ragr1_actors.training.stages import InterruptGuard, TerminationError, TrainingRun, exit_status
 
 
@@ -51,15 +48,6 @@ def always_right(task: Task, answer: str) -> float:
 
 def never_a_number(task: Task, answer: str) -> float:
     return float("nan")
-
-
-def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    whole, failed = make_groups(0, num_groups=2)
-    broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)
-    kept, num_decisions = learnable([whole, replace(failed, trajectories=broken)])
-    assert kept == [whole]
-    assert num_decisions == learnable([whole])[1]
-    assert "1 of 2 demonstrations failed and are not learned from; the last one with: reward boom" in caplog.text
 
 
 class Unsearchable(SearchEnv):
