@@ -41,7 +41,7 @@ _TAIL_TOKENS = 16
 
 
 class TransformersEngine:
-    """Tokens in, tokens out, over a model that ``AutoModelForCausalLM`` loads."""
+    """An ``Engine`` over a model that ``AutoModelForCausalLM`` loads."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
         """Load the model.
@@ -84,7 +84,7 @@ class TransformersEngine:
         if session.future is not None:
             raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
         session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
-        # the last token's logits are wanted, so at least one token is computed
+        # at least one token is computed, since the logits of the last one are needed
         session.num_cached = min(session.num_cached, len(prompt_token_ids) - 1)
         session.tokens = list(prompt_token_ids)
         session.sampling, session.num_prompt = sampling, len(prompt_token_ids)
@@ -98,7 +98,7 @@ class TransformersEngine:
         return await session.future
 
     def release(self, request_id: str) -> None:
-        """Forget a trajectory that is not being generated; its row is free."""
+        """Forget a trajectory that is not being generated, and free its row."""
         session = self._sessions.pop(request_id, None)
         if session is None:
             return
@@ -111,7 +111,7 @@ class TransformersEngine:
             self._resident.pop()
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the weights in between two passes, and compute every trajectory's cache anew when it goes on."""
+        """Swap the weights in between two passes; every trajectory's cache is then computed again."""
         state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items() if name != BASE_KEY}
         if BASE_KEY in weights:
             self._merge(state, str(weights[BASE_KEY]))
@@ -175,7 +175,7 @@ class TransformersEngine:
         self._is_whole.set()
 
     def _forget(self) -> None:
-        """Have every trajectory's cache computed anew."""
+        """Have every trajectory's cache computed again."""
         for session in self._resident:
             session.num_cached = 0
         self._waiting.extend(self._resident[: self._num_active])
@@ -193,7 +193,7 @@ class TransformersEngine:
             self._is_awake.set()
 
     async def check(self) -> None:
-        """Nothing here can die but with its process."""
+        """Nothing to check: the engine lives in this process."""
 
     async def close(self) -> None:
         """Stop serving; requests under way end with an ``EngineError``."""
@@ -212,13 +212,13 @@ class TransformersEngine:
                     await self._is_whole.wait()
                     await self._is_awake.wait()
                     continue
-                # prefills are worth most in bulk; the active rows need not wait for more than a few
+                # a large prefill is more efficient; if few rows are active, little decoding waits for it
                 if self._waiting and (len(self._waiting) * 4 >= self._num_active or self._is_full()):
                     self._prefill()
                 else:
                     self._decode()
                 await asyncio.sleep(0)
-        except (RuntimeError, ValueError, IndexError) as error:  # torch's own: every request hears of it
+        except (RuntimeError, ValueError, IndexError) as error:  # torch's errors: they fail every request
             self._fail(EngineError(f"generation failed: {error}"))
 
     def _is_full(self) -> bool:
@@ -249,7 +249,7 @@ class TransformersEngine:
         self._swap(session.row, self._num_active)
 
     def _find_row(self, session: Session) -> bool:
-        """Give the session a row: a new one, or that of an idle trajectory, which will compute its prefix again."""
+        """Give the session a row: a free one, or that of an idle trajectory, which then computes its prefix again."""
         if session.row >= 0:
             return True
         if len(self._resident) < self._max_rows:
@@ -268,7 +268,7 @@ class TransformersEngine:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Compute what the waiting requests' contexts lack, and sample their first tokens."""
+        """Compute the uncached tokens of the waiting requests, and sample their first tokens."""
         batch: list[Session] = []
         longest = 0
         for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
@@ -290,7 +290,7 @@ class TransformersEngine:
                 self._activate(session)
 
     def _decode(self) -> None:
-        """One more token for every active trajectory."""
+        """Sample one token for every active trajectory."""
         active = self._resident[: self._num_active]
         self._forward(active, slice(0, self._num_active), 1)
         for session in active:
@@ -356,7 +356,7 @@ class TransformersEngine:
         return FinishReason.LENGTH if full else None
 
     def _candidates(self, stop: tuple[str, ...]) -> frozenset[int]:
-        """Tokens that can complete a stop string: those that hold its last character."""
+        """Return the tokens that can complete a stop string: those that contain its last character."""
         if stop not in self._stop_candidates:
             self._stop_candidates[stop] = self._tokenizer.tokens_containing({string[-1] for string in stop})
         return self._stop_candidates[stop]
