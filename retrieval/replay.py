@@ -1,7 +1,7 @@
-"""ReplayRetriever: answers from what a run recorded, with no index, encoder or server.
+"""ReplayRetriever: answers from the searches that a run recorded, without an index, an encoder or a server.
 
-Every trajectory keeps what its queries found (``RetrievalRecord``), so the files of a run's ``trajectories`` folder
-are all that its searches need to be answered again.
+Every trajectory keeps the passages that its queries found (``RetrievalRecord``); the files in the run's
+``trajectories`` folder therefore suffice to answer its searches again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
+from ragr1_actors.core.text import one_line
 from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import Hits, Passage
 from retrieval.fleet.cache import normalise
@@ -28,8 +29,8 @@ class ReplayRetriever:
             options: ``{"run": DIR}``, a run directory.
 
         Raises:
-            ConfigError: no option ``run``, or another one.
-            DataError: no recorded trajectories there.
+            ConfigError: the option ``run`` is missing, or there is another one.
+            DataError: the run has no recorded searches, or a file of it cannot be read.
         """
         if set(options) != {"run"}:
             raise ConfigError(
@@ -45,8 +46,8 @@ class ReplayRetriever:
             )
         if not self._found:
             raise DataError(
-                f"no recorded searches in {directory}; give a run made with checkpointing.keep_trajectories, of which "
-                "at least one trajectory searched"
+                f"no recorded searches in {directory}; give a run with checkpointing.keep_trajectories in which at "
+                "least one trajectory searched"
             )
 
     def __reduce__(self) -> tuple[type[ReplayRetriever], tuple[Any, ...]]:
@@ -54,10 +55,10 @@ class ReplayRetriever:
         return ReplayRetriever, (self._options,)
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return what each query found when it was recorded: ``[len(queries)][<= k]``.
+        """Return the passages that each query found in the recorded run: ``[len(queries)][<= k]``.
 
         Raises:
-            RetrievalError: a query that the run never asked, or asked for another number of passages.
+            RetrievalError: the run never searched for a query, or with another ``k``.
         """
         return [self._answer(query, k) for query in queries]
 
@@ -65,7 +66,7 @@ class ReplayRetriever:
         found = self._found.get((normalise(query), k))
         if found is None:
             raise RetrievalError(
-                f"the recorded run never asked for {k} passages for {query!r}; nothing can be replayed"
+                f"the recorded run never asked for {k} passages for {query!r}; replay a run with this query and top_k"
             )
         return Hits(found, is_cached=found.is_cached, index_version=found.index_version)
 
@@ -82,5 +83,5 @@ def _records(directory: Path) -> Iterator[RetrievalRecord]:
                                 lists = {n: tuple(fields[n]) for n in ("passage_ids", "scores", "titles", "texts")}
                                 yield RetrievalRecord(**(fields | lists))
         except (pa.ArrowInvalid, KeyError, TypeError, OSError) as error:
-            cause = " ".join(str(error).split())
+            cause = one_line(error)
             raise DataError(f"{path}: no trajectories of this version of the project ({cause})") from error

@@ -151,7 +151,7 @@ async def test_the_key_is_neither_on_disk_nor_in_messages_nor_in_passages(
             assert not leaks(found[0].text)
             assert KEY.encode() not in pickle.dumps(retriever)
         with pytest.raises(RetrievalError) as caught:
-            await retriever.search(["b"], 1)  # nobody listens any more
+            await retriever.search(["b"], 1)  # no server listens any more
         assert not leaks("".join(traceback.format_exception(caught.value)))
     assert len(files(tmp_path)) == 2
     assert not any(leaks(path.read_text()) for path in files(tmp_path))
@@ -162,7 +162,7 @@ def leaks(text: str) -> bool:
     return "k3y" in text
 
 
-async def test_damaged_records_are_named_or_written_anew(tmp_path: Path) -> None:
+async def test_damaged_records_are_named_or_written_again(tmp_path: Path) -> None:
     options = {"record_dir": str(tmp_path)}
     api = Api()
     async with stub_server(api.answer) as url:

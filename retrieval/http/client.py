@@ -25,7 +25,7 @@ from yarl import URL
 
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.text import first_problem, nearest
+from ragr1_actors.core.text import first_problem, nearest, shortened
 from retrieval.fleet.cache import normalise
 
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -288,7 +288,7 @@ class HttpClient:
     def _quote(self, body: bytes) -> str:
         # Redacted before it is cut: half a secret would not be found.
         text = self.redact(clean_query(body[: 2**16].decode("utf-8", "replace")))
-        return text[:_MAX_QUOTED] + "..." * (len(text) > _MAX_QUOTED) if text else "nothing"
+        return shortened(text, _MAX_QUOTED) or "nothing"
 
     async def _session_here(self) -> aiohttp.ClientSession:
         """Return the session of the running loop. The session of an earlier loop is closed already."""

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import from_json, to_json
 
 from ragr1_actors.core.errors import RetrievalError
-from ragr1_actors.core.text import first_problem
+from ragr1_actors.core.text import first_problem, shortened
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.client import text_id
@@ -80,12 +80,12 @@ def parse_question(body: bytes, limits: Limits) -> Question:
     except ValidationError as error:
         key, value, problem = first_problem(error)
         if key not in ("", "queries") or not isinstance(value, dict):
-            problem += f", got {_shorten(value)}"
+            problem += f", got {_describe(value)}"
         raise RequestError(422, f"{key or 'the body'}: {problem}; {_EXAMPLE}") from None
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON in UTF-8: {error}; {_EXAMPLE}") from None
     if question.topk is not None and not 1 <= question.topk <= limits.max_topk:
-        got = _shorten(question.topk)
+        got = _describe(question.topk)
         raise RequestError(422, f"got {got} for 'topk', expected a whole number from 1 to {limits.max_topk}")
     num_queries = len(question.queries)
     if num_queries > limits.max_queries:
@@ -129,14 +129,13 @@ def _finite(score: float) -> float:
     raise ValueError(f"got the score {score}, expected a finite number")
 
 
-def _shorten(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describe a value in a few words: it may be as large as the body."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 10**_MAX_QUOTED:
         return "a huge number"
-    text = json.dumps(value)  # ASCII only
-    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+    return shortened(json.dumps(value), _MAX_QUOTED)  # ASCII only
 
 
 def parse_answer(answer: Any, server: str, num_queries: int, k: int, version: str) -> list[Hits]:

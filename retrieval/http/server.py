@@ -244,12 +244,17 @@ class RetrievalServer:
 
 
 class BackgroundRetriever:
-    """Searches a blocking retriever in one thread, so that the event loop stays free, and in batches."""
+    """Searches a blocking retriever in one thread, so that the event loop stays free, and in batches.
+
+    It is the only replica of its pool: neither an index nor a model is needed twice at the same time.
+    """
 
     def __init__(self, retriever: BatchRetriever) -> None:
         """Search ``retriever``, which blocks, and which nothing else may use at the same time."""
-        self._replica = _ThreadReplica(retriever)
-        self._pool = PooledRetriever({"thread": self._replica}, PoolSettings(max_retries=1))
+        self._retriever = retriever
+        self._version = str(retriever.info().get("version", ""))
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self._pool = PooledRetriever({"thread": self}, PoolSettings(max_retries=1))
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return up to ``k`` passages per query, each a ``Hits``: ``[len(queries)][<= k]``.
@@ -260,20 +265,12 @@ class BackgroundRetriever:
         """
         return await self._pool.search(queries, k)
 
-    def close(self) -> None:
-        """End the thread after its current batch."""
-        self._replica.close()
-
-
-class _ThreadReplica:
-    """``Replica`` over one thread: neither an index nor a model is needed twice at the same time."""
-
-    def __init__(self, retriever: BatchRetriever) -> None:
-        self._retriever = retriever
-        self._version = str(retriever.info().get("version", ""))
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")
-
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        """Search one batch in the thread, for the pool.
+
+        Raises:
+            RetrievalError: the search failed, whatever the cause.
+        """
         try:
             found = await self._call(lambda: self._retriever.search_batch(queries, k))
         except RetrievalError:
@@ -284,13 +281,15 @@ class _ThreadReplica:
         return [Hits(passages, index_version=self._version) for passages in found]
 
     async def ping(self) -> None:
+        """Return once the thread is idle, for the pool."""
         await self._call(lambda: None)
+
+    def close(self) -> None:
+        """End the thread after its current batch."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Health:
