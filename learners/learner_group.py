@@ -101,8 +101,6 @@ class LearnerGroup:
         self._actor_options = actor_options
         self.num_restarts = 0
         """Number of restarts of the group, at most ``learners.max_restarts``."""
-        self.num_builds = 0
-        """Number of stages that were built."""
         self._local: LearnerWorker | None = None
         self._actors: list[Any] = []
         self._history: CallHistory | None = None
@@ -145,7 +143,6 @@ class LearnerGroup:
         self._history = None  # ranks that restart in this call build this learner only
         self._call("build", learner_name, directory)
         self._history = CallHistory(learner_name, directory)
-        self.num_builds += 1
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
         """Learn from record batches of trajectory groups, or from references to them; return the update's metrics.

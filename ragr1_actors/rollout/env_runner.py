@@ -19,7 +19,6 @@ from typing import Any, NoReturn, Self, TypeVar
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cluster.weights.weight_stream import Invitation
 from envs.base import EnvContext, TextEnv
 from envs.registry import ENVS
 from envs.rewards import exact_match, token_f1
@@ -28,9 +27,8 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.plugins import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.core.weight_transport import WakeTag, choose_transport
-from ragr1_actors.rollout.engines.base import ColocatedEngine, Engine, EngineSettings, ReceivingEngine
-from ragr1_actors.rollout.engines.registry import ENGINES
+from ragr1_actors.core.weight_transport import WakeTag, choose_backend, choose_transport
+from ragr1_actors.rollout.engines.base import ENGINES, ColocatedEngine, Engine, EngineSettings, ReceivingEngine
 from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
@@ -92,9 +90,9 @@ class EnvRunner:
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
         runner = cls(config, policy_dir, retriever, engine)
-        transport = choose_transport(config)  # said now, and not when the first version is published
+        transport = choose_transport(config)  # checked now, and not when the first version is published
         if (transport == "broadcast" and not isinstance(engine, ReceivingEngine)) or (
-            transport == "ipc" and not (isinstance(engine, ColocatedEngine) and engine.num_weight_ranks == 1)
+            transport == "ipc" and not isinstance(engine, ColocatedEngine)
         ):
             raise ConfigError(
                 f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
@@ -203,17 +201,21 @@ class EnvRunnerActor:
             self._loaded = self._load()
         await self.update_weights(weights, version)
 
-    async def num_weight_ranks(self) -> int:
-        """Return how many ranks of a weight group this runner is."""
-        return self._runner.receiving_engine.num_weight_ranks
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """See ``ReceivingEngine``, as for the next three."""
+        await _or_exit(self._runner.receiving_engine.init_weight_transfer(init_info))
 
-    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
-        """Join a group; see ``ReceivingEngine.join_weight_group``."""
-        await _or_exit(self._runner.receiving_engine.join_weight_group(invitation, first_rank))
+    async def start_weight_update(self) -> None:
+        """Prepare for the parts of an update."""
+        await _or_exit(self._runner.receiving_engine.start_weight_update())
 
-    async def receive_weights(self, version: int) -> None:
-        """Take over what a learner sends; see ``ReceivingEngine.receive_weights``."""
-        await _or_exit(self._runner.receiving_engine.receive_weights(version))
+    async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[Any] | None = None) -> None:
+        """Receive a part."""
+        await _or_exit(self._runner.receiving_engine.receive_weights(update_info, blob))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Swap the weights in."""
+        await _or_exit(self._runner.receiving_engine.finish_weight_update(version))
 
     async def sleep(self) -> None:
         """Free the device's memory; see ``ColocatedEngine.sleep``."""
@@ -251,6 +253,7 @@ def engine_settings(config: SamplerConfig, version: int) -> EngineSettings:
         device="cuda" if settings.num_gpus_per_env_runner else "cpu",
         version=version,
         sleeps=choose_transport(config) == "ipc",
+        weight_backend=choose_backend(config),
         options=settings.engine_options,
     )
 

@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from cluster.actor_fleet import last_line
 from cluster.placement import ActorOptions, anywhere
-from cluster.weights.weight_sync import Receiver
+from cluster.weights.weight_sender import Receiver
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -84,7 +84,7 @@ class _Runner:
 
     @property
     def receiver(self) -> Receiver:
-        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.index, self.handle)
+        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.handle)
 
 
 class _Newest:

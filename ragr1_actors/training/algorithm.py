@@ -40,7 +40,7 @@ from typing import Any, Self
 import numpy as np
 
 from cluster.placement import Placement
-from cluster.weights.weight_sync import make_transport
+from cluster.weights.weight_sync import make_weight_sync
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
@@ -109,7 +109,7 @@ class Algorithm:
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
-        self._transport = make_transport(config, learners, self._env_runners)
+        self._transport = make_weight_sync(config, learners, self._env_runners)
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: Path) -> Self:

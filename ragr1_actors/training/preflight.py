@@ -14,8 +14,7 @@ from learners.algorithms.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
-from ragr1_actors.rollout.engines.base import Engine
-from ragr1_actors.rollout.engines.registry import ENGINES
+from ragr1_actors.rollout.engines.base import ENGINES, Engine
 from retrieval.base import needs_index
 from retrieval.indexes.manifest import Manifest
 

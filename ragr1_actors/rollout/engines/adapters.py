@@ -1,4 +1,4 @@
-"""A policy trained by adapters, as an engine gets it: A and B from the learner, the weights beside them from the disk.
+"""Merging adapters into a policy, in an engine: A and B come from the learner, the weights beside them from the disk.
 
 ::
 
@@ -6,18 +6,15 @@
                      ...q_proj.lora_A.weight, ...q_proj.lora_B.weight  ──┐
     folder, mapped   ...q_proj.weight = W ───────────────────────────────┴──► W + scaling * B A, in the engine's dtype
 
-Every update begins at the W of the folder: nothing is taken out of a merged weight again, so that no rounding adds up
-over updates, and nothing is kept, as all processes of a node share the pages of the folder's files.
+Every update begins at the W of the folder: no adapter is subtracted from a merged weight, so that no rounding error
+adds up over updates. Nothing is kept: all processes of a node share the pages of the folder's files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import islice
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -25,86 +22,52 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from cluster.weights.weight_stream import Weights
 from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.weight_transport import AdapterBase
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_FILE = "model.safetensors"
-_SOME = 16
-"""Weights merged between two passes of a model."""
+
+
+def base_names(base: AdapterBase) -> list[str]:
+    """Return the names of all weights of the base.
+
+    Raises:
+        EngineError: the folder is not on this node.
+    """
+    return sorted(_read_weights(base.folder))
 
 
 def merged_weights(
     adapters: Mapping[str, torch.Tensor],
     base: AdapterBase,
     dtype: torch.dtype,
-    *,
-    adapted_only: bool = False,
-    is_tied: bool = False,
+    names: Collection[str] | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by their Hugging Face names, those that have an adapter merged, on its device.
+    """Yield weights by their Hugging Face names, with the adapters merged.
 
     Args:
         adapters: all of the policy's, by the names of their layers: ``...q_proj.lora_A.weight``.
         base: what they are merged into.
-        dtype: of the engine, in which the learner has the base, too.
-        adapted_only: leave out what has no adapter.
-        is_tied: yield the embedding as ``lm_head.weight`` too.
+        dtype: of the engine; the learner has the base in it too.
+        names: weights to yield; ``None`` is those that have an adapter.
+        device: where to merge; by default where the adapters are.
 
     Raises:
         EngineError: the folder is not on this node, or not that of a policy with these adapters.
     """
     weights = _read_weights(base.folder)
-    for name in [f"{layer}.weight" for layer in _layers(adapters)]:
-        if name not in weights:
-            raise EngineError(f"{base.folder} has no {name}, which an adapter came for; look which policy it is")
-    for name in sorted(weights):
-        layer = name.removesuffix(".weight")
-        if f"{layer}.lora_A.weight" in adapters:
-            a_RI, b_OR = adapters[f"{layer}.lora_A.weight"].float(), adapters[f"{layer}.lora_B.weight"].float()
-            weight_OI = weights[name].to(a_RI.device, dtype)
-            yield name, (weight_OI.float() + base.scaling * (b_OR @ a_RI)).to(dtype)
-        elif not adapted_only:
+    adapted = {f"{layer}.weight": layer for layer in _layers(adapters)}
+    for name in adapted.keys() - weights.keys():
+        raise EngineError(f"{base.folder} has no {name}, which an adapter came for; look which policy it is")
+    for name in adapted if names is None else names:
+        if name not in adapted:
             yield name, weights[name]
-            if is_tied and name == "model.embed_tokens.weight":
-                yield "lm_head.weight", weights[name]
-
-
-class Source(Protocol):
-    """Where weights come from, some at a time."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything has been taken."""
-        ...
-
-    def take(self) -> Weights:
-        """Return what there is; it may be nothing."""
-        ...
-
-
-class MergedSource:
-    """Merges the adapters of another source, once all of them are there."""
-
-    def __init__(self, adapters: Source, base: AdapterBase, dtype: torch.dtype, *, is_tied: bool) -> None:
-        """Merge into all of ``base``; see ``merged_weights``."""
-        self._source = adapters
-        self._adapters: dict[str, torch.Tensor] = {}
-        self._merge = partial(merged_weights, self._adapters, base, dtype, is_tied=is_tied)
-        self._merged: Iterator[tuple[str, torch.Tensor]] | None = None
-        self.is_complete = False
-
-    def take(self) -> Weights:
-        """Return some merged weights."""
-        if self._merged is None:
-            self._adapters |= dict(self._source.take())
-            if self._source.is_complete:
-                self._merged = self._merge()
-            return []
-        weights = list(islice(self._merged, _SOME))
-        self.is_complete = not weights
-        return weights
+            continue
+        a_RI, b_OR = (adapters[f"{adapted[name]}.lora_{part}.weight"].to(device).float() for part in "AB")
+        weight_OI = weights[name].to(a_RI.device, dtype)
+        yield name, (weight_OI.float() + base.scaling * (b_OR @ a_RI)).to(dtype)
 
 
 def _layers(adapters: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,18 +1,20 @@
-"""The engine protocol: everything the rest of the system knows of a generation engine."""
+"""The engine protocols, and the engines that a recipe names by a word.
+
+An engine continues token ids (``Engine``). To take part in ``broadcast`` it has ``ReceivingEngine``'s methods besides,
+and to share a device with a learner rank ``ColocatedEngine``'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.types import Completion, OnText, Sampling
-from ragr1_actors.core.weight_transport import WakeTag
-
-if TYPE_CHECKING:  # pulls in torch
-    from cluster.weights.weight_stream import Invitation
+from ragr1_actors.core.weight_transport import WakeTag, WeightBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class EngineSettings:
     """Policy version of the weights in the folder."""
     sleeps: bool = False
     """Whether the engine has to give its device's memory to a learner between two batches: see ``ColocatedEngine``."""
+    weight_backend: WeightBackend = "host"
+    """What carries the weights of a ``ReceivingEngine``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
@@ -41,15 +45,15 @@ class Engine(Protocol):
         """Continue ``prompt_token_ids``.
 
         Args:
-            prompt_token_ids: the whole context; what it shares with the last call of the same ``request_id`` is not
-                computed again.
+            prompt_token_ids: the whole context; the prefix that it shares with the last call of the same ``request_id``
+                is not computed again.
             sampling: temperature, stop strings, seed and the number of new tokens.
             request_id: one trajectory.
-            on_text: called with the turn's whole text so far whenever it has grown; what it does must be quick.
+            on_text: called with the turn's whole text so far whenever it has grown; it must return quickly.
 
         Raises:
             EngineError: the engine cannot answer this request.
-            EngineDeadError: the engine will not answer any more; its runner is to be replaced.
+            EngineDeadError: the engine does not answer any more; its runner has to be replaced.
         """
         ...
 
@@ -58,7 +62,7 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the weights in. Requests under way go on with the new ones over a recomputed cache.
+        """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
 
         Args:
             weights: every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
@@ -69,7 +73,7 @@ class Engine(Protocol):
         ...
 
     async def check(self) -> None:
-        """Return if the engine is alive. Quick, however much it has to do.
+        """Return if the engine is alive. Quick, however busy the engine is.
 
         Raises:
             EngineDeadError: it is not.
@@ -83,42 +87,57 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivingEngine(Protocol):
-    """What an engine has besides, where ``env_runners.weight_transport`` is to be ``broadcast`` or ``ipc``."""
+    """What an engine has besides, where ``env_runners.weight_transport`` is ``broadcast`` or ``ipc``.
 
-    @property
-    def num_weight_ranks(self) -> int:
-        """How many processes of this engine hold weights: each is a rank of the group."""
+    The four steps of vLLM's weight transfer. A step raises ``TransferError`` where the weights did not arrive: the
+    engine then goes on with the weights it had or, where they were being overwritten, lets its requests wait until
+    ``Engine.update_weights``. An update that was started and not finished is forgotten when the next one starts.
+    """
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Join the senders of vLLM's backend ``nccl`` or ``ipc``; not called with ``host``."""
         ...
 
-    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
-        """Join as ``first_rank`` and those behind it, and leave the group before.
+    async def start_weight_update(self) -> None:
+        """Prepare for the parts of an update."""
+        ...
 
-        Raises:
-            TransferError: the group did not come about.
+    async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
+        """Receive a part.
+
+        Args:
+            update_info: of vLLM's backend; with ``host`` the key ``base``, an ``AdapterBase`` as JSON that the adapters
+                are merged into (empty where they are weights), and ``is_last``.
+            blob: with ``host``, a safetensors file.
         """
         ...
 
-    async def receive_weights(self, version: int) -> None:
-        """Take over what is sent to the group next; otherwise ``Engine.update_weights``.
-
-        Raises:
-            TransferError: not everything arrived. Until ``update_weights`` brings all of it, the engine goes on with
-                the weights it had, or with none where they are being overwritten: its requests wait.
-        """
+    async def finish_weight_update(self, version: int) -> None:
+        """Swap the weights in; otherwise ``Engine.update_weights``."""
         ...
 
 
 @runtime_checkable
 class ColocatedEngine(ReceivingEngine, Protocol):
-    """What an engine has besides, where it is to sit on one device with a learner: ``weight_transport`` ``ipc``."""
+    """What an engine has besides, where it shares a device with a learner rank: ``weight_transport`` ``ipc``."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back, weights and cache. Requests under way, and new ones, stand still."""
+        """Free the device's memory, weights and cache. Requests in flight, and new ones, wait."""
         ...
 
     async def wake_up(self, tag: WakeTag) -> None:
-        """Take memory again: for ``weights``, which are to be received then, and afterwards for the ``kv_cache``.
+        """Allocate memory again: for ``weights``, which are received next, and afterwards for the ``kv_cache``.
 
-        With the cache the requests go on; what they had in it is computed anew. An engine that is awake stays as it is.
+        With the cache the requests go on; their part of it is computed again. An engine that is awake stays as it is.
         """
         ...
+
+
+EngineClass = Callable[..., Engine]
+"""``(policy_dir, tokenizer, EngineSettings) -> Engine``."""
+
+ENGINES: dict[str, EngineClass | Any] = {
+    "transformers": "ragr1_actors.rollout.engines.transformers_engine:TransformersEngine",
+    "vllm": "ragr1_actors.rollout.engines.vllm_engine:VLLMEngine",
+}
+"""By the word in a recipe; any other engine is ``my_module:MyEngine``. Each pulls in a library that may be missing."""

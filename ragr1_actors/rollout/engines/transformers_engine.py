@@ -11,19 +11,19 @@ trajectory computes only the tokens that are not cached yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from cluster.weights.weight_stream import NO_GROUP, Invitation, WeightStream, join
-from ragr1_actors.core.errors import EngineError, TransferError
+from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
 from ragr1_actors.rollout.engines.adapters import merged_weights
@@ -34,8 +34,6 @@ from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_POLL_S = 0.001
-"""Between two looks for a bucket of weights."""
 _TAIL_TOKENS = 16
 """Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
 
@@ -67,7 +65,9 @@ class TransformersEngine:
         self._num_active = 0
         self._waiting: list[Session] = []
         self._loop_task: asyncio.Task[None] | None = None
-        self._weight_group: WeightStream | None = None
+        self._received: set[str] = set()  # of the update that has been started
+        self._adapters: dict[str, Tensor] = {}
+        self._base = ""
         self._is_whole = asyncio.Event()  # not while weights are being overwritten
         self._is_whole.set()
         self._is_awake = asyncio.Event()
@@ -117,55 +117,45 @@ class TransformersEngine:
             self._merge(state, str(weights[BASE_KEY]))
         else:
             self._model.load_state_dict(state, strict=False)
-            missing = dict(self._model.named_parameters()).keys() - state.keys()
-            if missing:
-                raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
+            self._check_whole(state.keys())
         self._take_over(version)
 
-    @property
-    def num_weight_ranks(self) -> int:
-        """One."""
-        return 1
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Not called: this engine's backend is ``host``."""
 
-    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
-        """Join; generation goes on meanwhile. See ``ReceivingEngine.join_weight_group``."""
-        if self._weight_group is not None:
-            self._weight_group.close()
-            self._weight_group = None
-        self._weight_group = await asyncio.to_thread(join, invitation, first_rank, self._device)
-
-    async def receive_weights(self, version: int) -> None:
-        """Overwrite the weights in place, bucket by bucket; requests stand still meanwhile.
-
-        They stand still for longer where it fails: half of each policy is none.
-        """
-        if self._weight_group is None:
-            raise TransferError(NO_GROUP)
-        base = self._weight_group.invitation.base
-        parameters = {} if base else dict(self._model.named_parameters(remove_duplicate=False))
-        adapters: dict[str, Tensor] = {}
+    async def start_weight_update(self) -> None:
+        """Let requests wait: weights are overwritten in place from now on, and a mixture of two policies is none."""
         self._is_whole.clear()
-        self._weight_group.begin()
-        while not self._weight_group.is_complete:
-            arrived = self._weight_group.take()
-            for name, value in arrived:
-                if base:
-                    adapters[name] = value
-                elif name in parameters:
-                    parameters.pop(name).data.copy_(value)
-            if not arrived:
-                await asyncio.sleep(_POLL_S)
-        if parameters:
-            raise TransferError(f"weight update lacks {len(parameters)} parameters, {min(parameters)} among them")
-        if base:
-            self._merge(adapters, base)
+        self._received, self._adapters, self._base = set(), {}, ""
+
+    async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
+        """Overwrite a part of the weights; see ``ReceivingEngine``."""
+        weights = load(blob.tobytes()) if blob is not None else {}
+        self._base = update_info["base"]
+        if self._base:
+            self._adapters |= weights
+            return
+        self._model.load_state_dict(weights, strict=False)
+        self._received |= weights.keys()
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Check that everything was received, and go on."""
+        if self._base:
+            self._merge(self._adapters, self._base)
+        else:
+            self._check_whole(self._received)
         self._take_over(version)
+
+    def _check_whole(self, names: Set[str]) -> None:
+        missing = dict(self._model.named_parameters()).keys() - names
+        if missing:
+            raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
 
     def _merge(self, adapters: Mapping[str, Tensor], base: str) -> None:
         """Overwrite the weights that have an adapter; the others never change."""
         parameters = dict(self._model.named_parameters())
         found = AdapterBase.model_validate_json(base)
-        for name, value in merged_weights(adapters, found, self._model.dtype, adapted_only=True):
+        for name, value in merged_weights(adapters, found, self._model.dtype, device=self._device):
             parameters[name].data.copy_(value)
 
     def _take_over(self, version: int) -> None:
@@ -197,9 +187,6 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """Stop serving; requests under way end with an ``EngineError``."""
-        if self._weight_group is not None:
-            self._weight_group.close()
-            self._weight_group = None
         if self._loop_task is not None:
             self._loop_task.cancel()
         self._fail(EngineError("the engine was closed"))

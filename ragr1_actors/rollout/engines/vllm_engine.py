@@ -2,21 +2,18 @@
 
 ::
 
-    generate ──► AsyncLLM ──zmq──► EngineCore ──► Worker(s)
-                                       ▲              ▲ stage_policy, take_policy
-    update_weights:   pause ───────────┘   shared ────┘
-                                           memory
+    generate ──► AsyncLLM ──zmq──► EngineCore ──► Worker(s), with an engine of ``vllm_worker``
+                                                    ▲
+    update of weights:   AsyncLLM's start_weight_update, update_weights ..., finish_weight_update
 
-    write ──► stage (generation goes on) ──► pause ──► take, version ──► resume
-
-    receive_weights, CPU:   stage, bucket by bucket (generation goes on) ──► pause ──► take, version ──► resume
-                     GPU:   pause ──► receive in place, bucket by bucket, version ──► resume
+    CPU:  start ──► update, one layer after the other (generation goes on) ──► pause ──► finish, version ──► resume
+    GPU:  pause ──► start ──► update in place ──► finish, version ──► resume
 
     sleep ──► pause, weights and cache dropped     wake_up: weights ──► either of these, without pause and resume
                                                             kv_cache ──► resume
 
 One ``AsyncLLM`` is one engine of one runner; tensor and pipeline parallelism are vLLM's own, several engines are the
-fleet's. A trajectory stays with its engine, so the prefix cache holds its context from one turn to the next.
+fleet's. A trajectory stays with its engine, so that the prefix cache holds its context from one turn to the next.
 """
 
 from __future__ import annotations
@@ -25,12 +22,14 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 # vLLM reads these when it is imported
@@ -41,21 +40,27 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+    layerwise_groups,
+)
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from cluster.weights.weight_stream import Invitation
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, WakeTag
+from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
+from ragr1_actors.rollout.engines.adapters import base_names
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
 SHARED_MEMORY = Path("/dev/shm")
-WORKER_EXTENSION = "ragr1_actors.rollout.engines.vllm_worker.PolicyLoader"
+TWIN_BACKEND = "ragr1_twin"
+WORKER_EXTENSION = "ragr1_actors.rollout.engines.vllm_worker.WeightUpdateExtension"
 
 
 class VLLMEngine:
@@ -69,14 +74,15 @@ class VLLMEngine:
         """
         self._tokenizer = tokenizer
         self._num_requests = 0
-        self._engine = _start(policy_dir, settings)
+        arguments = _arguments(policy_dir, settings)
+        self._engine = _start(arguments)
         self._first_version = settings.version
-        self._receives_in_place = settings.device != "cpu"
-        """A CPU engine has a twin of the model, which packing asks for; a GPU has no room for one."""
+        self._has_twin = arguments["weight_transfer_config"]["backend"] == TWIN_BACKEND
+        self._is_updating = False
         self._sleeps = False
-        self.num_weight_ranks = _num_workers(settings)
+        self._paused_at: float | None = None
         self.last_pause_s = 0.0
-        """How long the newest ``update_weights`` kept generation waiting."""
+        """How long the newest update of weights kept generation waiting."""
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -89,9 +95,8 @@ class VLLMEngine:
             f"{request_id}#{self._num_requests}",
         )
         try:
-            outputs = [await _last(stream)] if on_text is None else await _stream(stream, on_text)
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError(f"vLLM's processes died in a turn of {request_id!r}; its own log says why") from error
+            with _alive(f"in a turn of {request_id!r}"):
+                outputs = [await _last(stream)] if on_text is None else await _stream(stream, on_text)
         except (VLLMClientError, EngineGenerateError, ValueError) as error:
             raise EngineError(f"vLLM refused a turn of {request_id!r}: {error.__cause__ or error}") from error
         return self._completion(outputs)
@@ -102,7 +107,7 @@ class VLLMEngine:
         logprobs: list[float] = []
         for output in outputs:
             token_ids.extend(output.token_ids)
-            logprobs.extend(output.logprobs.logprobs)  # flat: one value a token, as only the sampled one is asked for
+            logprobs.extend(output.logprobs.logprobs)  # flat: one value per token, the sampled one's
         last = outputs[-1]
         versions = np.full(len(token_ids), self._first_version, dtype=np.int64)
         for span in last.weight_versions or ():
@@ -115,116 +120,127 @@ class VLLMEngine:
         """Do nothing: vLLM's prefix cache forgets by itself what was not used for longest."""
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the weights in; requests under way stand still meanwhile and go on over a recomputed cache."""
-        path = _shared_file()
+        """Swap the weights in; see ``Engine.update_weights``.
+
+        Raises:
+            TransferError: a worker could not load them; generation goes on as after a step of ``ReceivingEngine``.
+        """
         tensors = {name: np.ascontiguousarray(weight) for name, weight in weights.items() if name != BASE_KEY}
-        try:
+        with _shared_file() as path:
             await asyncio.to_thread(save_file, tensors, path)
-            await self._engine.collective_rpc("stage_policy", args=(str(path), str(weights.get(BASE_KEY, ""))))
-            await self._stage(poll_s=0.0)
-            await self._swap(self._take, version)
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError(f"vLLM's processes died before version {version}; its own log says why") from error
-        finally:
-            path.unlink(missing_ok=True)
+            await self.start_weight_update()
+            await self._load(path, str(weights.get(BASE_KEY, "")), is_last=True)
+        await self.finish_weight_update(version)
 
-    async def join_weight_group(self, invitation: Invitation, first_rank: int) -> None:
-        """Have every worker join; see ``ReceivingEngine.join_weight_group``. Generation stands still until all have."""
-        try:
-            said = await self._engine.collective_rpc("join_weight_group", args=(invitation.to_json(), first_rank))
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError("vLLM's processes died before they joined; its own log says why") from error
-        _raise_first(said)
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Have every worker join the senders; generation waits until all have joined. See ``ReceivingEngine``."""
+        with _alive("before they joined a weight transfer"), _transferring():
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
 
-    async def receive_weights(self, version: int) -> None:
-        """Take over what is sent next; see ``ReceivingEngine.receive_weights``."""
-        try:
-            if self._receives_in_place:
-                await self._swap(self._receive, version)
-            else:
-                _raise_first(await self._engine.collective_rpc("stage_broadcast"))
-                await self._stage(poll_s=0.001)
-                await self._swap(self._take, version)
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError(f"vLLM's processes died before version {version}; its own log says why") from error
+    async def start_weight_update(self) -> None:
+        """Prepare the workers; see ``ReceivingEngine``."""
+        with _alive("at the start of a weight update"), _transferring():
+            if not self._has_twin:
+                await self._pause()
+            if self._is_updating:
+                await self._engine.collective_rpc("abandon_weight_update")
+            self._is_updating = True
+            await self._engine.start_weight_update()
 
-    async def _stage(self, poll_s: float) -> None:
-        """Have the workers stage all that is announced, a little between every two passes."""
-        while True:
-            said = await self._engine.collective_rpc("stage_some")
-            _raise_first([reason for _, reason in said])
-            if all(is_complete for is_complete, _ in said):
-                return
-            await asyncio.sleep(poll_s)
+    async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
+        """Load a part; see ``ReceivingEngine``."""
+        if blob is None:
+            with _alive("in a weight update"), _transferring():
+                await self._engine.update_weights(WeightTransferUpdateRequest(dict(update_info)))
+            return
+        with _shared_file() as path:
+            await asyncio.to_thread(path.write_bytes, blob.data)
+            await self._load(path, **update_info)
 
-    async def _swap(self, take: Callable[[], Awaitable[None]], version: int) -> None:
-        """Pause, have the weights taken over, resume. Where that fails, generation stays paused."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        if not self._sleeps:
-            # the cache is dropped: what is under way is computed again, by the new weights
+    async def _load(self, path: Path, base: str, is_last: bool) -> None:
+        """Have the workers load a file, one layer after the other: passes of the model run in between."""
+        if base:
+            groups = [[], *(layerwise_groups(base_names(AdapterBase.model_validate_json(base))) if is_last else [])]
+        else:
+            with safe_open(path, "np") as file:
+                groups = layerwise_groups(list(file.keys()))
+        with _alive("in a weight update"), _transferring():
+            for index, names in enumerate(groups):
+                is_end = is_last and index == len(groups) - 1
+                part = {"path": str(path), "names": names, "base": base, "is_last": is_end}
+                await self._engine.update_weights(WeightTransferUpdateRequest(part))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Take the new weights; see ``ReceivingEngine``. Where that fails, generation stays paused."""
+        with _alive(f"before version {version}"), _transferring():
+            await self._pause()
+            await self._engine.finish_weight_update(str(version))
+            self._is_updating = False
+            if self._paused_at is not None:
+                await self._engine.resume_generation()
+                self.last_pause_s = asyncio.get_running_loop().time() - self._paused_at
+                self._paused_at = None
+
+    async def _pause(self) -> None:
+        """Have requests in flight wait, and drop the cache, which they compute again by the new weights.
+
+        Not ``AsyncLLM.pause_generation``: it sleeps for 20 ms, to order outputs.
+        """
+        if self._paused_at is None and not self._sleeps:
+            self._paused_at = asyncio.get_running_loop().time()
             await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        await take()
-        await self._engine.update_weight_version(str(version))
-        if not self._sleeps:
-            await self._engine.resume_generation()
-        self.last_pause_s = loop.time() - started
-
-    async def _take(self) -> None:
-        await self._engine.collective_rpc("take_policy")
-
-    async def _receive(self) -> None:
-        _raise_first(await self._engine.collective_rpc("receive_policy"))
 
     async def sleep(self) -> None:
         """Drop weights and cache, vLLM's level 2. On a CPU vLLM only pauses; it says so in its log."""
-        try:
+        with _alive("before they slept"):
             await self._engine.sleep(level=2, mode="keep")
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError("vLLM's processes died before they slept; its own log says why") from error
-        self._sleeps = True
+        self._sleeps, self._paused_at = True, None
 
     async def wake_up(self, tag: WakeTag) -> None:
         """See ``ColocatedEngine.wake_up``."""
         if not self._sleeps:
             return
-        try:
+        with _alive("before they woke up"):
             await self._engine.wake_up([tag])
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError("vLLM's processes died before they woke up; its own log says why") from error
         self._sleeps = tag == "weights"
 
     async def check(self) -> None:
-        """Ask vLLM whether its processes are there; the first time, have them generate a token too.
+        """Ask vLLM whether its processes are alive; the first time, have them generate a token too.
 
         What vLLM leaves to the first request (seconds, on a CPU) is then done before there is one.
         """
-        try:
+        with _alive("before a check"):
             await self._engine.check_health()
-            if not self._num_requests:
-                prompt = list(self._tokenizer.eos_token_ids)[:1]
-                await self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up")
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError("vLLM's processes are dead; its own log says why") from error
+        if not self._num_requests:
+            prompt = list(self._tokenizer.eos_token_ids)[:1]
+            await self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up")
 
     async def close(self) -> None:
         """End vLLM's processes."""
         self._engine.shutdown()
 
 
-def _raise_first(reasons: Sequence[str]) -> None:
-    """Raise what the first worker says that has something to say."""
-    for reason in reasons:
-        if reason:
-            raise TransferError(reason)
+@contextmanager
+def _alive(when: str) -> Iterator[None]:
+    try:
+        yield
+    except VLLMEngineDeadError as error:
+        raise EngineDeadError(f"vLLM's processes died {when}; its own log says why") from error
 
 
-def _num_workers(settings: EngineSettings) -> int:
-    options = settings.options
-    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+@contextmanager
+def _transferring() -> Iterator[None]:
+    """Report what failed in a worker. A process boundary: vLLM raises a bare ``Exception`` with the error's text."""
+    try:
+        yield
+    except VLLMEngineDeadError:
+        raise
+    except Exception as error:
+        raise TransferError(f"a weight update failed in vLLM's worker: {error}") from error
 
 
-def _start(policy_dir: str | Path, settings: EngineSettings) -> AsyncLLM:
+def _arguments(policy_dir: str | Path, settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's ``AsyncEngineArgs``; the recipe's options come last."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": settings.dtype,
@@ -234,24 +250,33 @@ def _start(policy_dir: str | Path, settings: EngineSettings) -> AsyncLLM:
         # of the distribution that was sampled from, temperature included: what the learner computes
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": f"ragr1_{'ipc' if settings.weight_backend == 'ipc' else 'nccl'}"},
         "enable_log_requests": False,
         "disable_log_stats": True,
     }
-    if settings.sleeps and settings.device != "cpu":  # a CPU's vLLM refuses it, and need not be told
+    if settings.sleeps and settings.device != "cpu":  # vLLM refuses it on a CPU
         arguments["enable_sleep_mode"] = True
     if settings.device == "cpu":
+        arguments["weight_transfer_config"] = {"backend": TWIN_BACKEND}  # a GPU has no room for a second model
         arguments["enforce_eager"] = True  # else minutes of compilation, by a compiler that may not be there
         # A seeded request whose prompt is computed in pieces ends the CPU worker: its generator cannot be rewound
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(8192, settings.max_context_tokens)
-        # Otherwise vLLM puts its worker into a process of its own here, and spins on a second core to wait for it
+        # Otherwise vLLM puts its worker into another process here, and spins on a second core to wait for it
         if not {"tensor_parallel_size", "pipeline_parallel_size"} & set(settings.options):
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    return arguments | dict(settings.options)
+
+
+def _start(arguments: dict[str, Any]) -> AsyncLLM:
+    if arguments["weight_transfer_config"]["backend"] == "ragr1_ipc":
+        # handles of CUDA's memory, from the learner rank on this GPU, reach vLLM's worker pickled
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | dict(settings.options))))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:  # TypeError: an option it does not know
         reason = " ".join(str(error).split())
-        raise EngineError(f"vLLM did not start on {policy_dir}: {reason}") from error
+        raise EngineError(f"vLLM did not start on {arguments['model']}: {reason}") from error
 
 
 def _sampling_params(sampling: Sampling, *, is_streamed: bool) -> SamplingParams:
@@ -287,6 +312,11 @@ async def _stream(stream: Any, on_text: OnText) -> list[Any]:
     return pieces
 
 
-def _shared_file() -> Path:
+@contextmanager
+def _shared_file() -> Iterator[Path]:
     directory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return directory / f"ragr1-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
+    path = directory / f"ragr1-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Publishing by broadcast: real runners, a learner in the driver, gloo between them; also when a runner dies of it."""
+"""Publishing from learners to real runners, part by part; also when a runner dies, hangs or refuses a part."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.weights.weight_sync import ColocatedTransport, DirectTransport, ObjectStoreTransport, make_transport
+from cluster.weights.weight_sync import WeightSync, make_weight_sync
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
 from ragr1_actors.core.types import Task
-from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.core.weight_transport import choose_backend, choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
@@ -30,7 +29,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
-BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one in several
+BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one that is larger
 
 
 class OnePassage:
@@ -101,8 +100,8 @@ class Setup:
         self.fleet = EnvRunnerGroup(make_config(), policy_dir, OnePassage())
         self.fleet.wait_until_ready()
 
-    def transport(self, timeout_s: float = 60.0) -> DirectTransport:
-        return DirectTransport(self.learners, self.fleet, "gloo", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
+    def transport(self, timeout_s: float = 60.0) -> WeightSync:
+        return WeightSync(self.learners, self.fleet, "broadcast", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
     def assert_all_have(self, version: int, learners: LearnerGroup | None = None) -> None:
         expected = (learners or self.learners).get_weights()
@@ -135,11 +134,11 @@ def setup(ray_local: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup: Setup) -> None:
+def test_engine_and_learner_agree_after_a_transfer_in_the_middle_of_a_run(setup: Setup) -> None:
     setup.wait_until_healed()
     transport = setup.transport()
     for version in (101, 102):
-        for index in range(180):  # seconds of work, of which the broadcast takes tenths
+        for index in range(180):  # seconds of work, of which the transfer takes tenths
             setup.fleet.submit(request(index))
         before = setup.fleet.collect()
         move(setup.learners, version)
@@ -157,12 +156,12 @@ def test_engine_and_learner_agree_after_a_broadcast_in_the_middle_of_a_run(setup
         metrics = setup.learners.update([one.batch for one in under_way])
         assert len(before) > 0 and metrics["logprob_gap_max"] > 0.1, "nothing was under way with the weights before"
         assert metrics["logprob_gap_mean_fresh"] < 1e-4
-    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+    assert transport.num_fallbacks == 0
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_runner_that_dies_of_a_broadcast_is_gone_round_and_joins_the_next_one(
+def test_a_runner_that_dies_in_a_transfer_is_left_out_and_takes_part_in_the_next_one(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup.wait_until_healed()
@@ -170,16 +169,16 @@ def test_a_runner_that_dies_of_a_broadcast_is_gone_round_and_joins_the_next_one(
     transport.publish(1)
 
     def die_in_the_middle(runner: EnvRunner) -> None:
-        group: Any = runner.receiving_engine
-        group, take = group._weight_group, group._weight_group.take
+        engine: Any = runner.receiving_engine
+        receive, parts = engine.receive_weights, []
 
-        def take_some() -> Any:
-            arrived = take()
-            if arrived:
+        async def receive_two(*part: Any) -> None:
+            parts.append(part)
+            if len(parts) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return arrived
+            await receive(*part)
 
-        group.take = take_some
+        engine.receive_weights = receive_two
 
     import ray
 
@@ -196,12 +195,12 @@ def test_a_runner_that_dies_of_a_broadcast_is_gone_round_and_joins_the_next_one(
     move(setup.learners, 3)
     transport.publish(3)
     setup.assert_all_have(3)
-    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+    assert transport.num_fallbacks == 1
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_runner_that_hangs_holds_nobody_up_for_longer_than_the_deadline(setup: Setup) -> None:
+def test_a_runner_that_hangs_delays_the_others_until_the_deadline_only(setup: Setup) -> None:
     setup.wait_until_healed()
     transport = setup.transport(timeout_s=10.0)
     transport.publish(1)
@@ -216,31 +215,38 @@ def test_a_runner_that_hangs_holds_nobody_up_for_longer_than_the_deadline(setup:
     setup.assert_all_have(2)
     transport.publish(3)
     setup.assert_all_have(3)
-    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+    assert transport.num_fallbacks == 1
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_runner_that_was_restarted_unseen_gets_the_version_all_the_same(setup: Setup) -> None:
+def test_a_runner_that_refuses_a_part_gets_the_version_through_the_object_store(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
     setup.wait_until_healed()
     transport = setup.transport()
-    transport.publish(1)
 
-    def forget(runner: EnvRunner) -> None:
+    def refuse_once(runner: EnvRunner) -> None:
         engine: Any = runner.receiving_engine
-        engine._weight_group.close()
-        engine._weight_group = None
+
+        async def refuse(*part: Any) -> None:
+            del engine.receive_weights
+            raise TransferError("no room for it")
+
+        engine.receive_weights = refuse
 
     import ray
 
-    ray.get(setup.fleet._runners[0].handle.apply.remote(forget))
+    ray.get(setup.fleet._runners[0].handle.apply.remote(refuse_once))
     move(setup.learners, 2)
-    transport.publish(2)
+    with caplog.at_level(logging.WARNING):
+        transport.publish(2)
+    assert "version 2 goes to 1 of 2 env runners through the object store" in caplog.text
+    assert "no room for it" in caplog.text
     setup.assert_all_have(2)
-    assert transport.num_fallbacks == 1
     transport.publish(3)
     setup.assert_all_have(3)
-    assert (transport.num_groups, transport.num_fallbacks) == (2, 1)
+    assert (transport.num_fallbacks, setup.fleet.num_healthy) == (1, 2)
 
 
 @pytest.mark.ray
@@ -250,34 +256,34 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
     config = make_config({"num_learners": 2, "zero_stage": 3, "num_cpus_per_learner": 0.5})
     learners = LearnerGroup(config)
     learners.build("grpo", setup.policy_dir)
-    transport = DirectTransport(learners, setup.fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    transport = WeightSync(learners, setup.fleet, "broadcast", bucket_bytes=BUCKET_BYTES)
     for version in (1, 2):
         transport.publish(version)
         setup.assert_all_have(version, learners)
-    assert (transport.num_groups, transport.num_fallbacks) == (1, 0)
+    assert transport.num_fallbacks == 0
 
     os.kill(learners.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
     transport.publish(3)  # the rank is found dead in the middle of it
     setup.assert_all_have(3, learners)
-    assert (learners.num_restarts, transport.num_groups, transport.num_fallbacks) == (1, 1, 1)
+    assert (learners.num_restarts, transport.num_fallbacks) == (1, 0)
     os.kill(learners.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
     learners.get_weights()  # and here before it
     transport.publish(4)
     setup.assert_all_have(4, learners)
-    assert (learners.num_restarts, transport.num_groups, transport.num_fallbacks) == (2, 2, 1)
+    assert (learners.num_restarts, transport.num_fallbacks) == (2, 0)
     learners.stop()
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_adapters_are_broadcast_and_merged_into_what_the_stage_began_with(setup: Setup, tmp_path: Path) -> None:
+def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(setup: Setup, tmp_path: Path) -> None:
     lora = {"rank": 2, "target_modules": ["q_proj", "down_proj"]}
     config = make_config({"lora": lora}, num_env_runners=1, num_cpus_per_env_runner=0)
     learners = LearnerGroup(config)
     learners.build("grpo", setup.policy_dir)
     fleet = EnvRunnerGroup(config, setup.policy_dir, OnePassage())
     fleet.wait_until_ready()
-    transport = DirectTransport(learners, fleet, "gloo", bucket_bytes=BUCKET_BYTES)
+    transport = WeightSync(learners, fleet, "broadcast", bucket_bytes=BUCKET_BYTES)
     before = learners.get_weights()
     for version in (1, 2, 3):
         if version == 3:
@@ -292,20 +298,45 @@ def test_adapters_are_broadcast_and_merged_into_what_the_stage_began_with(setup:
             np.testing.assert_array_equal(weight, expected[name], err_msg=name)
         changed = {name for name, weight in weights.items() if not np.array_equal(weight, before[name])}
         assert len(changed) == 4 and all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed)
-    assert (transport.num_groups, transport.num_fallbacks) == (2, 0)
+    assert transport.num_fallbacks == 0
     fleet.stop()
     learners.stop()
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_engine_that_cannot_take_part_is_said_at_the_start(ray_local: ModuleType, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_take_part_is_refused_at_the_start(ray_local: ModuleType, tmp_path: Path) -> None:
     make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
     config = make_config(num_env_runners=1, engine="benchmarks.fleet:PacedEngine", weight_transport="broadcast")
     fleet = EnvRunnerGroup(config, tmp_path, OnePassage())
     with pytest.raises(FleetError, match=r"benchmarks.fleet:PacedEngine cannot take part; set it to object_store"):
         fleet.wait_until_ready()
     fleet.stop()
+
+
+LORA = {"lora": {"rank": 2}}
+
+
+class LearnersOfNothing:
+    def weights_ref(self) -> Any: ...
+
+    def foreach_learner(self, function: Any) -> list[Any]:
+        return []
+
+    def offload_states(self) -> int:
+        return 0
+
+
+class RunnersOfNothing:
+    receivers: tuple[Any, ...] = ()
+
+    def expect(self, version: int, fetch: Any) -> None: ...
+
+    def update_weights(self, weights: Any, version: int, receivers: Any = None) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self, tag: str) -> None: ...
 
 
 def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
@@ -315,34 +346,35 @@ def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
 @pytest.mark.parametrize(
     ("runners", "learners", "expected"),
     [
-        ({}, {}, "object_store"),
-        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "broadcast"),
-        ({"engine": "my:Own", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
-        ({"engine": "vllm", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "ipc"),
-        ({"engine": "vllm", "num_gpus_per_env_runner": 0.7}, {"num_gpus_per_learner": 0.5}, "object_store"),
-        ({"engine": "my:Own", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "object_store"),
-        ({"weight_transport": "ipc"}, {}, "ipc"),
-        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {}, "object_store"),
-        ({"num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1, "num_learners": 0}, "object_store"),
-        ({"num_env_runners": 0, "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store"),
-        ({"weight_transport": "broadcast"}, {}, "broadcast"),
-        ({"weight_transport": "broadcast"}, {"num_learners": 0}, "broadcast"),
+        ({}, {}, "object_store host"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "broadcast nccl"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1, **LORA}, "broadcast host"),
+        ({"num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "broadcast host"),
+        ({"engine": "my:Own", "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store host"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "ipc ipc"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 0.7}, {"num_gpus_per_learner": 0.5}, "object_store host"),
+        ({"engine": "my:Own", "num_gpus_per_env_runner": 0.5}, {"num_gpus_per_learner": 0.5}, "object_store host"),
+        ({"weight_transport": "ipc"}, {}, "ipc host"),
+        ({"engine": "vllm", "num_gpus_per_env_runner": 1}, {}, "object_store host"),
+        ({"num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1, "num_learners": 0}, "object_store host"),
+        ({"num_env_runners": 0, "num_gpus_per_env_runner": 1}, {"num_gpus_per_learner": 1}, "object_store host"),
+        ({"weight_transport": "broadcast"}, {}, "broadcast host"),
+        ({"weight_transport": "broadcast"}, {"num_learners": 0}, "broadcast host"),
         (
             {"weight_transport": "object_store", "engine": "vllm", "num_gpus_per_env_runner": 1},
             {"num_gpus_per_learner": 1},
-            "object_store",
+            "object_store host",
         ),
     ],
 )
-def test_auto_goes_by_where_the_parts_sit(runners: dict[str, Any], learners: dict[str, Any], expected: str) -> None:
+def test_auto_depends_on_where_the_actors_are_placed(
+    runners: dict[str, Any], learners: dict[str, Any], expected: str
+) -> None:
     assert config_with({}, {}).env_runners.weight_transport == "object_store"
     config = config_with({"weight_transport": "auto", **runners}, learners)
-    assert choose_transport(config) == expected
-    made: Any = make_transport(config, MagicMock(), MagicMock())
-    classes = {"object_store": ObjectStoreTransport, "broadcast": DirectTransport, "ipc": ColocatedTransport}
-    assert type(made) is classes[expected]
-    if expected == "broadcast":
-        assert made._backend == ("nccl" if "num_gpus_per_env_runner" in runners else "gloo")
+    assert f"{choose_transport(config)} {choose_backend(config)}" == expected
+    made = make_weight_sync(config, LearnersOfNothing(), RunnersOfNothing())
+    assert made.shares_devices is expected.startswith("ipc")
 
 
 def test_a_broadcast_within_the_driver_is_refused() -> None:

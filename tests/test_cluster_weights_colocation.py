@@ -1,4 +1,4 @@
-"""Learner and engine on one device: real runners and learner ranks, pair by pair, over shared memory of the CPU."""
+"""Learner and engine on one device: real runners and learner ranks take turns, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_cluster_weight_sync
+import test_cluster_weights_weight_sync
 from small_world import SHORT, make_files
 from small_world import make_config as make_run_config
-from test_cluster_weight_sync import BUCKET_BYTES, OnePassage, drain, read, request
+from test_cluster_weights_weight_sync import BUCKET_BYTES, OnePassage, drain, read, request
 
 from cluster.placement import Placement
-from cluster.weights.weight_sync import ColocatedTransport
+from cluster.weights.weight_sync import WeightSync
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
@@ -36,7 +36,7 @@ from ragr1_actors.training.tiny_policy import make_tiny_policy
 @pytest.fixture(scope="module")
 def by_value(ray_local: ModuleType) -> ModuleType:
     """Ray, whose actors cannot import the tests."""
-    for module in (sys.modules[__name__], test_cluster_weight_sync):
+    for module in (sys.modules[__name__], test_cluster_weights_weight_sync):
         ray_local.cloudpickle.register_pickle_by_value(module)
     return ray_local
 
@@ -59,7 +59,7 @@ class Setup:
         self.placement = Placement(config)
         self.learners = LearnerGroup(config, self.placement.options)
         self.fleet = EnvRunnerGroup(config, policy_dir, OnePassage(), actor_options=self.placement.options)
-        self.transport = ColocatedTransport(self.learners, self.fleet, bucket_bytes=BUCKET_BYTES)
+        self.transport = WeightSync(self.learners, self.fleet, "ipc", bucket_bytes=BUCKET_BYTES)
         self.learners.build("grpo", policy_dir)
         self.fleet.wait_until_ready()
         self.version = 0
@@ -115,17 +115,13 @@ def is_offloaded(learner: Any) -> bool:
     return learner.policy._offloaded is not None
 
 
-def die_at_the_first_bucket(runner: EnvRunner) -> None:
+def die_at_the_first_part(runner: EnvRunner) -> None:
     engine: Any = runner.receiving_engine
-    take = engine._weight_group.take
 
-    def take_some() -> Any:
-        arrived = take()
-        if arrived:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return arrived
+    async def die(*part: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    engine._weight_group.take = take_some
+    engine.receive_weights = die
 
 
 @pytest.mark.ray
@@ -140,14 +136,14 @@ def test_learners_and_engines_take_turns(
             assert metrics["logprob_gap_max"] < 1e-4 and metrics["grad_norm"] > 0, (version, metrics)
             assert all(setup.learners.foreach_learner(is_offloaded)), "the engines have the devices"
             setup.assert_all_have_it()
-        assert (setup.transport.num_groups, setup.transport.num_fallbacks) == (1, 0)
+        assert setup.transport.num_fallbacks == 0
 
         with setup.transport.room(), setup.transport.room():  # as for a checkpoint
             setup.learners.get_state()
         assert all(setup.learners.foreach_learner(is_offloaded))
         setup.assert_all_have_it()
 
-        by_value.get(setup.fleet._runners[0].handle.apply.remote(die_at_the_first_bucket))
+        by_value.get(setup.fleet._runners[0].handle.apply.remote(die_at_the_first_part))
         with caplog.at_level(logging.WARNING):
             started = time.monotonic()
             setup.iterate()
@@ -158,7 +154,7 @@ def test_learners_and_engines_take_turns(
         setup.assert_all_have_it()
         setup.iterate()
         setup.assert_all_have_it()
-        assert (setup.transport.num_groups, setup.transport.num_fallbacks) == (2, 1)
+        assert setup.transport.num_fallbacks == 1
 
         for index in range(12):
             setup.fleet.submit(request(index))
@@ -168,13 +164,12 @@ def test_learners_and_engines_take_turns(
         setup.assert_all_have_it()
         assert all(setup.learners.foreach_learner(is_offloaded)), "they left again when they had given it the weights"
         setup.iterate()
-        # once for the other runner alone, which made room for the learners meanwhile
-        assert (setup.transport.num_groups, setup.transport.num_fallbacks) == (4, 1)
+        assert setup.transport.num_fallbacks == 1
 
         os.kill(setup.learners.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
         setup.iterate()
         setup.assert_all_have_it()
-        assert (setup.learners.num_restarts, setup.transport.num_groups, setup.transport.num_fallbacks) == (1, 5, 1)
+        assert (setup.learners.num_restarts, setup.transport.num_fallbacks) == (1, 1)
 
 
 @pytest.mark.ray
