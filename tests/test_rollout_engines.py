@@ -45,6 +45,7 @@ def reference_logprobs(model: torch.nn.Module, ids: list[int], temperature: floa
         return torch.log_softmax(model(torch.tensor([ids])).logits[0].float() / temperature, dim=-1)
 
 
+@pytest.mark.engine
 def test_the_policy_folder_is_an_ordinary_one_and_its_tokenizer_loses_nothing(policy_dir: Path) -> None:
     assert isinstance(AutoModelForCausalLM.from_pretrained(policy_dir), Qwen2ForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(policy_dir)
@@ -70,6 +71,7 @@ async def converse(
 
 
 @pytest.mark.parametrize(("max_rows", "temperature"), [(64, 1.0), (3, 0.7)])
+@pytest.mark.engine
 async def test_logprobs_are_the_models_own_in_any_batch_and_with_any_cache(
     policy_dir: Path, tokenizer: PolicyTokenizer, max_rows: int, temperature: float
 ) -> None:
@@ -85,6 +87,7 @@ async def test_logprobs_are_the_models_own_in_any_batch_and_with_any_cache(
             assert completion.text == tokenizer.decode(completion.token_ids)
 
 
+@pytest.mark.engine
 async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(
     policy_dir: Path, tokenizer: PolicyTokenizer
 ) -> None:
@@ -95,6 +98,7 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(
     assert len({tuple(turns[0][1].token_ids) for turns in together}) > 1
 
 
+@pytest.mark.engine
 async def test_generation_ends_with_the_token_that_completes_the_stop_string(
     policy_dir: Path, tokenizer: PolicyTokenizer
 ) -> None:
@@ -109,12 +113,14 @@ async def test_generation_ends_with_the_token_that_completes_the_stop_string(
     assert not any(text[-1] in tokenizer.decode([t]) for t in stopped.token_ids[:-1])
 
 
+@pytest.mark.engine
 async def test_length_ends_generation_too(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     engine = make_engine(policy_dir, tokenizer)
     completion = await engine.generate(tokenizer.encode(" Ana"), Sampling(3, 0.0), request_id="a")
     assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.LENGTH, 3)
 
 
+@pytest.mark.engine
 async def test_new_weights_in_the_middle_of_a_turn_recompute_the_cache(
     policy_dir: Path, tokenizer: PolicyTokenizer
 ) -> None:
@@ -144,6 +150,7 @@ async def test_new_weights_in_the_middle_of_a_turn_recompute_the_cache(
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.engine
 async def test_the_text_so_far_grows_to_what_the_turn_decodes_to(
     policy_dir: Path, tokenizer: PolicyTokenizer, seed: int
 ) -> None:
@@ -158,6 +165,7 @@ async def test_the_text_so_far_grows_to_what_the_turn_decodes_to(
     assert completion.text[len(seen[-1]) :].strip("\ufffd") == ""  # but for the beginning of a character at the end
 
 
+@pytest.mark.engine
 async def test_a_callback_that_raises_fails_only_its_own_request(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     def fail(text: str) -> None:
         raise KeyError("oops")
@@ -178,6 +186,7 @@ async def test_a_callback_that_raises_fails_only_its_own_request(policy_dir: Pat
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("é日🎉a ", max_size=30))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.engine
 def test_a_character_of_several_tokens_appears_when_it_is_whole(tokenizer: PolicyTokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     turn = TurnText(tokenizer.decode)
@@ -231,11 +240,13 @@ async def test_a_script_is_played_at_its_pace() -> None:
     assert seen == [script]
 
 
+@pytest.mark.engine
 async def test_an_update_that_lacks_a_parameter_is_refused(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match="lacks"):
         await make_engine(policy_dir, tokenizer).update_weights({"model.norm.weight": np.ones(32)}, version=2)
 
 
+@pytest.mark.engine
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match="cannot load a model"):
         TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))

@@ -80,6 +80,7 @@ FAMILY = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dp
 
 
 @pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY)])
+@pytest.mark.engine
 def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     with algorithm(make_config(files, algorithm=name, num_iterations=20), tmp_path) as trained:
         losses: list[float] = []
@@ -115,6 +116,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [deterministic(row) for row in read_metrics(run_dir)]
 
 
+@pytest.mark.engine
 def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_path: Path, whole: Path) -> None:
     config = make_config(files, SHORT)
     first = run(config, tmp_path / "a")
@@ -130,6 +132,7 @@ def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_recorded_run_is_replayed_without_a_retriever(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +165,7 @@ INTERRUPTS = {
 @pytest.mark.parametrize(
     "place", [place if "RL" in place else pytest.param(place, marks=pytest.mark.slow) for place in INTERRUPTS]
 )
+@pytest.mark.engine
 def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
     files: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -194,6 +198,7 @@ def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
         np.testing.assert_array_equal(value, expected[name])
 
 
+@pytest.mark.engine
 def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +254,7 @@ def test_an_interrupt_waits_for_the_step_and_a_second_one_does_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.engine
 def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) -> None:
     num_iterations = 16
     recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=num_iterations))
@@ -297,6 +303,7 @@ def failing_reward(task: Task, answer: str) -> float:
         ({"prompt": "{question} " * 100}, {"max_context_tokens": 32}, "all 16 demonstrations failed.*raise it"),
     ],
 )
+@pytest.mark.engine
 def test_demonstrations_that_all_fail_say_why(
     tmp_path: Path, environment: dict[str, Any], env_runners: dict[str, Any], reason: str
 ) -> None:
@@ -330,6 +337,7 @@ class KillsItsRunnerOnce(SearchEnv):
 
 
 @pytest.mark.ray
+@pytest.mark.engine
 def test_a_killed_runner_is_counted_in_the_metrics(ray_local: ModuleType, tmp_path: Path) -> None:
     config = make_config(make_files(tmp_path), {"num_steps": 0}, num_iterations=2)
     environment = {"env": f"{__name__}:KillsItsRunnerOnce"}

@@ -92,6 +92,7 @@ def test_only_dapo_uses_dynamic_sampling_by_default() -> None:
     assert allowed(algorithm="grpo", options={"max_sampled_batches": 3}) == 2 * 4
 
 
+@pytest.mark.engine
 def test_dynamic_sampling_stops_at_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
     options = {"max_sampled_batches": 3}

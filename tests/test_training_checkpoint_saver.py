@@ -27,6 +27,8 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import CheckpointSaver
 from ragr1_actors.training.stages import TrainingRun
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def learners(tmp_path: Path) -> Iterator[LearnerGroup]:

@@ -23,6 +23,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config.model_copy(update={"environment": config.environment.model_copy(update={"eval_tasks": ""})})
 
 
+@pytest.mark.engine
 def test_actors_in_another_working_directory_find_the_policy(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

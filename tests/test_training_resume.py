@@ -19,6 +19,8 @@ from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.stages import TrainingRun
 
+pytestmark = pytest.mark.engine
+
 NUM_ITERATIONS = 5
 DIES_IN = 4
 """The iteration that no checkpoint follows; the newest is of iteration 2."""

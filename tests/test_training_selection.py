@@ -67,6 +67,7 @@ def check_selection(printed: str, out: Path) -> None:
     assert {task.task_id for task in tasks} == {f"{out.stem}/{record['id']}" for record in records}
 
 
+@pytest.mark.engine
 def test_what_is_kept_can_be_trained_on_and_is_the_same_for_a_seed(files: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", files, max_task_retries=1)
     out = tmp_path / "kept.jsonl"
@@ -80,6 +81,7 @@ def test_what_is_kept_can_be_trained_on_and_is_the_same_for_a_seed(files: Path, 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.engine
 def test_the_fleet_samples_them(ray_local: ModuleType, files: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", files, num_env_runners=2, num_cpus_per_env_runner=0.5)
     out = tmp_path / "kept.jsonl"
@@ -87,6 +89,7 @@ def test_the_fleet_samples_them(ray_local: ModuleType, files: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_checkpoint_samples_with_its_own_policy(files: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -103,6 +106,7 @@ def test_a_checkpoint_samples_with_its_own_policy(files: Path, tmp_path: Path) -
     check_selection(invoke(*arguments(str(tmp_path / "run"), files, out, "--json"), engine), out)
 
 
+@pytest.mark.engine
 def test_what_cannot_be_selected_is_one_sentence(files: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", files)
     out = tmp_path / "kept.jsonl"
@@ -126,6 +130,7 @@ def test_classes_and_shares() -> None:
     assert choose(tasks, {}, settings, seed=0)[1].failed == 100
 
 
+@pytest.mark.engine
 def test_what_select_takes_by_options_is_no_override(files: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", files)
     for override, option in (

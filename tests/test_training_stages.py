@@ -57,6 +57,7 @@ class Unsearchable(SearchEnv):
         raise RuntimeError("no library today")
 
 
+@pytest.mark.engine
 def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_path: Path) -> None:
     config = make_config(files, {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", reward=f"{__name__}:never_a_number")
@@ -64,6 +65,7 @@ def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_p
         execute(config, tmp_path / "run")
 
 
+@pytest.mark.engine
 def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +88,7 @@ def idle_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return run_dir, *execute(config, run_dir)
 
 
+@pytest.mark.engine
 def test_iterations_without_learning_are_reported_once(idle_run: tuple[Path, RunReport, str]) -> None:
     run_dir, _, printed = idle_run
     assert printed.count("nothing learned") == 1
@@ -94,6 +97,7 @@ def test_iterations_without_learning_are_reported_once(idle_run: tuple[Path, Run
     assert [row["learner/num_steps"] for row in rows] == [0.0] * 3
 
 
+@pytest.mark.engine
 def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str], files: Path) -> None:
     run_dir, report, _ = idle_run
     before = sorted(run_dir.rglob("*"))
@@ -107,6 +111,7 @@ def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str]
     assert sorted(run_dir.rglob("*")) == before
 
 
+@pytest.mark.engine
 def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], tmp_path: Path) -> None:
     run_dir, *_ = idle_run
     assert "neither the directory of a run nor a checkpoint" in invoke("evaluate", str(tmp_path))
@@ -116,6 +121,7 @@ def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], 
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.engine
 def test_groups_of_one(files: Path, tmp_path: Path, algorithm: str) -> None:
     config = make_config(files, {"num_steps": 0}, num_iterations=1, group_size=1, algorithm=algorithm)
     report, printed = execute(changed(config, "environment", eval_tasks=""), tmp_path / "run")
@@ -123,6 +129,7 @@ def test_groups_of_one(files: Path, tmp_path: Path, algorithm: str) -> None:
     assert "nothing learned" not in printed  # without siblings the reward itself is what is learned from
 
 
+@pytest.mark.engine
 def test_a_task_file_of_one_task(files: Path, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text('[{"question": "Where is the lamp ?", "answer": "Riga"}]')
     (tmp_path / "other.json").write_text('[{"question": "Where is the cup ?", "answer": "Lyon"}]')
@@ -133,6 +140,7 @@ def test_a_task_file_of_one_task(files: Path, tmp_path: Path) -> None:
     assert report.tasks.lost == report.tasks.doubled == 0
 
 
+@pytest.mark.engine
 def test_a_task_file_of_one_task_leaves_none_to_hold_out(files: Path, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text('[{"question": "Where is the lamp ?", "answer": "Riga"}]')
     config = changed(make_config(files), "environment", tasks=str(tmp_path / "one.json"), eval_tasks="")
@@ -165,6 +173,7 @@ def test_a_second_interrupt_in_a_held_block_marks_the_guard_as_torn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.engine
 def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=1000))
     run_dir = tmp_path / "run"
