@@ -12,7 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import UserError
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +108,16 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, process: subproces
             break
         time.sleep(0.05)
     return is_true
+
+
+def invoke(*arguments: str) -> str:
+    """Run the command line in this process and return its output, or the message of its ``UserError``."""
+    result = CliRunner().invoke(app, list(arguments))
+    if isinstance(result.exception, UserError):
+        return f"error: {result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
 
 
 def descendants(root: int) -> set[int]:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from test_ragr1_actors_cli import invoke
+from small_world import invoke
 from typer.testing import CliRunner
 
 from envs.base import Action, Malformed, StepResult

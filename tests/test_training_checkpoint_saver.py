@@ -14,7 +14,7 @@ import pytest
 import small_world
 from learners_common import make_config, make_groups, make_policy
 from rich.console import Console
-from test_ragr1_actors_cli import invoke
+from small_world import invoke
 
 from learners import learner_worker
 from learners.learner_group import LearnerGroup

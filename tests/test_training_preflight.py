@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ragr1_actors_cli import invoke
+from small_world import invoke
 
 from envs.base import TextEnv
 from envs.search import SearchEnv

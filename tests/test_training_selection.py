@@ -8,8 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from small_world import THINGS, make_config, make_files
-from test_ragr1_actors_cli import invoke
+from small_world import THINGS, invoke, make_config, make_files
 
 from envs.tasks import load_tasks
 from ragr1_actors.core.types import Task

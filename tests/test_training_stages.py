@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
-from test_ragr1_actors_cli import invoke
+from small_world import descendants, ended, invoke, make_config, make_files, make_recipe, started, wait_for
 
 from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig

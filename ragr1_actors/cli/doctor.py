@@ -1,4 +1,4 @@
-"""Looks this machine over: is what the project needs there, and how much room is there for it?"""
+"""``ragr1 doctor``: checks this machine for the packages, GPUs, memory and disk space that the project needs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from packaging.requirements import Requirement
+import typer
 
+from ragr1_actors.cli.output import JsonLinesOption, print_json, print_state
 from ragr1_actors.core.errors import RagR1Error
+from ragr1_actors.core.text import one_line
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "ragr1-actors"
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12")
-"""Any one of them."""
+"""Packages that provide FAISS; one of them is needed."""
 MIN_SHM_BYTES = 2 * 1024**3
 MIN_DISK_BYTES = 5 * 1024**3
 
@@ -28,29 +33,57 @@ State = Literal["ok", "warning", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: ``Finding("torch", "ok", "2.13.0, expected ==2.13.0")``."""
+    """The result of one check: ``Finding("torch", "ok", "2.13.0, expected ==2.13.0")``."""
 
     name: str
     state: State
-    """``missing``: something required is not there, or not as it must be."""
+    """``missing``: something required is absent or has the wrong version."""
     found: str
 
 
+def register(app: typer.Typer) -> None:
+    """Add the command to ``ragr1``."""
+    app.command()(doctor)
+
+
+def doctor(
+    with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Start Ray too; this takes seconds.")] = True,
+    as_json: JsonLinesOption = False,
+) -> None:
+    """Check this machine: packages, cores, GPUs, memory, disk; exit status 1 if something required is missing."""
+    is_whole = True
+    for finding in examine(with_ray):
+        is_whole = is_whole and finding.state != "missing"
+        if as_json:
+            print_json(asdict(finding))
+        else:
+            print_state(finding.state, finding.name, finding.found)
+    if not is_whole:
+        raise typer.Exit(1)
+
+
 def examine(with_ray: bool = True) -> Iterator[Finding]:
-    """Yield the findings as they come; starting Ray takes seconds and is the last."""
+    """Yield the findings as they are made; starting Ray takes seconds and is the last check."""
     yield _python()
     yield from packages(requirements())
     yield _faiss()
     yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
     yield _gpus()
-    yield _room("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, "Ray keeps trajectories there, or else on disk, slowly")
+    yield _room(
+        "/dev/shm",
+        Path("/dev/shm"),
+        MIN_SHM_BYTES,
+        "Ray keeps trajectories there, and on the slower disk if it is too small",
+    )
     yield _room("disk", Path.cwd(), MIN_DISK_BYTES, "runs are written here: checkpoints, trajectories, indexes")
     if with_ray:
         yield _ray()
 
 
 def requirements() -> list[Requirement]:
-    """Return what the project needs: of the installed package, or of the checkout that is not installed."""
+    """Return the packages that the project needs, from the installed package or else from the checkout."""
+    from packaging.requirements import Requirement
+
     try:
         texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -63,7 +96,7 @@ def requirements() -> list[Requirement]:
 
 
 def packages(needed: list[Requirement]) -> Iterator[Finding]:
-    """Compare what is installed with what is needed; nothing is imported."""
+    """Compare the installed versions with the needed ones; imports nothing."""
     for need in needed:
         version = _version(need.name)
         if version is None:
@@ -131,5 +164,5 @@ def _ray() -> Finding:
     except ImportError as error:
         return Finding("Ray", "missing", f"cannot be imported: {error}")
     except (RagR1Error, OSError, RuntimeError, ValueError, TimeoutError) as error:
-        return Finding("Ray", "missing", f"does not start: {' '.join(str(error).split())[:200]}")
+        return Finding("Ray", "missing", f"does not start: {one_line(error, 200)}")
     return Finding("Ray", "ok", f"starts, with {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs")

@@ -1,52 +1,52 @@
-"""The commands ``ragr1 index ...``: build, describe, search, measure and serve an index."""
+"""The commands ``ragr1 index ...``: build, inspect, search, measure and serve an index."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from rich.console import Console
 
+from ragr1_actors.cli.output import JsonOption, RerankerOption, console, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, UserError
 
-index_app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)
-
-_console = Console()
+app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)
 
 IndexArgument = Annotated[Path, typer.Argument(help="An index directory.")]
 TasksOption = Annotated[Path, typer.Option("--tasks", help="A task file.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 OptionsOption = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Of the index type, such as ef_search=256; may be repeated."),
+    typer.Option("--option", metavar="KEY=VALUE", help="Option of the index type, such as ef_search=256; repeatable."),
 ]
 
 
-@index_app.command("build")
+@app.command("build")
 def build(
-    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file; .gz too.")],
+    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file, also compressed (.gz).")],
     out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
     index_type: Annotated[
         str, typer.Option("--type", help="flat, fp16, sq8, pq, ivf, ivf_pq, hnsw, bm25 or hybrid.")
     ] = "flat",
-    encoder: Annotated[str, typer.Option("--encoder", help="static, a folder or a hub name.")] = "static",
-    vector_type: Annotated[str, typer.Option("--vectors", help="The dense part of a hybrid index.")] = "flat",
-    corpus_format: Annotated[str, typer.Option("--format", help="Of the corpus, where it is not recognised.")] = "auto",
-    split_words: Annotated[int, typer.Option("--split-words", min=0, help="Cut passages to this many words.")] = 0,
-    num_shards: Annotated[int, typer.Option("--shards", min=1, help="Files that the vectors are cut into.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda, of the encoder.")] = "cpu",
-    num_actors: Annotated[int, typer.Option("--actors", min=0, help="Ray actors that encode; 0: this process.")] = 0,
-    restart: Annotated[bool, typer.Option("--restart", help="Throw an unfinished build away.")] = False,
+    encoder: Annotated[
+        str, typer.Option("--encoder", help="static, or a sentence-transformers folder or hub name.")
+    ] = "static",
+    vector_type: Annotated[str, typer.Option("--vectors", help="Type of the dense part of a hybrid index.")] = "flat",
+    corpus_format: Annotated[str, typer.Option("--format", help="Format of the corpus; auto recognises it.")] = "auto",
+    split_words: Annotated[
+        int, typer.Option("--split-words", min=0, help="Split passages into this many words; 0: do not split.")
+    ] = 0,
+    num_shards: Annotated[int, typer.Option("--shards", min=1, help="Files that the vectors are divided into.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="Device of the encoder: cpu or cuda.")] = "cpu",
+    num_actors: Annotated[
+        int, typer.Option("--actors", min=0, help="Ray actors that encode the corpus; 0: this process encodes.")
+    ] = 0,
+    restart: Annotated[bool, typer.Option("--restart", help="Delete an unfinished build and start again.")] = False,
     option: OptionsOption = None,
 ) -> None:
-    """Index a corpus. Interrupted, the same command goes on where it stopped."""
+    """Index a corpus. After an interruption the same command continues where it stopped."""
     from cluster.session import Session
     from retrieval.build import build_index, building_dir, index_info
     from retrieval.corpora.readers import read_passages
@@ -66,26 +66,26 @@ def build(
         with Session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
             build_index(passages, out, **settings)
     except KeyboardInterrupt:
-        _console.print(f"interrupted; the same command goes on with {building_dir(out)}", soft_wrap=True)
+        print_line(f"interrupted; the same command continues with {building_dir(out)}")
         raise typer.Exit(130) from None
     info = index_info(out)
-    _console.print(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}", soft_wrap=True)
+    print_line(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}")
 
 
-@index_app.command("info")
+@app.command("info")
 def info(index: IndexArgument) -> None:
-    """Print an index's manifest."""
+    """Print the manifest of an index."""
     from retrieval.build import index_info
 
-    _print_json(index_info(index))
+    print_json(index_info(index))
 
 
-@index_app.command("search")
+@app.command("search")
 def search(
     index: IndexArgument,
     queries: Annotated[list[str], typer.Argument(help="One or more queries.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Passages a query.")] = 3,
-    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    k: Annotated[int, typer.Option("-k", min=1, help="Passages per query.")] = 3,
+    reranker: RerankerOption = "",
     option: OptionsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,21 +95,21 @@ def search(
     retriever = LocalRetriever(index, reranker=reranker, options=parse_options(option))
     results = retriever.search_batch(queries, k)
     if as_json:
-        _print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
+        print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
         return
     for query, passages in zip(queries, results, strict=True):
-        _console.print(f"{query}", style="bold", markup=False)
+        console.print(query, style="bold", markup=False)
         for passage in passages:
-            _console.print(f"  {passage.score:.3f}  {passage.title}: {passage.text}", markup=False, highlight=False)
+            console.print(f"  {passage.score:.3f}  {passage.title}: {passage.text}", markup=False, highlight=False)
 
 
-@index_app.command("eval")
+@app.command("eval")
 def evaluate(
     index: IndexArgument,
     tasks: TasksOption,
-    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    reranker: RerankerOption = "",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Compare with exact search, even if that encodes a large corpus again.")
+        bool, typer.Option("--exact", help="Compare with exact search, even if that must encode a large corpus again.")
     ] = False,
     option: OptionsOption = None,
     as_json: JsonOption = False,
@@ -128,44 +128,48 @@ def evaluate(
         options=parse_options(option),
     )
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    _console.print(str(loaded.report), soft_wrap=True, highlight=False)
+    print_line(str(loaded.report))
     if not any(task.supporting_ids for task in loaded.tasks):
-        _console.print("recall is not measured: no task names its supporting passages")
-    for name, value in found.items():
-        shown = f"{value:.3f}" if isinstance(value, float) else value
-        _console.print(f"{name:>20}  {shown}", highlight=False)
+        print_line("recall is not measured: no task names its supporting passages")
+    print_values(found)
 
 
-@index_app.command("audit")
+@app.command("audit")
 def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
-    """Say how many gold answers, and how much of the evidence, stand in the corpus at all."""
+    """Count the gold answers and the supporting passages that the corpus contains."""
     from envs.tasks import load_tasks
     from retrieval.corpora.corpus import Corpus
     from retrieval.evaluation import audit_corpus
 
     found = audit_corpus(Corpus.open(index), load_tasks(tasks).tasks)
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
     else:
-        _console.print(str(found), soft_wrap=True, highlight=False)
+        print_line(str(found))
 
 
-@index_app.command("serve")
+@app.command("serve")
 def serve(
     index: IndexArgument,
-    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs --token-env.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; all but loopback need --token-env.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     token_env: Annotated[
-        str, typer.Option("--token-env", metavar="NAME", help="Environment variable with the bearer token.")
+        str, typer.Option("--token-env", metavar="NAME", help="Environment variable that holds the bearer token.")
     ] = "",
-    num_retrievers: Annotated[int, typer.Option("--retrievers", min=0, help="Replicas; 0: this process.")] = 0,
-    num_encoders: Annotated[int, typer.Option("--encoders", min=0, help="Encoder actors beside the replicas.")] = 0,
-    reranker: Annotated[str, typer.Option("--reranker", help="A cross-encoder, folder or hub name.")] = "",
+    num_retrievers: Annotated[
+        int, typer.Option("--retrievers", min=0, help="Retriever replicas; 0: this process searches.")
+    ] = 0,
+    num_encoders: Annotated[
+        int, typer.Option("--encoders", min=0, help="Actors that encode queries; 0: the replicas encode.")
+    ] = 0,
+    reranker: RerankerOption = "",
     option: OptionsOption = None,
 ) -> None:
-    """Serve an index over HTTP, as Search-R1's /retrieve: {queries, topk, return_scores}."""
+    """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}."""
     from cluster.session import Session
     from ragr1_actors.core.config import RetrievalSettings
     from retrieval.fleet.group import RetrieverGroup
@@ -192,11 +196,13 @@ def serve(
 
 
 def parse_options(assignments: list[str] | None) -> dict[str, Any]:
-    """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``, values as YAML.
+    """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``; values are YAML.
 
     Raises:
-        UserError: no equals sign, or a value that is no YAML.
+        UserError: an assignment without an equals sign, or a value that is not YAML.
     """
+    import yaml
+
     options: dict[str, Any] = {}
     for assignment in assignments or []:
         key, equals, value = assignment.partition("=")
@@ -207,7 +213,3 @@ def parse_options(assignments: list[str] | None) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise UserError(f"--option {key}: {value!r} is not a YAML value; quote it") from error
     return options
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -1,27 +1,30 @@
-"""The command line, ``ragr1``: thin functions that parse, call and print. Heavy imports happen inside them."""
+"""The command ``ragr1``: training, and one sentence for everything that goes wrong."""
 
 from __future__ import annotations
 
 import errno
-import importlib
-import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ragr1_actors.cli import tools as tools_cli
-from ragr1_actors.cli.index import index_app
+from ragr1_actors.cli import doctor, evaluate, index, tools
+from ragr1_actors.cli.output import console, print_error, print_line
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError
-from ragr1_actors.core.resolve import recipe_descriptions
-from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
-from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.preflight import check_names
+
+if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.runs.report import RunReport
+
+FEWER_ROUNDS_GOAL = 0.15
+"""Share of search rounds that several queries per turn must save. RAG-R1 (arXiv:2507.02962, table 3) reports 2.15
+rounds per question against 2.53, which is 15 % fewer."""
 
 app = typer.Typer(
     help="Train language models to reason and search with reinforcement learning.",
@@ -29,35 +32,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(index_app, name="index")
-tools_cli.register(app)
-
-_console = Console()
-_errors = Console(stderr=True)
-
+app.add_typer(index.app, name="index")
 RunDirOption = Annotated[
-    Path | None, typer.Option("--run-dir", help="Where the run is kept; default runs/RECIPE-TIME.")
+    Path | None, typer.Option("--run-dir", help="Directory of the run; default: runs/RECIPE-DATE-TIME.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file; see `ragr1 recipes`.")],
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     run_dir: RunDirOption = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the run in --run-dir; of overrides, it takes learners.key=value."),
+        typer.Option("--resume", help="Continue the run in --run-dir; only learners.key=value may be changed."),
     ] = False,
 ) -> None:
-    """Train a policy: SFT to learn the format, then RL to learn to search."""
+    """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
+    from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.preflight import check_names
+
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory that the run printed when it started")
         config = open_run_directory(run_dir)
         if (run_dir / "report.json").exists():
-            _console.print(f"{run_dir} is finished; see it with: ragr1 report {run_dir}", soft_wrap=True)
+            print_line(f"{run_dir} is finished; see it with: ragr1 report {run_dir}")
             return
         config = change_learners(run_dir, config, overrides or [])
         check_names(config, has_index=(run_dir / "index").is_dir())
@@ -66,21 +67,9 @@ def train(
         check_names(config)
         run_dir = run_dir or _new_run_dir(recipe)
         create_run_directory(config, run_dir)
-    from ragr1_actors.training.stages import (
-        TrainingRun,
-        exit_status,
-    )  # torch and Ray take seconds; what is wrong is said before
-
-    _console.print(config.to_yaml(), style="dim", highlight=False)
-    _console.print(f"run directory {run_dir}", soft_wrap=True, highlight=False)
-    run = TrainingRun(config, run_dir, _console)
-    try:
-        report = run.execute()
-    except KeyboardInterrupt as interrupt:
-        _errors.print(f"interrupted; go on with: ragr1 train {recipe} --run-dir {run_dir} --resume", soft_wrap=True)
-        raise typer.Exit(exit_status(interrupt)) from None
-    run.describe_end(report)
-    _console.print(f'try: ragr1 ask {run_dir} "{_example_question(run_dir)}"', soft_wrap=True, highlight=False)
+    console.print(describe_start(recipe, config, run_dir))
+    _run(config, run_dir, f"ragr1 train {recipe} --run-dir {run_dir} --resume")
+    print_line(f'try: ragr1 ask {run_dir} "{_example_question(run_dir)}"')
 
 
 @app.command()
@@ -88,9 +77,10 @@ def claims(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ..., for both recipes")] = None,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Check RAG-R1's claim at toy scale: several queries a turn against one, EM and search rounds."""
-    from ragr1_actors.cli.claims import compare, render_comparison
-    from ragr1_actors.training.stages import TrainingRun, exit_status
+    """Check RAG-R1's claim at small scale: several queries per turn against one, exact match and search rounds."""
+    from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.preflight import check_names
 
     base = run_dir or _new_run_dir("claims")
     reports = []
@@ -98,129 +88,120 @@ def claims(
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
         create_run_directory(config, base / recipe)
-        run = TrainingRun(config, base / recipe, _console)
-        try:
-            reports.append(run.execute())
-        except KeyboardInterrupt as interrupt:
-            raise typer.Exit(exit_status(interrupt)) from None
-        run.describe_end(reports[-1])
+        reports.append(_run(config, base / recipe, "ragr1 claims"))
     comparison = compare(*reports)
-    _console.print(render_comparison(comparison))
+    console.print(render_comparison(comparison))
     if not comparison.holds:
         raise typer.Exit(1)
 
 
-@app.command()
-def ask(
-    run: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Answer a question with the newest policy of a run, its searches shown."""
-    from ragr1_actors.cli.ask import render_trajectory
-    from ragr1_actors.training.evaluation import ask as ask_policy
-
-    trajectory = ask_policy(run, question)
-    if as_json:
-        rounds = [{"queries": turn.queries, "text": turn.completion_text} for turn in trajectory.turns]
-        _print_json({"answer": trajectory.answer, "stop_reason": trajectory.stop_reason, "turns": rounds})
-    else:
-        _console.print(render_trajectory(trajectory))
+for group in (evaluate, tools, doctor):
+    group.register(app)
 
 
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(help="learner, retrieval or rollout")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a metric and line.")] = False,
-    only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this one.")] = None,
-    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Of each side; the median counts.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: does it run?")] = False,
-) -> None:
-    """Measure the project against its goals, both sides of each ratio in one run; from a checkout only."""
-    benchmark = _load_benchmark(name)
-    found = []
-    for measurement in benchmark.run(only=only, repeats=repeats, quick=quick):
-        found.append(measurement)
-        if as_json:
-            sys.stdout.write(measurement.to_json() + "\n")
-            sys.stdout.flush()
-    if not as_json:
-        _console.print(importlib.import_module("benchmarks.measurement").render(found, benchmark.describe()))
+def describe_start(recipe: str, config: RunConfig, run_dir: Path) -> Panel:
+    """Return what ``ragr1 train`` prints first: the keys that differ from the defaults, and the run directory."""
+    from ragr1_actors.core.text import shortened
+
+    rows = Table.grid(padding=(0, 2))
+    for key, value in config.changes().items():
+        rows.add_row(key, Text(shortened(" ".join(str(value).split()) or '""', 60)))
+    rows.add_row("")
+    rows.add_row("run directory", Text(str(run_dir), overflow="fold"))
+    rows.add_row("all keys", Text(str(run_dir / "config.yaml"), overflow="fold"))
+    return Panel(rows, title=Text(f"{recipe}: keys that differ from the defaults"), title_align="left", expand=False)
 
 
-@app.command()
-def recipes() -> None:
-    """List the recipes that ship with the project."""
-    table = Table.grid(padding=(0, 2))
-    for name, description in recipe_descriptions().items():
-        table.add_row(name, Text(description))
-    _console.print(table, highlight=False)
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several queries per turn ("multi") against one ("single"), after reinforcement learning."""
+
+    em_multi: float
+    em_single: float
+    rounds_multi: float
+    rounds_single: float
+    num_tasks: int
+
+    @property
+    def fewer_rounds(self) -> float:
+        """Share of search rounds that several queries per turn save."""
+        return 1 - self.rounds_multi / self.rounds_single if self.rounds_single else 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether exact match is not lower and enough rounds are saved."""
+        return self.em_multi >= self.em_single and self.fewer_rounds >= FEWER_ROUNDS_GOAL
 
 
-@app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run directory.")], as_json: JsonOption = False) -> None:
-    """Print the report of a finished run."""
-    from ragr1_actors.runs.report import read_report, render_table
+def compare(multi: RunReport, single: RunReport) -> Comparison:
+    """Compare the last stages of two runs."""
+    a, b = multi.stages[-1].eval, single.stages[-1].eval
+    return Comparison(a.em, b.em, a.rounds, b.rounds, min(a.num_tasks, b.num_tasks))
 
-    open_run_directory(run)
-    found = read_report(run)
-    if as_json:
-        sys.stdout.write((run / "report.json").read_text(encoding="utf-8"))
-    else:
-        _console.print(render_table(found))
+
+def render_comparison(comparison: Comparison) -> Table:
+    """Return the table that ``ragr1 claims`` prints."""
+    table = Table(title=f"Multi-query against single-query, after RL ({comparison.num_tasks} held-out tasks)")
+    for heading in ("", "multi-query", "single-query", "claim", "holds"):
+        table.add_column(heading, justify="right" if heading else "left")
+    c = comparison
+    table.add_row("EM", f"{c.em_multi:.3f}", f"{c.em_single:.3f}", "not lower", _yes(c.em_multi >= c.em_single))
+    table.add_row(
+        "search rounds",
+        f"{c.rounds_multi:.2f}",
+        f"{c.rounds_single:.2f}",
+        f"{FEWER_ROUNDS_GOAL:.0%} fewer",
+        f"{_yes(c.fewer_rounds >= FEWER_ROUNDS_GOAL)} ({c.fewer_rounds:.0%})",
+    )
+    return table
 
 
 def main() -> None:
-    """Run the command line; what goes wrong on the user's side is one sentence and exit status 2."""
+    """Run the command line. A ``UserError`` and a full disk print one sentence and exit with status 2."""
     try:
         app(standalone_mode=True)
     except UserError as error:
-        _errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        print_error(f"error: {error}")
         sys.exit(2)
     except RagR1Error as error:
-        _errors.print(f"failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        print_error(f"failed: {error}")
         sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        _errors.print(
-            f"error: no room on the disk to write {error.filename or 'what was asked for'}; free some and try again",
-            style="red",
-            markup=False,
-            soft_wrap=True,
-        )
+        print_error(f"error: no room on the disk to write {error.filename or 'a file'}; free some and try again")
         sys.exit(2)
 
 
-def _load_benchmark(name: str) -> Any:
-    """Import a benchmark from the checkout that is the current folder: it is no part of what is installed."""
-    if not Path("benchmarks/__init__.py").is_file():
-        raise UserError(f"no benchmarks/ in {Path.cwd()}; ragr1 bench runs in the folder of a checkout of the project")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    known: dict[str, str] = importlib.import_module("benchmarks").BENCHMARKS
-    if name not in known:
-        raise UserError(f"got bench {name}, expected one of {', '.join(known)}")
-    return importlib.import_module(known[name])
+def _run(config: RunConfig, run_dir: Path, resume_command: str) -> RunReport:
+    """Take a run to its end and print its table; Ctrl-C prints how to continue and exits."""
+    from ragr1_actors.training.stages import TrainingRun, exit_status
+
+    run = TrainingRun(config, run_dir, console)
+    try:
+        report = run.execute()
+    except KeyboardInterrupt as interrupt:
+        print_error(f"interrupted; go on with: {resume_command}", style="default")
+        raise typer.Exit(exit_status(interrupt)) from None
+    run.describe_end(report)
+    return report
 
 
 def _new_run_dir(name: str) -> Path:
     return Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-
-
 def _example_question(run_dir: Path) -> str:
-    """A question of the run's; the run is over and whole, whatever became of the file it stands in."""
-    from ragr1_actors.cli.ask import NO_EXAMPLE, example_question
-
+    """Return a question of the run; the run is complete even if the file that holds it is damaged."""
     try:
-        return example_question(run_dir)
+        return evaluate.example_question(run_dir)
     except DataError as error:
-        _errors.print(f"note: {error}", style="yellow", markup=False, soft_wrap=True, highlight=False)
-        return NO_EXAMPLE
+        print_error(f"note: {error}", style="yellow")
+        return evaluate.NO_EXAMPLE
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 if __name__ == "__main__":

@@ -1,133 +1,98 @@
-"""Commands of ``ragr1`` that look something over: a trained policy, a custom environment, this machine."""
+"""Commands that inspect: ``ragr1 recipes``, ``report``, ``check-env`` and ``bench``."""
 
 from __future__ import annotations
 
-import asyncio
-import json
+import importlib
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
-from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.preflight import check_environment
-
-_console = Console()
-_STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+from ragr1_actors.cli.output import JsonLinesOption, JsonOption, console, print_state
+from ragr1_actors.core.errors import UserError
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``ragr1``."""
-    app.command()(evaluate)
-    app.command()(select)
+    app.command()(recipes)
+    app.command()(report)
     app.command("check-env")(check_env)
-    app.command()(doctor)
+    app.command()(bench)
 
 
-def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
-    tasks: Annotated[Path | None, typer.Option("--tasks", help="A task file; default what the run held out.")] = None,
-    index: Annotated[Path | None, typer.Option("--index", help="An index directory; default the run's.")] = None,
-    num_tasks: Annotated[int | None, typer.Option("--num-tasks", min=1, help="Of the first tasks only.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Answer tasks greedily with a trained policy and print exact match, F1 and how much it searched."""
-    from ragr1_actors.training.evaluation import evaluate as evaluate_policy  # torch and transformers take seconds
+def recipes() -> None:
+    """List the recipes that ship with the project."""
+    from ragr1_actors.core.resolve import recipe_descriptions
 
-    result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
+    table = Table.grid(padding=(0, 2))
+    for name, description in recipe_descriptions().items():
+        table.add_row(name, Text(description))
+    console.print(table, highlight=False)
+
+
+def report(run: Annotated[Path, typer.Argument(help="A run directory.")], as_json: JsonOption = False) -> None:
+    """Print the report of a finished run."""
+    from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
+    from ragr1_actors.runs.run_directory import open_run_directory
+
+    open_run_directory(run)
+    found = read_report(run)
     if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
-        return
-    for name, value in result.items():
-        shown = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
-        _console.print(f"{name:>18}  {shown}", highlight=False)
-
-
-def select(
-    source: Annotated[str, typer.Argument(help="A recipe, whose policy.model samples; or a run or checkpoint.")],
-    tasks: Annotated[Path, typer.Option("--tasks", help="The task file to choose from.")],
-    out: Annotated[Path, typer.Option("--out", help="The task file to write, JSONL.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    index: Annotated[Path | None, typer.Option("--index", help="An index directory; default the recipe's.")] = None,
-    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Trajectories a task.")] = 10,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of sampling; 0 is greedy.")] = 1.2,
-    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Searches and the answer.")] = 11,
-    max_pass_rate: Annotated[
-        float,
-        typer.Option("--max-pass-rate", min=0.0, max=1.0, help="Up to this share of right answers a task is hard."),
-    ] = 0.5,
-    easy_share: Annotated[
-        float, typer.Option("--easy-share", min=0.0, max=1.0, help="Of the tasks above it that is kept.")
-    ] = 0.25,
-    as_json: JsonOption = False,
-) -> None:
-    """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL data."""
-    from ragr1_actors.training.selection import SelectionSettings  # torch and Ray take seconds
-    from ragr1_actors.training.selection import select as select_tasks
-
-    settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
-    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("sampling", total=None)
-        counts = select_tasks(
-            source,
-            tasks,
-            out,
-            settings,
-            overrides=overrides or [],
-            index=index,
-            on_task=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(counts)) + "\n")
-        return
-    for name, value in asdict(counts).items():
-        _console.print(f"{name:>18}  {value:,}", highlight=False)
-    _console.print(f"{out} holds the {counts.kept:,} tasks that are kept", soft_wrap=True, highlight=False)
+        sys.stdout.write((run / REPORT_JSON).read_text(encoding="utf-8"))
+    else:
+        console.print(render_table(found))
 
 
 def check_env(
-    name: Annotated[str, typer.Argument(help="my_module:MyEnv, or a known name.")],
+    name: Annotated[str, typer.Argument(help="A class my_module:MyEnv, or a known name.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="environment.key=value ...")] = None,
 ) -> None:
-    """Look a custom environment over: one small episode over made-up evidence; exit status 1 if anything is wrong."""
+    """Check a custom environment: one small episode over made-up evidence; exit status 1 if a check fails."""
+    import asyncio
+
     from envs.checker import check_env as check
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.preflight import check_environment
 
     settings = AlgorithmConfig().override(overrides or []).freeze().environment
     checks = asyncio.run(check(check_environment(name), settings))
     for found in checks:
-        _print_line("wrong" if found.problem else "ok", found.name, found.problem)
+        print_state("wrong" if found.problem else "ok", found.name, found.problem)
     if any(found.problem for found in checks):
         raise typer.Exit(1)
 
 
-def doctor(
-    with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Start Ray too; takes seconds.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a finding and line.")] = False,
+def bench(
+    name: Annotated[str, typer.Argument(help="learner, retrieval or rollout")],
+    as_json: JsonLinesOption = False,
+    only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this metric only.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="Runs of each side; the median counts.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure little: does the benchmark run at all?")] = False,
 ) -> None:
-    """Look this machine over: packages, cores, GPUs, room; exit status 1 if something required is missing."""
-    from ragr1_actors.cli.doctor import examine
-
-    is_whole = True
-    for finding in examine(with_ray):
-        is_whole = is_whole and finding.state != "missing"
+    """Measure the project against its goals, both sides of each ratio in one run; needs a checkout."""
+    benchmark = _load_benchmark(name)
+    found = []
+    for measurement in benchmark.run(only=only, repeats=repeats, quick=quick):
+        found.append(measurement)
         if as_json:
-            sys.stdout.write(json.dumps(asdict(finding)) + "\n")
-        else:
-            _print_line(finding.state, finding.name, finding.found)
-    if not is_whole:
-        raise typer.Exit(1)
+            sys.stdout.write(measurement.to_json() + "\n")
+            sys.stdout.flush()
+    if not as_json:
+        console.print(importlib.import_module("benchmarks.measurement").render(found, benchmark.describe()))
 
 
-def _print_line(state: str, name: str, rest: str) -> None:
-    line = Text(f"{state:>8}", style=_STYLES[state])
-    line.append(f"  {name}", style="default")
-    if rest:
-        line.append(f": {rest}", style="default")
-    _console.print(line, soft_wrap=True, highlight=False)
+def _load_benchmark(name: str) -> Any:
+    """Import a benchmark from the current folder, which must be a checkout: benchmarks are not installed."""
+    if not Path("benchmarks/__init__.py").is_file():
+        raise UserError(f"no benchmarks/ in {Path.cwd()}; run ragr1 bench in the folder of a checkout of the project")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    known: dict[str, str] = importlib.import_module("benchmarks").BENCHMARKS
+    if name not in known:
+        raise UserError(f"got bench {name}, expected one of {', '.join(known)}")
+    return importlib.import_module(known[name])

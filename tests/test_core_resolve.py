@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_ragr1_actors_cli import invoke
+from small_world import invoke
 
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
 from ragr1_actors.core.resolve import recipe_descriptions, recipe_names

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from small_world import make_config, make_files
-from test_ragr1_actors_cli import invoke
+from small_world import invoke, make_config, make_files
 
-from ragr1_actors.cli.ask import NO_EXAMPLE, example_question
+from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.task_sampler import TaskSampler

@@ -1,29 +1,20 @@
 """What a person sees who asks for something that cannot be done: one sentence, exit status 2, nothing lost."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from small_world import a_persons_environment, make_config, make_files
-from typer.testing import CliRunner
+from rich.console import Console
+from small_world import a_persons_environment, invoke, make_config, make_files
 
-from ragr1_actors.cli import main as cli
-from ragr1_actors.core.errors import UserError
+from ragr1_actors.cli.main import compare, describe_start, render_comparison
 from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.report import EvalResult, RunReport, StageReport
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-
-
-def invoke(*arguments: str) -> str:
-    """Run the command line in this process and return what it printed, or the message of its ``UserError``."""
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if isinstance(result.exception, UserError):
-        return f"error: {result.exception}"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.output
 
 
 def ragr1(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -192,3 +183,46 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
     ):
         refused = invoke("train", "quickstart", override, "--run-dir", str(tmp_path / "run"))
         assert refused.startswith(f"error: {override.partition('=')[0]}: got "), refused
+
+
+def report(em: float, rounds: float) -> RunReport:
+    result = EvalResult(em, em, rounds, 1.0, rounds, 20.0, 200)
+    return RunReport((StageReport("sft", report_of(0.5), 1.0), StageReport("rl", result, 1.0)), 2.0, 1)
+
+
+def report_of(em: float) -> EvalResult:
+    return EvalResult(em, em, 1.0, 1.0, 1.0, 20.0, 200)
+
+
+@pytest.mark.parametrize(
+    ("multi", "single", "holds"),
+    [((0.95, 1.6), (0.94, 2.0), True), ((0.93, 1.6), (0.94, 2.0), False), ((0.95, 1.8), (0.94, 2.0), False)],
+)
+def test_the_claim_is_judged_on_both_figures_of_the_last_stage(
+    multi: tuple[float, float], single: tuple[float, float], holds: bool
+) -> None:
+    comparison = compare(report(*multi), report(*single))
+    assert comparison.holds is holds
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(render_comparison(comparison))
+    text = console.export_text()
+    assert f"{multi[0]:.3f}" in text
+    assert f"{1 - multi[1] / single[1]:.0%}" in text
+
+
+def test_the_start_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    config = AlgorithmConfig.from_recipe("quickstart").override(["training.lr=0.25"]).freeze()
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(describe_start("quickstart", config, tmp_path / "run"))
+    lines = console.export_text().splitlines()
+    assert any("training.lr" in line and "0.25" in line for line in lines)
+    assert any("run directory" in line and str(tmp_path) in line for line in lines)
+    assert not any("training.weight_decay" in line for line in lines)
+    assert len(lines) < 45
+
+
+def test_help_answers_without_what_training_needs() -> None:
+    slow = ("numpy", "pydantic", "yaml", "ray", "torch")
+    script = f"import sys, ragr1_actors.cli.main; print([m for m in {slow} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from test_ragr1_actors_cli import invoke
+from small_world import invoke
 
 from ragr1_actors.cli import doctor
 

@@ -1,0 +1,153 @@
+"""The commands that use a trained policy: ``ragr1 evaluate``, ``ask`` and ``select``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ragr1_actors.cli.output import (
+    CheckpointArgument,
+    IndexOption,
+    JsonOption,
+    console,
+    errors,
+    print_json,
+    print_line,
+    print_values,
+)
+from ragr1_actors.core.errors import DataError
+
+if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
+    from ragr1_actors.core.types import Trajectory
+
+NO_EXAMPLE = "YOUR QUESTION"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``ragr1``."""
+    app.command()(evaluate)
+    app.command()(ask)
+    app.command()(select)
+
+
+def evaluate(
+    checkpoint: CheckpointArgument,
+    tasks: Annotated[
+        Path | None, typer.Option("--tasks", help="A task file; default: the tasks that the run held out.")
+    ] = None,
+    index: IndexOption = None,
+    num_tasks: Annotated[int | None, typer.Option("--num-tasks", min=1, help="Use the first tasks only.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer tasks greedily with a trained policy; print exact match, F1 and the number of searches."""
+    from ragr1_actors.training.evaluation import evaluate as evaluate_policy
+
+    result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
+    if as_json:
+        print_json(result)
+    else:
+        print_values(result)
+
+
+def ask(
+    run: CheckpointArgument,
+    question: Annotated[str, typer.Argument(help="The question.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one question with a trained policy, and show its searches."""
+    from ragr1_actors.training.evaluation import ask as ask_policy
+
+    trajectory = ask_policy(run, question)
+    if as_json:
+        turns = [{"queries": turn.queries, "text": turn.completion_text} for turn in trajectory.turns]
+        print_json({"answer": trajectory.answer, "stop_reason": trajectory.stop_reason, "turns": turns})
+    else:
+        console.print(render_trajectory(trajectory))
+
+
+def select(
+    source: Annotated[str, typer.Argument(help="A recipe, whose policy.model samples; or a run or checkpoint.")],
+    tasks: Annotated[Path, typer.Option("--tasks", help="The task file to choose from.")],
+    out: Annotated[Path, typer.Option("--out", help="The task file to write (JSONL).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    index: IndexOption = None,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Trajectories per task.")] = 10,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 1.2,
+    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Turns per trajectory, answer included.")] = 11,
+    max_pass_rate: Annotated[
+        float,
+        typer.Option(
+            "--max-pass-rate", min=0.0, max=1.0, help="A task with at most this share of right answers is hard."
+        ),
+    ] = 0.5,
+    easy_share: Annotated[
+        float, typer.Option("--easy-share", min=0.0, max=1.0, help="Share of the easy tasks that is kept.")
+    ] = 0.25,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
+    from ragr1_actors.training.selection import SelectionSettings
+    from ragr1_actors.training.selection import select as select_tasks
+
+    settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
+    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors) as progress:
+        bar = progress.add_task("sampling", total=None)
+        counts = select_tasks(
+            source,
+            tasks,
+            out,
+            settings,
+            overrides=overrides or [],
+            index=index,
+            on_task=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    if as_json:
+        print_json(asdict(counts))
+        return
+    print_values(asdict(counts))
+    print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
+
+
+def render_trajectory(trajectory: Trajectory) -> Text:
+    """Lay a trajectory out for a terminal: the policy's text and the observations, each in its colour."""
+    text = Text(f"{trajectory.task.question}\n", style="bold")
+    for turn in trajectory.turns:
+        text.append(f"{turn.completion_text}\n", style="green")
+        if turn.observation:
+            text.append(f"{turn.observation.strip()}\n", style="cyan")
+    if trajectory.answer:
+        text.append(f"answer: {trajectory.answer}", style="bold")
+    else:
+        text.append(f"no answer ({trajectory.stop_reason.value}) {trajectory.error}".rstrip(), style="bold red")
+    return text
+
+
+def example_question(run_dir: Path) -> str:
+    """Return a question of the run's last batch, one that was answered with searches if there is any.
+
+    Raises:
+        DataError: the file of the last batch is damaged.
+    """
+    import pyarrow as pa
+
+    from ragr1_actors.core.schema import read_trajectories
+    from ragr1_actors.core.text import one_line
+
+    files = sorted((run_dir / "trajectories").glob("iteration_*.arrow"))
+    if not files:
+        return NO_EXAMPLE
+    try:
+        trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{files[-1]} is damaged ({one_line(error)}); delete it") from error
+    if not trajectories:
+        return NO_EXAMPLE
+    return max(trajectories, key=lambda t: (t.reward, t.num_queries)).task.question
