@@ -123,7 +123,7 @@ def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:
     settings = [f"environment.tasks={tasks}", f"retrieval.corpus={corpus}"]
     message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "a"))
     assert "tasks.jsonl, line 2" in message
-    tasks.write_text('{"question": "Where?", "answer": "Riga"}\n{"question": "Who?", "answer": "Bo"}\n' * 1)
+    tasks.write_text("".join(f'{{"question": "Where is {n}?", "answer": "Riga"}}\n' for n in range(10)))
     corpus.write_text("[]")
     message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "b"))
     assert message.startswith("error: ")
