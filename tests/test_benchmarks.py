@@ -24,6 +24,8 @@ from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = ["metric", "ratio", "goal", "met", "ours", "theirs", "unit", "repeats", "spread"]
 

@@ -19,6 +19,8 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.types import TokenKind
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+pytestmark = pytest.mark.engine
+
 SHAPE = sides.Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_kv_heads=2, vocab_size=64)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -16,6 +16,8 @@ from ragr1_actors.runs.report import EvalResult, RunReport, StageReport
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+pytestmark = pytest.mark.engine
+
 
 def ragr1(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -32,6 +32,8 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.data import prepare
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def by_value(ray_local: ModuleType) -> ModuleType:

@@ -29,6 +29,8 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
+pytestmark = pytest.mark.engine
+
 BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one that is larger
 
 

@@ -39,6 +39,8 @@ from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.preflight import check_names
 
+pytestmark = pytest.mark.engine
+
 CPU = torch.device("cpu")
 
 

@@ -20,6 +20,8 @@ from learners.models import attention
 from learners.models.attention import block_attention, flash_attention, takes_rows
 from learners.models.scoring import PolicyModel, TokenOutputs, packed_hidden_states
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_packed_equals_unpacked(tmp_path: Path, kv_heads: int) -> None:

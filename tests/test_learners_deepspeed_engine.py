@@ -20,6 +20,8 @@ from learners.models.scoring import PolicyModel, pair_cost
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 
+pytestmark = pytest.mark.engine
+
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 

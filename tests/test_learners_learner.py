@@ -31,6 +31,8 @@ from learners.meter import Meter
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 
+pytestmark = pytest.mark.engine
+
 
 def logprob(learner: Learner, trajectory: Trajectory) -> float:
     """Log-prob of a trajectory's MODEL tokens under the learner's policy."""

@@ -19,7 +19,7 @@ from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
 NUM_STEPS = 5
 
 

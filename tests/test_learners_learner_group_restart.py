@@ -22,6 +22,8 @@ from ragr1_actors.core.errors import FleetError, LearnerError
 from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_tensors
 from ragr1_actors.core.schema import groups_to_record_batch
 
+pytestmark = pytest.mark.engine
+
 NUM_UPDATES = 5
 FAILS_AT = 3
 """The update in which ranks fail, counted from 0: after the first of its two optimizer steps."""

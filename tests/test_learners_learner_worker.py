@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from learners_common import make_policy
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys

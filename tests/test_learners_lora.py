@@ -23,6 +23,8 @@ from ragr1_actors.rollout.env_runner import engine_settings
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
+pytestmark = pytest.mark.engine
+
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 

@@ -26,6 +26,8 @@ from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
+pytestmark = pytest.mark.engine
+
 
 def config_for(tis_clip: float, **training: object) -> RunConfig:
     """At ZeRO stage 0, where gradients stay with their parameters until the step."""

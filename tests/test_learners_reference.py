@@ -14,6 +14,8 @@ from learners.models.reference import make_reference
 from learners.models.scoring import PolicyModel
 from ragr1_actors.core.config import LearnerSettings
 
+pytestmark = pytest.mark.engine
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from learners.batches.packing import flatten, pack
 from learners.models.scoring import PolicyModel, ValueModel
 from ragr1_actors.core.errors import ConfigError, LearnerError
 
+pytestmark = pytest.mark.engine
+
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learners.models.scoring_head import HEAD_CHUNK, ScoringHead
 
+pytestmark = pytest.mark.engine
+
 Results = list[torch.Tensor]
 
 

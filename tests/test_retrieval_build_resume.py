@@ -27,6 +27,8 @@ from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.vector_index import VectorIndex
 from retrieval.local import LocalRetriever
 
+pytestmark = pytest.mark.engine
+
 MANY = [Passage(str(i), f"Person{i}", f"Born in town{i % 97}.") for i in range(5000)]
 """More than one shard of the store."""
 

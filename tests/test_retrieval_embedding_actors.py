@@ -24,6 +24,8 @@ from retrieval.encoders import embedding as embedding_fleet
 from retrieval.encoders.embedding import EmbeddingStore, StoreHeader, fill_store
 from retrieval.encoders.encoder import Encoder, make_static_encoder
 
+pytestmark = pytest.mark.engine
+
 NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
 
 

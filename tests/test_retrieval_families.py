@@ -18,6 +18,8 @@ from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.encoders.encoder import Encoder
 
+pytestmark = pytest.mark.engine
+
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 BGE = "Represent this sentence for searching relevant passages: "
 BGE_ZH = "为这个句子生成表示以用于检索相关文章："  # noqa: RUF001

@@ -23,6 +23,8 @@ from ragr1_actors.core.errors import DataError, RetrievalError
 from retrieval.base import Passage
 from retrieval.encoders.reranker import Reranker
 
+pytestmark = pytest.mark.engine
+
 PIECES = ["riga", "oslo", "bonn", "where", "is", "the", "lamp", "coin", "in", "lies", "##s", ".", "?", "a", "b", "c"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 MAX_POSITIONS = 48

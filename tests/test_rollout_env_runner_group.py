@@ -24,7 +24,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
 class OnePassage:

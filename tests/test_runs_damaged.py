@@ -20,6 +20,8 @@ from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.stages import TrainingRun
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,6 +18,8 @@ from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 
+pytestmark = pytest.mark.engine
+
 FILLER = "filler"
 
 
