@@ -8,10 +8,10 @@ A turn is the policy's reasoning followed by exactly one action::
     <think> 1931 is before 1950</think><answer> Ana Bell</answer>
 
 The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action, and nothing behind its closing tag is read.
-What stands between ``<think>`` and the next ``</think>`` is never an action, and a ``<think>`` that is never closed
+Text between ``<think>`` and the next ``</think>`` is never an action, and a ``<think>`` that is never closed
 reaches to the end of the turn. Everything here takes time linear in the text, whatever the text.
 
-How the queries stand inside ``<search>`` is ``environment.query_format``::
+How queries are written inside ``<search>`` is ``environment.query_format``::
 
     lines    Ana Bell\n Bo Cole            the default: no character of a query has a second meaning
     comma    Ana Bell, Bo Cole             RAG-R1-mq's checkpoints; a comma inside a query splits it
@@ -93,7 +93,7 @@ def _read_json(body: str) -> Search | Malformed:
 
 
 def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") -> str:
-    r"""Write what stands inside ``<search>``: the inverse of ``parse_action``.
+    r"""Write the text inside ``<search>``: the inverse of ``parse_action``.
 
     ``format_queries([" Ana Bell", " Bo Cole"], "comma") == " Ana Bell, Bo Cole"``
 
@@ -134,7 +134,7 @@ def clean_queries(queries: Sequence[str], limit: int) -> CleanQueries:
     ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ("Ana Bell", "Bo Cole")``
 
     White space is squeezed, control characters count as white space, empty queries are dropped, and duplicates
-    (ignoring case) are merged; what stands after the limit is left out. Each is counted.
+    (ignoring case) are merged, and queries beyond the limit are dropped. Each kind is counted.
     """
     cleaner = QueryCleaner(limit)
     kept = [query for query in map(cleaner.add, queries) if query]
@@ -167,12 +167,12 @@ class QueryCleaner:
 
 
 class QueryStream:
-    r"""Reads the queries of a turn that is still being sampled, each as soon as its own end has come.
+    r"""Reads the queries of a turn that is still being sampled, each as soon as it is complete.
 
     ``feed("<search>Ana")`` is ``[]``, then ``feed("<search>Ana Bell\nBo")`` is ``["Ana Bell"]``, and
     ``feed("<search>Ana Bell\nBo Cole</search>")`` is ``["Bo Cole"]``: together what ``parse_action`` reads of it all.
 
-    A hint only: the turn may yet turn out malformed. Nothing is read twice, so a turn costs time linear in its text.
+    A hint only: the turn may still become malformed. Nothing is read twice, so a turn costs time linear in its text.
     """
 
     def __init__(self, query_format: QueryFormat) -> None:
@@ -180,7 +180,7 @@ class QueryStream:
         self._is_json = query_format == "json"
         self._end_of_query = _ENDS_OF_QUERY[query_format]
         self._state = "outside"  # outside, think, search, list (of JSON), string (in it) or done
-        self._position = 0  # what stands before it has been read
+        self._position = 0  # the text before it has been read
         self._start = 0  # of the query that is being read
 
     def feed(self, partial: str) -> list[str]:

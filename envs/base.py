@@ -1,6 +1,6 @@
-"""The multi-turn text environment: what a custom environment subclasses.
+"""The interface of environments and rewards, and the known ones: what a recipe names, and what users write themselves.
 
-One instance is one trajectory, and is thrown away after it. The loop that drives it, as pseudo-code::
+One environment instance runs one trajectory. The loop that drives it, as pseudo-code::
 
     messages = await env.reset(task)                 # the prompt
     while True:
@@ -18,16 +18,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 
+from ragr1_actors.core.text import normalize_answer
 from ragr1_actors.core.types import EncodeFn, Message, RetrievalRecord, Task
 from retrieval.base import Retriever
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The policy asks: ``Search(("Ana Bell", "Bo Cole"))``."""
+    """The policy searches: ``Search(("Ana Bell", "Bo Cole"))``."""
 
     queries: tuple[str, ...]
 
@@ -56,30 +59,30 @@ class StepResult:
     observation: str = ""
     """Retrieved text with its tags; its tokens become ``TokenKind.OBSERVATION``."""
     notice: str = ""
-    """The environment's own words, after the observation; ``TokenKind.NOTICE``."""
+    """A message of the environment, after the observation; its tokens become ``TokenKind.NOTICE``."""
     reward: float = 0.0
-    """Added up over the steps of the trajectory."""
+    """Summed over the steps of the trajectory."""
     terminated: bool = False
     truncated: bool = False
     retrievals: tuple[RetrievalRecord, ...] = ()
     info: dict[str, float] = field(default_factory=dict)
-    """Counts, added up over the trajectory and averaged into the iteration's metrics; ``time/what`` holds seconds."""
+    """Counts, summed over the trajectory and averaged into the iteration's metrics; ``time/...`` holds seconds."""
 
 
 def check_result(result: object, method: str) -> StepResult:
-    """Return what ``method`` of an environment returned, if it is what it should be.
+    """Check and return the result of ``method`` of an environment.
 
-    NaN is stopped here, at the door: in the mean of a batch it would make all of the batch NaN.
+    A NaN is refused here, because it would make the mean of the whole batch NaN.
 
     Raises:
-        TypeError: it is no ``StepResult``.
-        ValueError: its reward is no finite number.
+        TypeError: the result is not a ``StepResult``.
+        ValueError: the reward is not a finite number.
     """
     if not isinstance(result, StepResult):
         raise TypeError(f"{method} returned {result!r}, expected a StepResult")
     if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
         raise ValueError(
-            f"{method} gave a reward of {result.reward!r}, expected a finite number; mend environment.reward or "
+            f"{method} gave a reward of {result.reward!r}, expected a finite number; fix environment.reward or "
             "environment.env"
         )
     return result
@@ -87,7 +90,7 @@ def check_result(result: object, method: str) -> StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvContext:
-    """What an environment is given when it is made, beside its own settings."""
+    """What the constructor of an environment gets besides its settings."""
 
     retriever: Retriever
     encode: EncodeFn
@@ -95,7 +98,7 @@ class EnvContext:
 
 
 class TextEnv(ABC):
-    """A text environment that holds one trajectory.
+    """A text environment that runs one trajectory.
 
     Subclasses take ``(settings: EnvironmentSettings, context: EnvContext)`` and are named in a recipe as
     ``environment.env: my_module:MyEnv``.
@@ -106,30 +109,68 @@ class TextEnv(ABC):
 
     @abstractmethod
     async def reset(self, task: Task) -> list[Message]:
-        """Start on ``task`` and return the prompt."""
+        """Start with ``task`` and return the prompt."""
 
     @abstractmethod
     def parse(self, completion: str) -> Action:
-        """Read what the policy did in this turn. ``completion`` is the policy's own text of this turn only."""
+        """Return the action of a turn. ``completion`` is the text that the policy sampled in this turn."""
 
     def peek(self, partial: str) -> None:  # noqa: B027 - looking is optional
-        """See the turn that is being sampled, as far as it has come; searches may be started early.
+        """Look at the text of a turn that is still being sampled, to start searches early.
 
-        Called from the event loop as the text grows, and not at all where a class does not override it. It must not
-        change what ``step`` returns, only how long that takes.
+        Called from the event loop as the text grows, and only if a class overrides it. It must not change the result
+        of ``step``, only the time that ``step`` takes.
         """
 
     @abstractmethod
     async def step(self, queries: list[str]) -> StepResult:
-        """Answer a list of queries. Raises ``RetrievalError`` where no replica answers."""
+        """Answer a list of queries. Raises ``RetrievalError`` if no replica answers."""
 
     @abstractmethod
     async def submit(self, answer: str) -> StepResult:
         """Take the final answer; the result is terminated and carries the reward."""
 
     async def malformed(self, reason: str) -> StepResult:
-        """Reply to a turn without an action; by default the trajectory ends there with no reward."""
+        """Reply to a turn without an action; by default the trajectory ends without a reward."""
         return StepResult(truncated=True, info={"malformed": 1.0})
 
     def close(self) -> None:  # noqa: B027 - most environments leave nothing under way
-        """End what is still under way. Called once, however the trajectory ended."""
+        """Cancel what is still running. Called once, after the trajectory has ended in any way."""
+
+
+ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv"}
+"""Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
+
+RewardFn = Callable[[Task, str], float]
+"""``(task, answer) -> reward``; ``answer`` is empty if the policy gave none."""
+
+
+def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
+    """Return 1.0 if the normalised answer is not empty and equals a normalised gold answer, else 0.0."""
+    prediction = normalize_answer(answer)
+    return float(bool(prediction) and any(prediction == normalize_answer(gold) for gold in golden_answers))
+
+
+def token_f1(answer: str, golden_answers: Sequence[str]) -> float:
+    """Return SQuAD's F1 in [0, 1]: harmonic mean of token precision and recall, for the closest gold answer."""
+    prediction = normalize_answer(answer).split()
+    return max((_f1(prediction, normalize_answer(gold).split()) for gold in golden_answers), default=0.0)
+
+
+def _f1(prediction: list[str], gold: list[str]) -> float:
+    common = sum((Counter(prediction) & Counter(gold)).values())
+    return 2 * common / (len(prediction) + len(gold)) if common else 0.0
+
+
+def exact_match_reward(task: Task, answer: str) -> float:
+    """Return RAG-R1's reward: exact match."""
+    return exact_match(answer, task.golden_answers)
+
+
+def token_f1_reward(task: Task, answer: str) -> float:
+    """Return token F1 against the closest gold answer."""
+    return token_f1(answer, task.golden_answers)
+
+
+REWARDS: dict[str, RewardFn] = {"exact_match": exact_match_reward, "token_f1": token_f1_reward}
+"""Known values of ``environment.reward``; any other is ``my_module:my_function``."""

@@ -126,7 +126,7 @@ def defuse(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Budgets:
-    """Measures and cuts what stands for one query: its block, and in JSON its query beside it."""
+    """Measures and cuts the text of one query: its block, and in JSON the query beside it."""
 
     layout: _Layout
     encode: EncodeFn

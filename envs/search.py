@@ -1,6 +1,6 @@
 """SearchEnv: the environment of RAG-R1. The policy thinks, searches with up to a few queries at once, and answers.
 
-Retrieval begins while the turn is still being sampled, a query as soon as its own end has come::
+Retrieval starts while the turn is still being sampled, for each query as soon as it is complete::
 
     tokens      <search> Ana Bell ⏎ Bo Cole ⏎ Cy Dow </search>│ step()
     "Ana Bell"                     ├──────── search ────────┤ │            waited_s = 0
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, parse_action
-from envs.base import Action, EnvContext, StepResult, TextEnv
+from envs.base import REWARDS, Action, EnvContext, RewardFn, StepResult, TextEnv
 from envs.observations import format_observation
-from envs.rewards import REWARDS, RewardFn
 from ragr1_actors.core.config import EnvironmentSettings, QueryFormat
 from ragr1_actors.core.plugins import load_object
 from ragr1_actors.core.types import Message, RetrievalRecord, Task
@@ -37,8 +36,8 @@ _FORMATS_IN_WORDS: dict[QueryFormat, str] = {
 class SearchEnv(TextEnv):
     """Search with a list of queries, then answer. One instance is one trajectory.
 
-    A subclass that reads another grammar than ``environment.query_format``, or finds passages in another way, should
-    override ``peek`` too: a search that ``step`` does not ask for is cancelled, but was begun for nothing.
+    A subclass that parses another grammar than ``environment.query_format``, or retrieves in another way, should
+    override ``peek`` too: a search that ``step`` does not need is cancelled, but was started for nothing.
     """
 
     stop = STOP_TAGS
@@ -64,7 +63,7 @@ class SearchEnv(TextEnv):
         return parse_action(completion, self._settings.query_format)
 
     def peek(self, partial: str) -> None:
-        """Begin to search for the queries of this turn that have come to their end."""
+        """Start a search for each query of this turn that is complete."""
         if self._turns_left > 1:  # on the last turn no search is answered
             self._searches.peek(partial)
 
@@ -113,7 +112,7 @@ class SearchEnv(TextEnv):
         return StepResult(reward=self._reward(self._task, answer), terminated=True)
 
     async def malformed(self, reason: str) -> StepResult:
-        """Tell the policy what a turn looks like and let it go on, while turns are left."""
+        """Tell the policy the format of a turn; the trajectory continues while turns are left."""
         self._end_turn().cancel()
         if self._turns_left == 0:
             return StepResult(truncated=True, info={"malformed": 1.0})
@@ -124,7 +123,7 @@ class SearchEnv(TextEnv):
         self._searches.cancel()
 
     def _end_turn(self) -> _TurnSearches:
-        """Count the turn, get ready for the next one and return what this one began to search."""
+        """Count the turn, prepare the next one and return the searches that this one started."""
         ended, self._searches = self._searches, _TurnSearches(self._settings, self._context.retriever)
         self._turns_left -= 1
         return ended
@@ -135,7 +134,7 @@ class SearchEnv(TextEnv):
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one query found, and when."""
+    """The passages of one query, and when they arrived."""
 
     passages: list[Passage]
     latency_s: float
@@ -160,7 +159,7 @@ def _record(query: str, k: int, result: _Result, turn_ended: float) -> Retrieval
 
 
 class _TurnSearches:
-    """The searches of one turn, begun early or not."""
+    """The searches of one turn, started early or in ``step``."""
 
     def __init__(self, settings: EnvironmentSettings, retriever: Retriever) -> None:
         self._retriever = retriever
@@ -170,14 +169,14 @@ class _TurnSearches:
         self._tasks: dict[str, asyncio.Task[dict[str, _Result]]] = {}  # by query; queries asked together share one
 
     def peek(self, partial: str) -> None:
-        """Begin with the queries that ended since the last call."""
+        """Start a search for each query that was completed since the last call."""
         for raw in self._stream.feed(partial):
             query = self._cleaner.add(raw)
             if query:
                 self._begin([query])
 
     async def answer(self, queries: Sequence[str]) -> list[_Result]:
-        """Return what each query found, asking in one call for those that have not been begun."""
+        """Return the result of each query; those without a search yet are searched in one call."""
         for query in self._tasks.keys() - set(queries):
             self._tasks.pop(query).cancel()
         late = [query for query in queries if query not in self._tasks]
@@ -189,7 +188,7 @@ class _TurnSearches:
         return [found[query] for query in queries]
 
     def cancel(self) -> None:
-        """End what is still under way."""
+        """Cancel the searches that are still running."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -208,6 +207,6 @@ class _TurnSearches:
 
 
 def _note_failure(task: asyncio.Task[dict[str, _Result]]) -> None:
-    """Look at the exception: one of a search that nobody waits for any more is nobody's business."""
+    """Retrieve the exception, so that asyncio does not report that of a search whose result is not needed."""
     if not task.cancelled():
         task.exception()

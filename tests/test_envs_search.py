@@ -9,8 +9,7 @@ from fakes import ByteTokenizer, DictRetriever
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.base import EnvContext, Search, StepResult
-from envs.rewards import exact_match, token_f1
+from envs.base import EnvContext, Search, StepResult, exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, RetrievalError

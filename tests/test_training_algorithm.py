@@ -27,8 +27,7 @@ from small_world import (
     wait_for,
 )
 
-from envs.base import EnvContext
-from envs.registry import ENVS
+from envs.base import ENVS, EnvContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig

@@ -1,4 +1,4 @@
-"""Every exception a user can meet.
+"""All exceptions that the project raises on purpose.
 
 ::
 
@@ -26,7 +26,7 @@ class RagR1Error(Exception):
 
 
 class UserError(RagR1Error):
-    """What was asked for cannot be done. The message says what was got, what was expected and what to do."""
+    """A request that cannot be met. The message says what was got, what was expected and what to do."""
 
 
 class ConfigError(UserError, ValueError):
@@ -50,7 +50,7 @@ class ChannelError(RagR1Error):
 
 
 class TransferError(RagR1Error):
-    """Weights that did not get through, or only some of them; the engine is to be given all of them anew."""
+    """Weights that did not arrive, or only in part; the engine needs all of them again."""
 
 
 class EngineError(RagR1Error):
@@ -58,7 +58,7 @@ class EngineError(RagR1Error):
 
 
 class EngineDeadError(EngineError):
-    """An engine whose process is gone: no request of it will be answered any more."""
+    """An engine whose process has ended: it answers no further request."""
 
 
 class LearnerError(RagR1Error):
@@ -66,4 +66,4 @@ class LearnerError(RagR1Error):
 
 
 class FleetError(RagR1Error):
-    """A fleet of which no actor is left."""
+    """A fleet without any live actor."""

@@ -208,7 +208,7 @@ def check_value(name: str, value: Any) -> None:
     """Refuse what a recipe's key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
 
     Raises:
-        ConfigError: names the key and what stands there.
+        ConfigError: names the key and its value.
     """
     level: list[tuple[str, Any]] = [(name, value)]
     for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack

@@ -19,9 +19,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from envs.base import EnvContext, TextEnv
-from envs.registry import ENVS
-from envs.rewards import exact_match, token_f1
+from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.plugins import load_object

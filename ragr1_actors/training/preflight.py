@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.base import TextEnv
-from envs.registry import ENVS
-from envs.rewards import REWARDS
+from envs.base import ENVS, REWARDS, TextEnv
 from learners.algorithms.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
