@@ -9,6 +9,8 @@ padding_waste_8   the same on eight
 in_step_loss      time lost by 8 ranks in step, balanced by cost ÷ balanced by tokens
 attention_padding share of the pairs in SDPA's blocks that is padding (a GPU's kernel has none)
 prefix_sharing    computed tokens ÷ those of a learner with a row for every turn
+record_decode     time of a rank to read a batch ÷ the same with all texts decoded; 512 trajectories
+record_heap       peak bytes of Python objects of the two
 vs_padded         useful tokens/s of an update ÷ padded to the longest of the batch       >= 2.5
 vs_padded_micro   the same ÷ padded to the longest of each micro-batch
 peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
@@ -46,6 +48,7 @@ from benchmarks import learner_sides as sides
 from benchmarks.learner_sides import Shape
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from learners.algorithms.grpo import GRPOLearner
+from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
 
 # Read by DeepSpeed when it is imported; it would say on stdout what it found.
@@ -58,6 +61,8 @@ GOALS: dict[str, Goal | None] = {
     "in_step_loss": None,
     "attention_padding": None,
     "prefix_sharing": None,
+    "record_decode": None,
+    "record_heap": None,
     "vs_padded": Goal(2.5, at_least=True),
     "vs_padded_micro": None,
     "peak_memory": Goal(3, at_least=True),
@@ -71,6 +76,8 @@ UNITS = {
     "in_step_loss": "share of the mean rank's time",
     "attention_padding": "query-key pairs",
     "prefix_sharing": "tokens",
+    "record_decode": "s, 9 passages of 600 characters per trajectory",
+    "record_heap": "bytes",
     "vs_padded": "useful tokens/s, lengths 50-2,000",
     "vs_padded_micro": "useful tokens/s, lengths 50-2,000",
     "peak_memory": "bytes",
@@ -116,7 +123,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     wanted = choose(only, METRICS)
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
-        for part in (plans, updates, memory, mfu):
+        for part in (plans, records, updates, memory, mfu):
             for metric, samples in part(Path(directory), wanted, repeats, quick).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
@@ -141,6 +148,20 @@ def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sampl
         found["attention_padding"].append(quotient(pairs - sum(row.layout.useful_cells for row in rows[1]), pairs))
         turns = sides.packed_rows(sides.by_turn(trajectories), 1, MICRO_BATCH_TOKENS, PAIR_COST)
         found["prefix_sharing"].append(quotient(sides.num_tokens(rows[1]), sides.num_tokens(turns)))
+    return found
+
+
+def records(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+    """Reading of a record batch, up to the flat tokens, with texts decoded on demand and with all texts decoded."""
+    if not wanted & {"record_decode", "record_heap"}:
+        return {}
+    lengths = sides.draw_lengths(NUM_PLANNED, SHORTEST, LONGEST, 0)
+    batch = groups_to_record_batch(sides.with_passages(sides.draw_groups(lengths, 1000, 0)))
+    log(f"record batch: {batch.nbytes} bytes, {batch.drop_columns(['turns', 'metrics']).nbytes} of them read")
+    found: Samples = {"record_decode": [], "record_heap": []}
+    for _ in range(max(3, repeats)):
+        found["record_decode"].append(quotient(*(sides.read_batch(batch, texts)[0] for texts in (False, True))))
+    found["record_heap"].append(quotient(*(sides.read_batch(batch, texts, heap=True)[1] for texts in (False, True))))
     return found
 
 

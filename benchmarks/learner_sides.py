@@ -8,15 +8,18 @@ turn, 1,000 an observation and query, and 8,192 in all.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import tracemalloc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -25,9 +28,11 @@ from learners.advantages import group_advantages
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.sft import segment
 from learners.batches.packing import MicroBatch, flatten, pack, plan
+from learners.batches.train_batch import make_batch
 from learners.deepspeed.deepspeed_engine import init_distributed
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 SIGMA = 0.8
@@ -98,6 +103,40 @@ def _draw_trajectory(rng: np.random.Generator, length: int, vocab_size: int, num
         stop_reason=StopReason.ANSWERED,
         reward=float(number % 2),
     )
+
+
+def with_passages(groups: Sequence[TrajectoryGroup], num_searches: int = 3, k: int = 3) -> list[TrajectoryGroup]:
+    """Add ``num_searches`` searches to every trajectory, each with ``k`` passages of 600 characters."""
+    passages = [f"{number:04d} " * 120 for number in range(1000)]
+    rng = np.random.default_rng(0)
+
+    def search() -> Turn:
+        texts = tuple(passages[at] for at in rng.integers(0, len(passages), k))
+        titles = tuple(text[:20] for text in texts)
+        record = RetrievalRecord("who?", k, titles, (1.0,) * k, titles, texts, 0.01)
+        return Turn("<search>who?</search>", 10, "search", ("who?",), (record,), "\n".join(texts))
+
+    return [
+        TrajectoryGroup(
+            group.task,
+            tuple(replace(t, turns=tuple(search() for _ in range(num_searches))) for t in group.trajectories),
+        )
+        for group in groups
+    ]
+
+
+def read_batch(batch: pa.RecordBatch, decode_texts: bool, *, heap: bool = False) -> tuple[float, int]:
+    """Read a record batch as a learner rank does; return seconds and, with ``heap``, peak bytes of Python objects."""
+    gc.collect()
+    if heap:
+        tracemalloc.start()
+    start = time.perf_counter()
+    read = make_batch(groups_from_record_batch(batch, decode_texts=decode_texts), lambda found: found, True)
+    seconds = time.perf_counter() - start
+    peak = tracemalloc.get_traced_memory()[1] if heap else 0
+    tracemalloc.stop()
+    assert read is not None
+    return seconds, peak
 
 
 def members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
