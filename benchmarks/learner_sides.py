@@ -126,7 +126,7 @@ def with_passages(groups: Sequence[TrajectoryGroup], num_searches: int = 3, k: i
 
 
 def read_batch(batch: pa.RecordBatch, decode_texts: bool, *, heap: bool = False) -> tuple[float, int]:
-    """Read a record batch as a learner rank does; return CPU seconds and, with ``heap``, peak bytes of Python objects."""
+    """Read a record batch as a learner rank does; return CPU seconds and, with ``heap``, peak bytes of objects."""
     gc.collect()
     if heap:
         tracemalloc.start()
