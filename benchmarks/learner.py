@@ -9,7 +9,7 @@ padding_waste_8   the same on eight
 in_step_loss      time lost by 8 ranks in step, balanced by cost ÷ balanced by tokens
 attention_padding share of the pairs in SDPA's blocks that is padding (a GPU's kernel has none)
 prefix_sharing    computed tokens ÷ those of a learner with a row for every turn
-record_decode     CPU time of a rank to read a batch ÷ the same with all texts decoded; 512 trajectories
+record_decode     time of a rank to read a batch ÷ the same with all texts decoded; 512 trajectories
 record_heap       peak bytes of Python objects of the two
 vs_padded         useful tokens/s of an update ÷ padded to the longest of the batch       >= 2.5
 vs_padded_micro   the same ÷ padded to the longest of each micro-batch
@@ -76,7 +76,7 @@ UNITS = {
     "in_step_loss": "share of the mean rank's time",
     "attention_padding": "query-key pairs",
     "prefix_sharing": "tokens",
-    "record_decode": "CPU s, 9 passages of 600 characters per trajectory",
+    "record_decode": "s, 9 passages of 600 characters per trajectory",
     "record_heap": "bytes",
     "vs_padded": "useful tokens/s, lengths 50-2,000",
     "vs_padded_micro": "useful tokens/s, lengths 50-2,000",

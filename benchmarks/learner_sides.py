@@ -126,13 +126,13 @@ def with_passages(groups: Sequence[TrajectoryGroup], num_searches: int = 3, k: i
 
 
 def read_batch(batch: pa.RecordBatch, decode_texts: bool, *, heap: bool = False) -> tuple[float, int]:
-    """Read a record batch as a learner rank does; return CPU seconds and, with ``heap``, peak bytes of objects."""
+    """Read a record batch as a learner rank does; return seconds and, with ``heap``, peak bytes of Python objects."""
     gc.collect()
     if heap:
         tracemalloc.start()
-    start = time.process_time()  # other processes on the machine do not count
+    start = time.perf_counter()
     read = make_batch(groups_from_record_batch(batch, decode_texts=decode_texts), lambda found: found, True)
-    seconds = time.process_time() - start
+    seconds = time.perf_counter() - start
     peak = tracemalloc.get_traced_memory()[1] if heap else 0
     tracemalloc.stop()
     assert read is not None

@@ -97,13 +97,6 @@ def test_plans_waste_no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert all(0.4 < sample.ratio < 0.7 for sample in found["prefix_sharing"])
 
 
-def test_texts_that_are_not_read_take_neither_time_nor_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(learner, "NUM_PLANNED", 64)
-    found = learner.records(tmp_path, set(learner.METRICS), 1, quick=True)
-    assert min(sample.ratio for sample in found["record_decode"]) < 0.7
-    assert found["record_heap"][0].ratio < 0.7
-
-
 def test_dummies_count_as_padding() -> None:
     trajectories = sides.members(sides.draw_groups([40, 30], 64, seed=0))
     rows = sides.packed_rows(trajectories, 3, 1000, 0.001)
