@@ -26,6 +26,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages as read_passages
 from retrieval.corpora.text import hash_text, valid_unicode
@@ -239,8 +240,7 @@ def _open_batch(path: Path) -> pa.RecordBatch:
         batch = reader.get_batch(0)
         batch.validate()
     except (pa.ArrowInvalid, OSError) as error:
-        cause = " ".join(str(error).split())
-        raise DataError(f"{path}: not a whole Arrow file ({cause}); build the index again") from error
+        raise DataError(f"{path}: not a whole Arrow file ({one_line(error)}); build the index again") from error
     return batch
 
 
@@ -250,8 +250,7 @@ def _open_ids(path: Path, count: int) -> NDArray[np.uint64]:
     try:
         ids = npy.open_memmap(path, mode="r")
     except (ValueError, EOFError, OSError, SyntaxError) as error:
-        cause = " ".join(str(error).split())
-        raise DataError(f"{path}: not a whole file of ids ({cause}); build the index again") from error
+        raise DataError(f"{path}: not a whole file of ids ({one_line(error)}); build the index again") from error
     if ids.dtype != _KEY or ids.shape != (count,):
         raise DataError(
             f"{path}: got {ids.dtype} of shape {ids.shape}, expected {_KEY} for {count} passages; build the index again"

@@ -19,7 +19,6 @@ title with another text is ``title#2``.
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import re
 import zlib
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.text import nearest
 from retrieval.base import Passage
 from retrieval.corpora.json_stream import JsonStream, parse_line, read_lines, try_parse
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
@@ -268,9 +268,7 @@ def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words:
     """
     path = Path(path)
     if corpus_format not in CORPUS_FORMATS:
-        nearest = difflib.get_close_matches(corpus_format, CORPUS_FORMATS, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(CORPUS_FORMATS)}"
-        raise ConfigError(f"unknown corpus format {corpus_format!r}; {hint}")
+        raise ConfigError(f"unknown corpus format {corpus_format!r}{nearest(corpus_format, CORPUS_FORMATS)}")
     if not path.is_file():
         raise DataError(f"no corpus file {path}; give an existing file with {_KNOWN}")
     passages = _read(path, corpus_format)

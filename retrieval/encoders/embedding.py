@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
 from ragr1_actors.core.files import WRITING, is_no_room, sync, sync_tree, write_file
-from ragr1_actors.core.text import first_problem
+from ragr1_actors.core.text import first_problem, one_line
 from retrieval.corpora.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def _fill_by_actors(
     except ray.exceptions.RayError as error:
         raise FleetError(
             f"the actor of one shard died {MAX_DEATHS + 1} times while it encoded the corpus "
-            f"({str(error).strip().splitlines()[0]}); give each actor more memory, then run the build again"
+            f"({one_line(error)}); give each actor more memory, then run the build again"
         ) from error
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
         for actor in actors:

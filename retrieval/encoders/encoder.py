@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder
@@ -116,7 +117,7 @@ class Encoder:
                     "architecture that transformers knows"
                 ) from error
             raise DataError(
-                f"encoder {name!r} cannot be loaded ({_one_line(error)}); give a sentence-transformers model, or copy "
+                f"encoder {name!r} cannot be loaded ({one_line(error)}); give a sentence-transformers model, or copy "
                 "this one again"
             ) from error
         return cls(model, name, plan, _fingerprint(folder, plan))
@@ -291,7 +292,7 @@ def _find(name: str) -> Path:
             snapshot_download(repository, cache_dir=cache, allow_patterns=[f"*{_OLD_WEIGHTS}"], ignore_patterns=_NO_HUB)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"encoder {name!r} is no folder and cannot be loaded from the hub ({_one_line(error)}); check the name and "
+            f"encoder {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); check the name and "
             "the network, or give a folder"
         ) from error
     return folder
@@ -380,10 +381,6 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if has_bar:
             transformers_logging.enable_progress_bar()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 STATIC_DIMENSION = 512

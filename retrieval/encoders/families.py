@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.text import one_line
 
 MODULES_FILE = "modules.json"
 STATIC_POOLING = "static"
@@ -248,8 +249,7 @@ def _read_json(path: Path, kind: type[Any]) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        cause = " ".join(str(error).split())
-        raise DataError(f"{path}: not readable JSON ({cause}); copy the encoder again") from error
+        raise DataError(f"{path}: not readable JSON ({one_line(error)}); copy the encoder again") from error
     if not isinstance(content, kind):
         raise DataError(f"{path}: got {type(content).__name__}, expected {kind.__name__}; copy the encoder again")
     return content

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ragr1_actors.core.errors import DataError, RetrievalError
+from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.encoder import batch_by_length
@@ -70,8 +71,7 @@ class Reranker:
         except DataError:
             raise
         except Exception as error:  # safetensors and tokenizers raise their own exceptions for a damaged file
-            cause = " ".join(str(error).split())
-            raise DataError(f"reranker {name!r} cannot be loaded ({cause}); give a cross-encoder") from error
+            raise DataError(f"reranker {name!r} cannot be loaded ({one_line(error)}); give a cross-encoder") from error
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"]))
             raise DataError(f"reranker {name!r} has no weights for {missing}; give a cross-encoder that was trained")

@@ -212,7 +212,7 @@ def checked(blocks: Iterable[Floats], dimension: int) -> Iterator[Floats]:
         start += len(block)
 
 
-def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int, seed: int = 0) -> Floats:
+def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int) -> Floats:
     """Draw rows without replacement, every row as likely as any other, in one pass.
 
     Args:
@@ -220,12 +220,11 @@ def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int, seed
         dimension: of a vector.
         count: rows of all blocks together; rows beyond it are not drawn.
         size: rows to draw; memory holds these and a block.
-        seed: the same one draws the same rows.
 
     Returns:
         float32 ``[min(size, count), dimension]`` in row order.
     """
-    rows = np.sort(np.random.default_rng(seed).choice(count, min(size, count), replace=False, shuffle=False))
+    rows = np.sort(np.random.default_rng(0).choice(count, min(size, count), replace=False, shuffle=False))
     drawn = np.zeros((len(rows), dimension), np.float32)
     start = 0
     for block in blocks:

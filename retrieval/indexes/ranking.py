@@ -78,15 +78,14 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     return best_of(scores, np.concatenate([ranking.rows for ranking in rankings], axis=1), k)
 
 
-def fuse_rankings(rankings: Sequence[Ranking], k: int, constant: int = RRF_CONSTANT) -> Ranking:
+def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     """Make one ranking of several over the same rows by reciprocal rank fusion, whatever their scores mean.
 
-    A row scores the sum of ``1 / (constant + rank)`` over the rankings that hold it, ranks from 1.
+    A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1.
 
     Args:
         rankings: at least one, of the same queries. One that found nothing for a query adds nothing to it.
         k: at least 1.
-        constant: the larger, the less the first ranks stand out.
 
     Returns:
         A ranking as deep as ``k`` and the longest union of rows allow.
@@ -95,7 +94,7 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int, constant: int = RRF_CONST
     ranks = np.concatenate([np.arange(1, ranking.rows.shape[1] + 1) for ranking in rankings])
     order = np.argsort(rows, axis=1, kind="stable")
     rows = np.take_along_axis(rows, order, axis=1)
-    parts = np.where(rows == ABSENT, 0.0, 1.0 / (constant + ranks[order]))
+    parts = np.where(rows == ABSENT, 0.0, 1.0 / (RRF_CONSTANT + ranks[order]))
     is_first = np.ones(rows.shape, bool)
     is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
     # Sums of runs of equal rows: a row stands in each ranking once, so a run is at most len(rankings) long. Stable

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.text import one_line
 from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of, decode_bytes
 from retrieval.indexes.manifest import FLAT, INDEX_TYPES, Shard, parse_options
 from retrieval.indexes.ranking import SPARE, Ranking, best_of, merge_rankings
@@ -126,7 +127,7 @@ class VectorIndex:
         try:
             faiss.write_index(self._index, str(path))
         except RuntimeError as error:  # faiss's only exception, without an errno
-            raise OSError(f"{path} could not be written: {_first_line(error)}") from error
+            raise OSError(f"{path} could not be written: {one_line(error)}") from error
 
     @classmethod
     def load(
@@ -156,7 +157,7 @@ class VectorIndex:
         try:
             index: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
-            raise DataError(f"{path}: faiss cannot read it ({_first_line(error)}); build it again") from error
+            raise DataError(f"{path}: faiss cannot read it ({one_line(error)}); build it again") from error
         if (index.ntotal, index.d) != (shard.count, dimension):
             raise DataError(
                 f"{path}: got {index.ntotal} vectors of dimension {index.d}, expected {shard.count} of {dimension}; "
@@ -174,9 +175,9 @@ class VectorIndex:
         """Whether the vectors themselves are kept, as they were given."""
         return self._vectors.is_lossless
 
-    def blocks(self, num_rows: int = BLOCK_ROWS) -> Iterator[Floats]:
-        """Yield all vectors as they are kept, float32 ``[<= num_rows, dimension]``, in row order."""
-        return scan_blocks(self._vectors, self.count, num_rows)
+    def blocks(self) -> Iterator[Floats]:
+        """Yield all vectors as the index keeps them, float32 ``[<= BLOCK_ROWS, dimension]``, in row order."""
+        return _scan_blocks(self._vectors, self.count)
 
     def search(self, queries: Floats, k: int, num_threads: int) -> tuple[Floats, Rows]:
         """Find the ``min(k, count)`` nearest rows of each query, best first, equal scores by row.
@@ -201,7 +202,7 @@ class VectorIndex:
         faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _BLAS_FROM else _SCAN_THRESHOLD
         queries = self._scanner.turn(np.ascontiguousarray(queries, np.float32))
         found = self._scanner.find(queries, k)
-        scores = rescore(self._scanner, queries, found.rows) if self._scanner.rescores else found.scores
+        scores = _rescore(self._scanner, queries, found.rows) if self._scanner.rescores else found.scores
         ranking = best_of(scores, found.rows, k)
         return ranking.scores, ranking.rows
 
@@ -222,7 +223,7 @@ class _FullScan(Unturned):
             return Ranking(*self._index.search(queries, k))
         # faiss scans compressed vectors once per query and decodes each again; decoding them once is 4 times faster.
         start, best = 0, list[Ranking]()
-        for block in scan_blocks(self, self._index.ntotal, BLOCK_ROWS):
+        for block in _scan_blocks(self, self._index.ntotal):
             scores, rows = faiss.knn(queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
             best = [merge_rankings([*best, Ranking(scores, rows + start)], k)]
             start += len(block)
@@ -335,7 +336,7 @@ class _TorchSearch(Unturned):
         from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
 
         self._cpu = scanner
-        self._index = TorchFlatIndex(scan_blocks(scanner, count, BLOCK_ROWS), count, dimension, device=device)
+        self._index = TorchFlatIndex(_scan_blocks(scanner, count), count, dimension, device=device)
 
     def find(self, queries: Floats, k: int) -> Ranking:
         """Search on the device."""
@@ -389,17 +390,13 @@ def _on_gpu(scanner: Scanner, index: Any, index_type: str, device: str) -> Scann
     return scanner
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def scan_blocks(scanner: Scanner, count: int, num_rows: int) -> Iterator[Floats]:
+def _scan_blocks(scanner: Scanner, count: int) -> Iterator[Floats]:
     """Yield the vectors of rows 0 to ``count - 1`` as a scanner keeps them."""
-    for start in range(0, count, num_rows):
-        yield scanner.vectors(np.arange(start, min(start + num_rows, count)))
+    for start in range(0, count, BLOCK_ROWS):
+        yield scanner.vectors(np.arange(start, min(start + BLOCK_ROWS, count)))
 
 
-def rescore(scanner: Scanner, queries: Floats, rows: Rows) -> Floats:
+def _rescore(scanner: Scanner, queries: Floats, rows: Rows) -> Floats:
     """Score candidates again: float32 ``[num_queries, num_candidates]``, as ``rows``.
 
     Scans and matrix products of different sizes round differently; one more sum in double precision does not.
