@@ -208,7 +208,7 @@ def test_actors_that_die_again_and_again_end_it(ray_local: ModuleType, world: Wo
     thread = threading.Thread(target=kill_all)
     thread.start()
     try:
-        with pytest.raises(FleetError, match="the actor of one shard died 6 times while it encoded the corpus"):
+        with pytest.raises(FleetError, match="6 actors that encode the corpus died one after the other"):
             fill_store(world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
     finally:
         stop.set()

@@ -259,13 +259,13 @@ def test_flat_and_fp16_move_to_a_device_through_torch(
         for before, after in zip(indexes[name].search(hard[1], 5, 1), moved.search(hard[1], 5, 1), strict=True):
             assert np.allclose(before, after, atol=1e-5)
         assert moved.is_lossless == (name == "flat")
-        assert np.array_equal(next(iter(moved.blocks(10))), next(iter(indexes[name].blocks(10))))
+        assert np.array_equal(next(iter(moved.blocks())), next(iter(indexes[name].blocks())))
 
 
 def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats]) -> None:
     assert {name for name, index in indexes.items() if index.is_lossless} == {"flat", "ivf", "hnsw"}
     for name in ("flat", "ivf", "hnsw"):
-        assert np.array_equal(np.concatenate(list(indexes[name].blocks(1500))), hard[0])
+        assert np.array_equal(np.concatenate(list(indexes[name].blocks())), hard[0])
 
 
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:

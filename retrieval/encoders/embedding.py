@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 HEADER_FILE = "store.json"
 START_TIMEOUT_S = 600.0
 """Seconds that the first actor may take to start; a cluster may have to grow."""
-MAX_DEATHS = 5
-"""Times that Ray starts one shard again after its actor died."""
+MAX_DEATHS_IN_A_ROW = 5
+"""Deaths of actors without one shard written in between."""
 _BLOCK_ROWS = 1024
 
 
@@ -228,8 +229,8 @@ class EmbeddingActor:
     def ping(self) -> None:
         """Return once the actor has started."""
 
-    def fill(self, number: int) -> int:
-        """Encode and write a shard; return its number.
+    def fill(self, number: int) -> None:
+        """Encode and write a shard.
 
         Raises:
             DataError: no usable corpus, store or encoder on this node.
@@ -237,7 +238,6 @@ class EmbeddingActor:
         if self._open is None:
             self._open = self._load()
         fill_shard(*self._open, number)
-        return number
 
     def _load(self) -> tuple[EmbeddingStore, Corpus, Encoder]:
         settings = self._settings
@@ -307,7 +307,7 @@ def fill_store(
 
     Raises:
         DataError: the encoder cannot be loaded or is not the store's, or a vector holds NaN.
-        FleetError: no actor starts, or the actors of one shard die more than ``MAX_DEATHS`` times.
+        FleetError: no actor starts, or more than ``MAX_DEATHS_IN_A_ROW`` of them die in a row.
         OSError: a shard cannot be written.
     """
     missing = store.missing()
@@ -320,8 +320,7 @@ def fill_store(
             dtype,
             max(1, int(num_cpus_per_actor)),
         )
-        resources = {"num_cpus": num_cpus_per_actor, "num_gpus": num_gpus_per_actor}
-        _fill_by_actors(store, missing, settings, num_actors, resources, advance)
+        _Fleet(settings, num_actors, num_cpus_per_actor, num_gpus_per_actor).fill(store, missing, advance)
     elif missing:
         from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
 
@@ -331,46 +330,83 @@ def fill_store(
             fill_shard(store, corpus, encoder, number, advance)
 
 
-def _fill_by_actors(
-    store: EmbeddingStore,
-    missing: list[int],
-    settings: EmbeddingSettings,
-    num_actors: int,
-    resources: dict[str, float],
-    advance: Callable[[int], None],
-) -> None:
-    import ray
-    from ray.util import ActorPool
+class _Fleet:
+    """Actors, each busy with one shard. A dead actor is replaced, and its shard goes to the next free actor.
 
-    # The pool hands out shards; Ray restarts an actor that died and repeats its shard.
-    actor_class = ray.remote(EmbeddingActor).options(max_restarts=-1, max_task_retries=MAX_DEATHS, **resources)
-    actors: list[Any] = [actor_class.remote(settings) for _ in range(min(num_actors, len(missing)))]
-    try:
-        _wait_for_first(actors, resources)
-        for number in ActorPool(actors).map_unordered(lambda actor, number: actor.fill.remote(number), missing):
-            advance(len(store.rows(number)))
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RagR1Error) or is_no_room(cause):
-            raise cause from None
-        raise FleetError(f"encoding the corpus failed in an actor: {cause!r}") from error
-    except ray.exceptions.RayError as error:
-        raise FleetError(
-            f"the actor of one shard died {MAX_DEATHS + 1} times while it encoded the corpus "
-            f"({one_line(error)}); give each actor more memory, then run the build again"
-        ) from error
-    finally:  # also on Ctrl-C: a shard that is being written has no name yet
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+    ``ray.util.ActorPool`` cannot replace an actor; see ``docs/decisions/retrieval-libraries.md``.
+    """
 
+    def __init__(self, settings: EmbeddingSettings, num_actors: int, num_cpus: float, num_gpus: float) -> None:
+        self._settings = settings
+        self._num_actors = num_actors
+        self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        self._busy: dict[Any, tuple[Any, int]] = {}
 
-def _wait_for_first(actors: list[Any], resources: dict[str, float]) -> None:
-    import ray
+    def fill(self, store: EmbeddingStore, missing: list[int], advance: Callable[[int], None]) -> None:
+        import ray
 
-    started, _ = ray.wait([actor.ping.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
-    if not started:
-        wanted = ", ".join(f"{name}={number:g}" for name, number in resources.items())
-        raise FleetError(
-            f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give "
-            "the cluster more"
-        )
+        waiting = deque(missing)
+        actors: list[Any] = []
+        num_deaths = 0
+        try:
+            for _ in range(min(self._num_actors, len(missing))):
+                actors.append(self._start())
+            self._wait_for_one(actors)
+            for actor in actors:
+                self._hand_out(actor, waiting)
+            while self._busy:
+                done, _ = ray.wait(list(self._busy), num_returns=1)
+                actor, number = self._busy.pop(done[0])
+                try:
+                    ray.get(done[0])
+                except ray.exceptions.RayError as error:
+                    num_deaths += 1
+                    self._check_death(error, num_deaths)
+                    waiting.appendleft(number)
+                    actors.remove(actor)
+                    ray.kill(actor, no_restart=True)  # it may only be out of reach
+                    actor = self._start()
+                    actors.append(actor)
+                else:
+                    num_deaths = 0
+                    advance(len(store.rows(number)))
+                if waiting:
+                    self._hand_out(actor, waiting)
+        finally:  # also on Ctrl-C: a shard that is being written has no name yet
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+
+    def _start(self) -> Any:
+        import ray
+
+        return ray.remote(EmbeddingActor).options(max_restarts=0, **self._resources).remote(self._settings)
+
+    def _hand_out(self, actor: Any, waiting: deque[int]) -> None:
+        number = waiting.popleft()
+        self._busy[actor.fill.remote(number)] = (actor, number)
+
+    def _wait_for_one(self, actors: list[Any]) -> None:
+        import ray
+
+        started, _ = ray.wait([actor.ping.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
+        if not started:
+            wanted = ", ".join(f"{name}={number:g}" for name, number in self._resources.items())
+            raise FleetError(
+                f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or "
+                "give the cluster more"
+            )
+
+    def _check_death(self, error: Exception, num_deaths: int) -> None:
+        """Raise the error of an actor, or that too many died in a row; return if this one may be replaced."""
+        import ray
+
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = error.cause
+            if isinstance(cause, RagR1Error) or is_no_room(cause):
+                raise cause from None
+            raise FleetError(f"encoding the corpus failed in an actor: {cause!r}") from error
+        if num_deaths > MAX_DEATHS_IN_A_ROW:
+            raise FleetError(
+                f"{num_deaths} actors that encode the corpus died one after the other ({one_line(error)}); give each "
+                "actor more memory, then run the build again"
+            ) from error
