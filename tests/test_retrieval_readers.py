@@ -238,7 +238,7 @@ def test_missing_files_and_unknown_formats_are_refused_at_once(tmp_path: Path) -
         read_passages(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match="unknown corpus format 'hotpot'; did you mean 'hotpotqa'"):
         read_passages(tmp_path, corpus_format="hotpot")
-    with pytest.raises(ConfigError, match="known are auto, plain"):
+    with pytest.raises(ConfigError, match="expected one of: auto, plain"):
         read_passages(tmp_path, corpus_format="zzz")
 
 
