@@ -134,10 +134,12 @@ def check_call(call: tuple[str, ...]) -> None:
 def test_keys_exist(name: str) -> None:
     for match in _KEY.finditer(prose(read(name))):
         section, key = match[0][1:].split(".")
+        if list(ROOT.glob(f"{section}/{key}*")):  # a module: two packages are called like sections
+            continue
         assert key in type(RunConfig.model_fields[section].default).model_fields, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", [name for name in CHECKED if "decisions/" not in name])  # they name what is gone
 def test_paths_exist(name: str) -> None:
     for path in _PATH.findall(prose(read(name))):
         assert list(ROOT.glob(path.rstrip("/"))), path

@@ -46,8 +46,6 @@ from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.data import prepare
 from ragr1_actors.training.stages import InterruptGuard, TrainingRun
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:

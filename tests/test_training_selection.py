@@ -19,8 +19,6 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.selection import SelectionSettings, choose
 from ragr1_actors.training.stages import TrainingRun
 
-pytestmark = pytest.mark.engine
-
 NUM_SAMPLES = 8
 RIGHT = {"lamp": 0, "coin": 1, "shoe": 4, "book": 5, "ring": 8, "cup": 8, "fork": 8}
 """Of eight samples; the engine fails on the key."""

@@ -24,8 +24,6 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.stages import InterruptGuard, TerminationError, TrainingRun, exit_status
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
