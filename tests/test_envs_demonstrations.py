@@ -74,7 +74,8 @@ def test_the_evidence_of_a_file_is_asked_for_in_the_format_of_the_run(query_form
 @pytest.mark.parametrize("tasks", ["world", "file"])
 def test_a_run_demonstrates_in_its_own_format(tmp_path: Path, tasks: str) -> None:
     path = tmp_path / "tasks.json"
-    path.write_text(json.dumps([{"question": f"Where is the {i} ?", "answer": "Riga"} for i in ("lamp", "cup")]))
+    names = ("lamp", "cup", "key", "map", "pen")  # one in five is held out
+    path.write_text(json.dumps([{"question": f"Where is the {name} ?", "answer": "Riga"} for name in names]))
     config = (
         AlgorithmConfig()
         .environment(tasks=str(path) if tasks == "file" else "world", query_format="json")
