@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ragr1_actors.core.errors import FleetError, UserError
+from ragr1_actors.core.text import one_line
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Of a local session: trajectories and weights of small policies."""
@@ -72,8 +73,9 @@ class Session:
         except Exception as error:  # Ray's own, where one of the processes that it starts does not come up
             if type(error) is not Exception:
                 raise
-            cause = " ".join(str(error).split())
-            raise FleetError(f"Ray did not start: {cause} Try again where this machine is less busy.") from error
+            raise FleetError(
+                f"Ray did not start: {one_line(error)}; try again when this machine is less busy"
+            ) from error
         self._started = True
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         if not address and self._num_gpus > num_gpus:

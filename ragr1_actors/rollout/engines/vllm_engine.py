@@ -52,6 +52,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError
+from ragr1_actors.core.text import one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
 from ragr1_actors.rollout.engines.adapters import base_names
@@ -275,8 +276,7 @@ def _start(arguments: dict[str, Any]) -> AsyncLLM:
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:  # TypeError: an option it does not know
-        reason = " ".join(str(error).split())
-        raise EngineError(f"vLLM did not start on {arguments['model']}: {reason}") from error
+        raise EngineError(f"vLLM did not start on {arguments['model']}: {one_line(error)}") from error
 
 
 def _sampling_params(sampling: Sampling, *, is_streamed: bool) -> SamplingParams:
