@@ -213,8 +213,8 @@ async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
     import requests
 
     from benchmarks.stubs import start_stubs
+    from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
-    from retrieval.fleet.pooled import PoolSettings
 
     asked = evidence.queries(num_queries)
     stubs = start_stubs(index_dir, 1, 0.0)
@@ -238,8 +238,8 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
     from benchmarks.stubs import start_stubs
     from retrieval.corpora.corpus import Corpus
+    from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
-    from retrieval.fleet.pooled import PoolSettings
     from retrieval.indexes.ranking import Ranking, to_hits
 
     stubs = start_stubs(index_dir, 1, 0.0)
@@ -264,8 +264,8 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
     """Queries/s of a few replicas that take ``SERVICE_S`` a query, against as many times one's."""
     from benchmarks.stubs import start_stubs
+    from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
-    from retrieval.fleet.pooled import PoolSettings
 
     async def measure(num_actors: int) -> float:
         stubs = start_stubs(index_dir, num_actors, SERVICE_S)
@@ -352,7 +352,7 @@ async def second_replica(index_dir: Path) -> Sample:
 
 
 async def _until_searched(handle: Any) -> None:
-    while not (await handle.load.remote())["queries"]:
+    while not (await handle.load.remote()).queries:
         await asyncio.sleep(0.02)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
-from retrieval.fleet.actor import ChannelActor
+from retrieval.fleet.actor import RpcActor
 from retrieval.fleet.wire import RowHits
 from retrieval.indexes.manifest import FileRecord, Manifest
 
@@ -37,7 +37,7 @@ def _known_words() -> list[str]:
     return words()
 
 
-class StubActor(ChannelActor):
+class StubActor(RpcActor):
     """A ``RetrieverActor`` in all but the search: a query takes a fixed time and finds some rows of its index."""
 
     def __init__(self, index_dir: str, service_s: float) -> None:

@@ -1,12 +1,12 @@
-"""ActorFleet: actors of one kind whose number may change while they are used, found by name.
+"""ActorFleet: actors of one kind whose number may change while they are used. Clients find them by name.
 
 ::
 
     fleet.scale_to(3)          retriever-5f0c-0   retriever-5f0c-1   retriever-5f0c-2
                                        ▲                ▲
-    find_actors("retriever-5f0c") ─────┴────────────────┘   from any process of the job, no directory to keep alive
+    find_actors("retriever-5f0c") ─────┴────────────────┘   from any process of the job
 
-A member is one actor or a gang of a few (the shards of an index). Ray restarts an actor that dies, under its name.
+A member is one actor, or a few that work together (the shards of an index). Ray restarts a dead actor under its name.
 """
 
 from __future__ import annotations
@@ -24,30 +24,25 @@ from ragr1_actors.core.errors import FleetError
 PING_TIMEOUT_S = 5.0
 
 StartMember = Callable[[str], Mapping[str, ActorHandle[Any]]]
-"""Given a member's name, start its actors under names that begin with it, and return them."""
+"""Given a member's name, starts its actors under names that begin with it, and returns them."""
 
 
 class ActorFleet:
-    """Starts, counts and ends the members of a fleet. Every actor has ``ping``, and ``drain`` for before its end."""
+    """Starts, counts and ends the members of a fleet. Every actor has the methods ``ping`` and ``drain``."""
 
     def __init__(self, kind: str, start_member: StartMember) -> None:
         """Hold no member yet.
 
         Args:
-            kind: in a word, for names and messages: ``retriever``.
-            start_member: starts one.
+            kind: one word for names and messages: ``retriever``.
+            start_member: starts a member.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
-        """What the names of all actors begin with."""
+        """The names of all actors begin with it."""
         self._start_member = start_member
         self._members: dict[str, dict[str, ActorHandle[Any]]] = {}
         self._num_started = 0
-
-    @property
-    def num_members(self) -> int:
-        """Members that were started and not stopped."""
-        return len(self._members)
 
     @property
     def handles(self) -> dict[str, ActorHandle[Any]]:
@@ -55,7 +50,7 @@ class ActorFleet:
         return {name: handle for actors in self._members.values() for name, handle in actors.items()}
 
     def scale_to(self, num_members: int) -> None:
-        """Start what is missing, or let the newest go: an actor that goes ends behind the calls it already has."""
+        """Start members, or end the newest: an actor answers the calls it has before it ends."""
         while len(self._members) < num_members:
             name = f"{self.name}-{self._num_started}"
             self._num_started += 1
@@ -70,7 +65,7 @@ class ActorFleet:
         """Return once every actor has answered a ping.
 
         Raises:
-            FleetError: one did not start; all are stopped.
+            FleetError: an actor did not start; all are stopped.
         """
         try:
             ray.get([handle.ping.remote() for handle in self.handles.values()], timeout=timeout_s)
@@ -79,33 +74,37 @@ class ActorFleet:
             raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
 
     def num_healthy(self) -> int:
-        """Actors that answer a ping within ``PING_TIMEOUT_S``. Blocks for as long as they are busy."""
-        pings: list[Any] = [handle.ping.remote() for handle in self.handles.values()]
-        if not pings:
-            return 0
-        answered, _ = ray.wait(pings, num_returns=len(pings), timeout=PING_TIMEOUT_S)
-        num_healthy = 0
-        for ping in answered:
-            try:
-                ray.get(ping)
-            except RayError:
-                continue
-            num_healthy += 1
-        return num_healthy
+        """Number of actors that answer a ping within ``PING_TIMEOUT_S``."""
+        return len(answers({name: handle.ping.remote() for name, handle in self.handles.items()}))
 
     def stop(self) -> None:
-        """End all actors, without a restart. Calls in flight fail."""
+        """End all actors, without a restart. Their calls fail."""
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)
         self._members = {}
 
 
+def answers(calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of the calls that succeed within ``PING_TIMEOUT_S``, under the same names."""
+    if not calls:
+        return {}
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_TIMEOUT_S)
+    found = {}
+    for name, call in calls.items():
+        if call in ready:
+            try:
+                found[name] = ray.get(call)
+            except RayError:
+                continue
+    return found
+
+
 def find_actors(fleet_name: str) -> list[str]:
-    """Return the names of a fleet's actors as Ray knows them now, sorted. Blocks for a call to the head node."""
+    """Return the sorted names of a fleet's actors. Blocks for a call to the head node."""
     return sorted(name for name in ray.util.list_named_actors() if name.startswith(f"{fleet_name}-"))
 
 
 def last_line(error: RayError) -> str:
-    """Return the error's kind and the line that says why: Ray puts whole remote tracebacks before it."""
+    """Return the error's class and the last line of its message, the cause: Ray puts remote tracebacks before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

@@ -1,11 +1,11 @@
-"""Where actors sit: anywhere, but for runners and learner ranks that share a device, pair by pair.
+"""Placement of actors: anywhere, except that an env runner and a learner rank that share a GPU sit on one bundle.
 
 ::
 
-    bundle 0: one GPU (or none)      runner 0, learner rank 0        parts of that GPU, so that they share it
-    bundle 1: one GPU                runner 1, learner rank 1        an actor that starts anew comes to its bundle again
+    bundle 0: one GPU (or none)      env runner 0, learner rank 0    a fraction of that GPU each
+    bundle 1: one GPU                env runner 1, learner rank 1    an actor that restarts returns to its bundle
 
-A bundle of Ray's placement group lies on one node, so that the two can share memory, with GPUs or without.
+A bundle of a Ray placement group lies on one node, so the two actors can share memory, with GPUs or without.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.weight_transport import choose_transport
 
 START_TIMEOUT_S = 600.0
-"""For a cluster to grow."""
+"""Until the cluster has grown and every bundle has its place."""
 
 ActorOptions = Callable[[int], Mapping[str, Any]]
-"""Ray's options for the actor with an index, beside the resources it asks for."""
+"""Given an actor's index, returns the Ray options that say where it runs."""
 
 
 def anywhere(index: int) -> Mapping[str, Any]:
-    """``ActorOptions`` of an actor that may sit where Ray likes."""
+    """``ActorOptions`` without a constraint."""
     return {}
 
 
 class Placement:
-    """The bundles of a run, there until ``remove`` or until the driver ends; none where nothing shares a device."""
+    """The bundles of a run, until ``remove`` or the end of the driver. Without shared devices there is no bundle."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Ask Ray for them: a whole GPU each, where there are GPUs, since nobody else is to sit on it.
+        """Reserve the bundles, each with a whole GPU if learners use GPUs, so that no other actor shares it.
 
         Raises:
-            FleetError: there is no room within ``START_TIMEOUT_S``.
+            FleetError: the cluster has no room within ``START_TIMEOUT_S``.
         """
         self._group: Any = None
         if choose_transport(config) != "ipc":
@@ -45,7 +45,7 @@ class Placement:
         from ray.util.placement_group import placement_group
 
         runners, learners = config.env_runners, config.learners
-        # Ray wants a bundle of something
+        # Ray accepts no bundle without a resource
         bundle = {"CPU": max(0.001, runners.num_cpus_per_env_runner + learners.num_cpus_per_learner)}
         if learners.num_gpus_per_learner:
             bundle["GPU"] = 1.0
@@ -56,11 +56,11 @@ class Placement:
             self.remove()
             raise FleetError(
                 f"no room for {learners.num_learners} pairs of an env runner and a learner, each {bundle}, in "
-                f"{START_TIMEOUT_S:g} s; start fewer, or let the cluster grow"
+                f"{START_TIMEOUT_S:g} s; start fewer, or add nodes to the cluster"
             ) from error
 
     def options(self, index: int) -> Mapping[str, Any]:
-        """``ActorOptions`` of runners and learner ranks."""
+        """``ActorOptions`` of env runners and learner ranks."""
         if self._group is None:
             return {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -68,7 +68,7 @@ class Placement:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)}
 
     def remove(self) -> None:
-        """Let go of the bundles; an actor that still sits there ends."""
+        """Release the bundles. Ray ends the actors that still run there."""
         if self._group is not None:
             from ray.util.placement_group import remove_placement_group
 

@@ -1,15 +1,15 @@
-"""A channel: calls to an actor over sockets of its own, at a third of the latency of Ray's (``bench retrieval``).
+"""Remote calls to a Ray actor over ZeroMQ: a fifth of the latency of Ray's own calls (``ragr1 bench retrieval``).
 
 ::
 
-    client                             actor
-    Channel.call ── connection ──► ChannelServer: one thread that reads, works and writes
-                 ── connection ──►       ▲
-    handle.ping.remote() ──────────► Ray's thread: waits its turn there too
+    client                               actor
+    RpcClient.call ──── CURVE ────►  RpcServer: one thread that receives, runs the method and answers
+    handle.call.remote() ──Ray────►  the same methods, in the same thread
 
-Ray starts the actor, starts it again, and hands out the address. Whoever does not begin with the token that goes with
-it is sent away before anything of his is unpickled. A process that dies closes its sockets, so the other side hears of
-it at once; of a node that dies while it is waited for, within ``_DEAD_AFTER_S``.
+Ray starts the actor, restarts it, and carries its ``RpcAddress`` with the keys. CURVE encrypts every message, proves
+the server's key to the client and the client's key to the server; neither key travels over the socket. Messages are
+msgpack, which holds data only: receiving one runs no code. The client learns of a killed process when its kernel
+closes the connection, and of a lost node or a stopped process when heartbeats are missing for ``_DEAD_AFTER_S``.
 """
 
 from __future__ import annotations
@@ -17,314 +17,339 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import pickle
-import secrets
-import selectors
+import itertools
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import msgpack
+import numpy as np
 import ray
+import zmq
+from numpy.typing import NDArray
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-from ragr1_actors.core.errors import ChannelError
+from ragr1_actors.core.errors import RpcError
 
-_TOKEN_BYTES = 32
-_HELLO_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
-_DEAD_AFTER_S = 10
-_READ_BYTES = 2**18
-_LENGTH = struct.Struct("<Q")
-"""What goes before every frame: its bytes."""
+_HANDSHAKE_TIMEOUT_S = 10.0
+_DEAD_AFTER_S = 10.0
+_DRAIN_TIMEOUT_S = 5.0
+_MAX_MESSAGE_BYTES = 2**31
+_ARRAY = 1
+"""The msgpack extension type of a NumPy array: dtype, shape and bytes."""
+_ENDS: dict[int, str] = {
+    zmq.EVENT_CLOSED: "no server listens there",
+    zmq.EVENT_DISCONNECTED: "the other side closed it",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server refused this client's key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the server did not prove its key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the server did not prove its key",
+}
+"""Events that end a connection, and what each means."""
 
 
-class ChannelAddress(NamedTuple):
-    """Where a ``ChannelServer`` listens, and what opens it; only Ray carries it."""
+class RpcAddress(NamedTuple):
+    """Where an ``RpcServer`` listens, and the keys that open it. A secret: only Ray carries it."""
 
     host: str
     port: int
-    token: bytes
+    server_key: bytes
+    """Public key of the server, which it proves to clients."""
+    client_public_key: bytes
+    client_secret_key: bytes
+    """Key pair of the clients of this server, which they prove to it."""
 
 
-class ChannelServer:
-    """The actor's side: one thread that reads, works and writes, one call at a time.
+class RpcServer:
+    """The actor's side. One thread receives, runs methods and answers, one call at a time.
 
-    One thread, since what OpenMP is told of threads holds for the thread that says it, and since every other one is a
-    switch that a short search waits for.
+    OpenMP's number of threads is a property of the calling thread, so all work must run in the same one. A thread for
+    each step would add a switch that a short search waits for.
     """
 
     def __init__(self) -> None:
-        """Start the thread; nobody can connect yet."""
-        self.address: ChannelAddress | None = None
-        """None before ``open``, and where this node's address cannot be listened at: Ray's calls are what is left."""
+        """Start the thread. No client can connect before ``open``."""
+        self.address: RpcAddress | None = None
+        """None before ``open`` and where this node's address cannot be listened at: then only Ray's calls work."""
         self._methods: Mapping[str, Callable[..., Any]] = {}
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._clients: set[_Client] = set()
-        self._listener: socket.socket | None = None
+        self._context = zmq.Context()
+        self._router: zmq.Socket[bytes] | None = None
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
         self._waker, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._do_jobs)
-        threading.Thread(target=self._serve, name="channel", daemon=True).start()
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        threading.Thread(target=self._serve, name="rpc", daemon=True).start()
 
     def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do it in the server's thread, after what it is doing, and return what it returns."""
+        """Run ``work`` in the server's thread, after the calls before it, and return its result."""
         job: Future[Any] = Future()
         self._jobs.put((job, work, arguments))
         self._waker.send(b"\0")
         return job.result()
 
     def open(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Let clients connect and call these."""
+        """Let clients connect and call ``methods`` by name. Arguments and results are what ``encode`` accepts."""
         self._methods = methods
-        with contextlib.suppress(OSError):
-            self._listener = _listen(ray.util.get_node_ip_address())
-            self._listener.setblocking(False)
-            host, port = self._listener.getsockname()[:2]
-            self.run(self._selector.register, self._listener, selectors.EVENT_READ, self._accept)
-            self.address = ChannelAddress(host, port, self._token)
+        with contextlib.suppress(zmq.ZMQError):
+            self.address = self.run(self._listen, ray.util.get_node_ip_address())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Do what a client's call does, for one who has no way to here but Ray's."""
+        """Run a method for a client that can only reach this actor by Ray's calls."""
         return self.run(self._methods[method], *arguments)
 
     def drain(self) -> None:
-        """Return once what was asked is answered, and every connection closed."""
-        self.run(self._drain)
+        """Answer the calls that have arrived, close every connection and return."""
+        self.run(self._close)
+        self._context.term()
 
     def _serve(self) -> None:
         while True:
-            for key, events in self._selector.select():
-                key.data(events)
+            for ready, _ in self._poller.poll():
+                if ready is self._router:
+                    self._answer()
+                else:
+                    self._do_jobs()
 
-    def _do_jobs(self, _: int) -> None:
+    def _do_jobs(self) -> None:
         self._woken.recv(4096)
         while not self._jobs.empty():
             job, work, arguments = self._jobs.get()
             try:
                 job.set_result(work(*arguments))
-            except BaseException as error:  # goes on in the thread that waits for it
+            except BaseException as error:  # raised again in the thread that waits for the result
                 job.set_exception(error)
 
-    def _accept(self, _: int) -> None:
-        if self._listener is None:  # closed since it was selected
-            return
-        with contextlib.suppress(OSError):  # nobody else is there, or he is gone again
-            while True:
-                client = _Client(self._listener.accept()[0], self._token, self._answer)
-                self._selector.register(client.socket, selectors.EVENT_READ, partial(self._attend, client))
-                self._clients.add(client)
-        for stranger in [client for client in self._clients if client.is_stranger_for_long]:
-            self._dismiss(stranger)
-
-    def _attend(self, client: _Client, events: int) -> None:
-        if client not in self._clients:  # dismissed since it was selected
-            return
+    def _listen(self, host: str) -> RpcAddress:
+        server_key, server_secret_key = zmq.curve_keypair()
+        client_public_key, client_secret_key = zmq.curve_keypair()
+        admission = self._context.socket(zmq.REP)
+        admission.bind("inproc://zeromq.zap.01")  # where libzmq asks about the key of each client
+        threading.Thread(target=_admit, args=(admission, client_public_key), name="rpc-admit", daemon=True).start()
+        router = _open_socket(self._context, zmq.ROUTER, host)
+        router.curve_server = True
+        router.curve_secretkey = server_secret_key
+        router.linger = round(_DRAIN_TIMEOUT_S * 1000)
         try:
-            client.attend(events)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.has_unsent else 0)
-            if wanted != self._selector.get_key(client.socket).events:
-                self._selector.modify(client.socket, wanted, partial(self._attend, client))
-        except OSError:  # it is gone, or a stranger
-            self._dismiss(client)
+            port = router.bind_to_random_port(f"tcp://{_bracketed(host)}")
+        except zmq.ZMQError:
+            router.close()
+            raise
+        self._router = router
+        self._poller.register(router, zmq.POLLIN)
+        return RpcAddress(host, port, server_key, client_public_key, client_secret_key)
 
-    def _dismiss(self, client: _Client) -> None:
-        self._clients.discard(client)
-        self._selector.unregister(client.socket)
-        client.socket.close()
-
-    def _drain(self) -> None:
-        if self._listener is not None:
-            self._accept(0)
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
-        for key, events in self._selector.select(0):
-            if key.fileobj is not self._woken:
-                key.data(events)
-        for client in tuple(self._clients):
-            with contextlib.suppress(OSError):
-                client.send_rest()
-            self._dismiss(client)
-
-    def _answer(self, call: memoryview) -> bytes:
+    def _answer(self) -> None:
+        assert self._router is not None
+        client, *call = self._router.recv_multipart()
+        if len(call) != 2:  # not a call
+            return
+        call_id, request = call
         try:
-            method, arguments = pickle.loads(call)
-            return _frame((True, self._methods[method](*arguments)))
-        except BaseException as error:  # a process boundary: whoever asked is told, of a panic in Rust too
-            return _frame((False, f"{type(error).__name__}: {error}"))
+            method, arguments = decode(request)
+            answer = encode((True, self._methods[method](*arguments)))
+        except BaseException as error:  # a process boundary: the caller gets every error, panics of Rust code too
+            answer = encode((False, f"{type(error).__name__}: {error}"))
+        self._router.send_multipart([client, call_id, answer])
+
+    def _close(self) -> None:
+        if self._router is None:
+            return
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        while self._router.poll(0) and time.monotonic() < deadline:  # clients may go on calling
+            self._answer()
+        self._poller.unregister(self._router)
+        self._router.close()
+        self._router = None
 
 
-class _Client:
-    """A connection as the server sees it. Never waited for: what has not come or does not go yet is kept."""
+class RpcClient:
+    """The client's side: one connection for any number of concurrent calls, opened again in a new event loop."""
 
-    def __init__(self, accepted: socket.socket, token: bytes, answer: Callable[[memoryview], bytes]) -> None:
-        accepted.setblocking(False)
-        _prepare(accepted)
-        self.socket = accepted
-        self._token = token
-        self._answer = answer
-        self._received = bytearray()
-        self._unsent = b""
-        self._is_known = False
-        self._since = time.monotonic()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    @property
-    def is_stranger_for_long(self) -> bool:
-        return not self._is_known and time.monotonic() > self._since + _HELLO_TIMEOUT_S
-
-    def attend(self, events: int) -> None:
-        """Read and write what can be, and answer the calls that are whole; an OSError ends the connection."""
-        if events & selectors.EVENT_WRITE:
-            self._send()
-        if events & selectors.EVENT_READ:
-            received = self.socket.recv(_READ_BYTES)
-            if not received:
-                raise ConnectionResetError("the client closed it")
-            self._received += received
-            if self._is_known or self._knows_token():
-                self._answer_all()
-
-    def send_rest(self) -> None:
-        """Wait for what is unsent, as this is the end."""
-        self.socket.settimeout(_HELLO_TIMEOUT_S)
-        self.socket.sendall(self._unsent)
-
-    def _knows_token(self) -> bool:
-        if len(self._received) < _TOKEN_BYTES:
-            return False
-        if not hmac.compare_digest(self._received[:_TOKEN_BYTES], self._token):
-            raise PermissionError("a stranger")
-        del self._received[:_TOKEN_BYTES]
-        self._is_known = True
-        return True
-
-    def _answer_all(self) -> None:
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            call, self._received = self._received[:end], self._received[end:]
-            self._unsent += self._answer(memoryview(call)[_LENGTH.size :])
-            self._send()
-
-    def _send(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._unsent = self._unsent[self.socket.send(self._unsent) :]
-
-
-class Channel:
-    """The client's side: as many connections as calls are out at a time. They serve one event loop after another."""
-
-    def __init__(self, address: ChannelAddress) -> None:
-        """Connect to nothing yet."""
+    def __init__(self, address: RpcAddress) -> None:
+        """Hold the address; nothing is connected yet."""
         self._address = address
-        self._idle: list[_Connection] = []
+        self._connection: _Connection | None = None
 
     async def connect(self) -> None:
-        """Open a first connection.
+        """Connect, if not connected, and return once both sides have proved their keys.
 
         Raises:
-            ChannelError: nobody listens there, or the way is closed.
+            RpcError: no server answers there, it has another key, or it refuses this client's key.
         """
-        self._idle.append(await _Connection.open(self._address))
+        connection = self._connection
+        if connection is None or not connection.is_usable:
+            self._close()
+            connection = self._connection = _Connection(self._address)
+        await connection.wait_until_open()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor's. Cancelling it closes its connection, as nobody will read the answer.
+        """Call a method of the actor. If the caller is cancelled, the method still runs, and its answer is dropped.
 
         Raises:
-            ChannelError: the connection was lost, or the method raised; the message has why.
+            RpcError: the connection failed or was lost, or the method raised; the message has the cause.
         """
-        connection = self._idle.pop() if self._idle else await _Connection.open(self._address)
-        try:
-            is_answer, answer = await connection.exchange((method, arguments))
-        except BaseException:  # cancelled, for one
-            connection.close()
-            raise
-        self._idle.append(connection)
+        await self.connect()
+        assert self._connection is not None
+        is_answer, answer = decode(await self._connection.exchange(encode((method, arguments))))
         if not is_answer:
-            raise ChannelError(answer)
+            raise RpcError(answer)
         return answer
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close("the client closed it")
+
+    __del__ = _close  # a running event loop would keep the socket
 
 
 class _Connection:
-    """A socket, rather than a stream of asyncio's: that would end with the event loop it was opened in."""
+    """A DEALER socket whose events the running event loop reads."""
 
-    def __init__(self, open_socket: socket.socket, peer: str) -> None:
-        self._socket = open_socket
-        self._peer = peer
+    def __init__(self, address: RpcAddress) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._peer = f"{address.host}:{address.port}"
+        self._is_closed = False
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._calls: dict[bytes, asyncio.Future[bytes]] = {}
+        self._call_ids = map(b"%d".__mod__, itertools.count())
+        self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, address.host)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = -1  # an actor that restarts has another address
+        self._socket.connect_timeout = round(_CONNECT_TIMEOUT_S * 1000)
+        self._socket.curve_serverkey = address.server_key
+        self._socket.curve_publickey = address.client_public_key
+        self._socket.curve_secretkey = address.client_secret_key
+        self._events = self._socket.get_monitor_socket(sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._readers = {self._socket.FD: self._read_answers, self._events.FD: self._read_events}
+        for descriptor, read in self._readers.items():
+            self._loop.add_reader(descriptor, read)
+            read()  # libzmq signals only to a reader that has found nothing
+        self._socket.connect(f"tcp://{_bracketed(address.host)}:{address.port}")
 
-    @classmethod
-    async def open(cls, address: ChannelAddress) -> _Connection:
-        host, port, token = address
-        loop = asyncio.get_running_loop()
-        connection = cls(socket.socket(_family(host), socket.SOCK_STREAM), f"{host}:{port}")
-        connection._socket.setblocking(False)
-        _prepare(connection._socket)
+    @property
+    def is_usable(self) -> bool:
+        return not self._is_closed and self._loop is asyncio.get_running_loop()
+
+    async def wait_until_open(self) -> None:
+        if self._opened.done():
+            return self._opened.result()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await loop.sock_connect(connection._socket, (host, port))
-                await loop.sock_sendall(connection._socket, token)
-        except OSError as error:  # TimeoutError is one
-            raise ChannelError(f"cannot connect to {host}:{port}: {error or 'no answer'}") from error
-        return connection
+                await asyncio.shield(self._opened)  # other calls wait for it too
+        except TimeoutError:
+            self.close("no answer")
+            raise RpcError(f"cannot connect to {self._peer}: no answer") from None
 
-    async def exchange(self, call: tuple[str, tuple[Any, ...]]) -> tuple[bool, Any]:
-        """Send a frame and receive one."""
+    async def exchange(self, request: bytes) -> bytes:
+        """Send a request and return the answer to it."""
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._calls[call_id] = answer
         try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, _frame(call))
-            (num_bytes,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
-            answer: tuple[bool, Any] = pickle.loads(await self._receive(num_bytes))
-        except OSError as error:
-            raise ChannelError(f"lost the connection to {self._peer}: {error}") from error
-        return answer
+            self._socket.send_multipart([call_id, request], zmq.NOBLOCK)
+            self._loop.call_soon(self._read_answers)  # a send may take the signal of an answer that has arrived
+            return await answer
+        except zmq.ZMQError as error:
+            raise RpcError(f"lost the connection to {self._peer}: {error}") from error
+        finally:
+            self._calls.pop(call_id, None)
 
-    async def _receive(self, num_bytes: int) -> bytearray:
-        received = bytearray(num_bytes)
-        rest = memoryview(received)
-        while rest:
-            count = await asyncio.get_running_loop().sock_recv_into(self._socket, rest)
-            if not count:
-                raise ConnectionResetError("the other side closed it")
-            rest = rest[count:]
-        return received
+    def close(self, reason: str) -> None:
+        """Fail the calls that are out, and close the socket."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for descriptor in self._readers:
+            self._loop.remove_reader(descriptor)
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._socket.close(0)
+        if self._loop.is_closed():
+            return
+        if not self._opened.done():
+            self._opened.set_exception(RpcError(f"cannot connect to {self._peer}: {reason}"))
+            self._opened.exception()  # it may be that no call waits for it any more
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(RpcError(f"lost the connection to {self._peer}: {reason}"))
 
-    def close(self) -> None:
-        self._socket.close()
+    def _read_answers(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while not self._is_closed:
+                call_id, answer = self._socket.recv_multipart(zmq.NOBLOCK)
+                waiting = self._calls.get(call_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
 
-    def __del__(self) -> None:
-        """Close it, whatever became of the event loop."""
-        self.close()
-
-
-def _frame(content: Any) -> bytes:
-    data = pickle.dumps(content, protocol=5)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _listen(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=_family(host), backlog=1024)
+    def _read_events(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while not self._is_closed:
+                event = recv_monitor_message(self._events, zmq.NOBLOCK)
+                if event["event"] in _ENDS:
+                    self._read_answers()  # those that arrived before the end
+                    self.close(_ENDS[event["event"]])
+                elif not self._opened.done():
+                    self._opened.set_result(None)
 
 
-def _prepare(one: socket.socket) -> None:
-    """Have a connection send at once, and break where the other node is gone, as nothing else would say so."""
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _DEAD_AFTER_S // 2)
+def encode(content: Any) -> bytes:
+    """Return a message of None, bool, int, float, str, bytes, lists, tuples, dicts and NumPy arrays of numbers.
+
+    Raises:
+        TypeError: another type is in it.
+    """
+    message: bytes = msgpack.packb(content, default=_encode_array, unicode_errors="surrogatepass")
+    return message
+
+
+def decode(message: bytes) -> Any:
+    """Undo ``encode``; tuples become lists.
+
+    Raises:
+        ValueError: not such a message.
+    """
+    return msgpack.unpackb(message, ext_hook=_decode_array, unicode_errors="surrogatepass")
+
+
+def _encode_array(value: Any) -> msgpack.ExtType:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise TypeError(f"got a {type(value).__name__} in a message, expected plain data or an array of numbers")
+    return msgpack.ExtType(_ARRAY, msgpack.packb((value.dtype.str, value.shape, value.tobytes())))
+
+
+def _decode_array(kind: int, data: bytes) -> NDArray[Any]:
+    if kind != _ARRAY:
+        raise ValueError(f"got a message with extension type {kind}, expected {_ARRAY}")
+    dtype, shape, values = msgpack.unpackb(data)
+    return np.frombuffer(bytearray(values), dtype).reshape(shape)
+
+
+def _admit(admission: zmq.Socket[bytes], client_key: bytes) -> None:
+    """Answer libzmq's requests (ZAP, RFC 27): one key is let in. In a thread, as the server's may be busy."""
+    with contextlib.suppress(zmq.ContextTerminated), admission:
+        expected = z85.decode(client_key)
+        while True:
+            version, request_id, _, _, _, mechanism, *keys = admission.recv_multipart()
+            is_known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(keys), expected)
+            status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+            admission.send_multipart([version, request_id, *status, b"", b""])
+
+
+def _open_socket(context: zmq.Context[Any], kind: int, host: str) -> zmq.Socket[bytes]:
+    opened: zmq.Socket[bytes] = context.socket(kind)
+    opened.ipv6 = ":" in host
+    opened.sndhwm = opened.rcvhwm = 0  # callers bound what is out; nothing is dropped
+    opened.maxmsgsize = _MAX_MESSAGE_BYTES
+    opened.handshake_ivl = round(_HANDSHAKE_TIMEOUT_S * 1000)
+    opened.heartbeat_ivl = round(_DEAD_AFTER_S * 1000 / 4)
+    opened.heartbeat_timeout = round(_DEAD_AFTER_S * 1000)
+    return opened
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""The Ray session of a run: join the cluster there is, or start a local one that belongs to nobody else."""
+"""The Ray session of a run: it joins the configured cluster, or starts a private local one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.text import one_line
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
-"""Of a local session: trajectories and weights of small policies."""
+"""Object store of a local session; it holds trajectories and the weights of small policies."""
 
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
-"""A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of the death,
-which nobody hears of where the actor is started again."""
+"""A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
+is not reported if the actor restarts."""
 
 
 class Session:
-    """Holds Ray for as long as a run needs it.
+    """A context manager that connects to Ray.
 
-    Under ``ray job submit``, or with ``RAY_ADDRESS`` set, it joins that cluster. Otherwise it starts a local one, never
-    attaching to a cluster that happens to run on the machine.
+    Under ``ray job submit``, or with ``RAY_ADDRESS`` set, it joins that cluster. Otherwise it starts a local cluster;
+    it never joins another one that runs on the machine. If Ray is connected already, it does nothing.
     """
 
     def __init__(self, num_cpus: float = 0.0, num_gpus: float = 0.0) -> None:
-        """Say what the actors will ask for together.
+        """Set the resources that all actors need together; on a joined cluster they are not checked.
 
-        A local session has at least as many CPUs, as they are only counted: actors may share a core. GPUs it has or
-        has not. A cluster may have to grow first, and is waited for.
+        Args:
+            num_cpus: a local session declares at least this many CPUs, more than the machine has if necessary: actors
+                may share a core.
+            num_gpus: a local session must have this many GPUs.
         """
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
@@ -42,8 +44,8 @@ class Session:
         """Connect.
 
         Raises:
-            UserError: the cluster does not answer, or wants another token; this machine has too few GPUs.
-            FleetError: a local session did not come up.
+            UserError: the cluster does not answer or refuses the token, or this machine has too few GPUs.
+            FleetError: the local session did not start.
         """
         import ray
 
@@ -67,10 +69,10 @@ class Session:
                 )
         except ConnectionError as error:
             raise UserError(
-                f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster asks for a token, set "
-                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's"
+                f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster requires a token, set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             ) from error
-        except Exception as error:  # Ray's own, where one of the processes that it starts does not come up
+        except Exception as error:  # Ray raises a plain Exception if a process that it starts fails
             if type(error) is not Exception:
                 raise
             raise FleetError(
@@ -81,7 +83,7 @@ class Session:
         if not address and self._num_gpus > num_gpus:
             self.__exit__(None, None, None)
             raise UserError(
-                f"the actors ask for {self._num_gpus:g} GPUs, this machine has {num_gpus:g}; lower "
+                f"the actors need {self._num_gpus:g} GPUs, this machine has {num_gpus:g}; lower "
                 "num_gpus_per_env_runner, num_gpus_per_retriever and num_gpus_per_learner, or run on a cluster"
             )
         return self
@@ -89,7 +91,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Disconnect, and end a local session's processes."""
+        """Disconnect, and end the processes of a local session."""
         if self._started:
             import ray
 
@@ -98,7 +100,7 @@ class Session:
 
 
 def _python_path() -> str:
-    """Workers import the five packages from where the driver did, installed or not, and the user's own modules."""
+    """Workers import the packages and the user's modules from the same place as the driver, installed or not."""
     root = str(Path(__file__).resolve().parent.parent)
     existing = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)

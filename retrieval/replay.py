@@ -16,7 +16,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.text import one_line
 from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import Hits, Passage
-from retrieval.fleet.cache import normalise
+from retrieval.fleet.batching import normalise
 
 
 class ReplayRetriever:

@@ -8,7 +8,7 @@
     │   ├── DataError (ValueError)     a task, corpus or index file that cannot be used
     │   └── RunDirectoryError          the run directory holds a run already, or holds none
     ├── RetrievalError             a search failed on every replica
-    ├── ChannelError               an actor did not answer over its channel
+    ├── RpcError                   a remote call to an actor failed
     ├── TransferError              weights did not get from the learner to an engine
     ├── EngineError                an engine did not start or did not answer
     │   └── EngineDeadError            it will not answer any more
@@ -45,8 +45,8 @@ class RetrievalError(RagR1Error):
     """A search that failed on every replica it was tried on."""
 
 
-class ChannelError(RagR1Error):
-    """An actor that cannot be reached over its channel, or that raised what the message says."""
+class RpcError(RagR1Error):
+    """A remote call to an actor failed: no connection, or the method raised; the message has the cause."""
 
 
 class TransferError(RagR1Error):

@@ -1,4 +1,4 @@
-"""The actors of the retrieval fleet: a replica of the index, or a shard of one, and an encoder on its own."""
+"""The actors of the retrieval fleet: a replica of the index or a shard of it, and an encoder without an index."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
-from cluster.rpc import ChannelAddress, ChannelServer
-from retrieval.fleet.wire import RowHits, WireHits, compress, pack
+from cluster.rpc import RpcAddress, RpcServer
+from retrieval.fleet.wire import PackedHits, RowHits, pack
 from retrieval.indexes.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ActorSettings:
-    """What an actor of the fleet is made with."""
+    """The arguments of an actor of the fleet."""
 
     index_dir: str
     num_threads: int
@@ -32,62 +33,92 @@ class ActorSettings:
     shards: tuple[int, ...] | None = None
     """Numbers of the index's shards that this actor holds; None is all."""
     encodes: bool = True
-    """Whether it encodes queries itself."""
+    """Whether the actor encodes queries itself."""
 
 
-class _Meter:
-    """How busy an actor is."""
+@dataclass(frozen=True, slots=True)
+class ClientLoad:
+    """What a ``RetrieverClient`` reports: counts since its start, and its load now."""
+
+    queries: int
+    cached: int
+    """Queries answered from its cache."""
+    failed_attempts: int
+    """Batches that a replica did not answer."""
+    waiting: int
+    """Queries in its queue."""
+    outstanding: int
+    """Queries at replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLoad:
+    """The load of an actor since its process started."""
+
+    started: float
+    """``time.time()`` of the process; a restarted actor has another."""
+    was_restarted: bool
+    up_s: float
+    busy_s: float
+    queries: int
+    batches: int
+    clients: Mapping[str, tuple[float, ClientLoad]]
+    """The last report of each client that reports to this actor, and its age in seconds."""
+
+
+class RpcActor:
+    """An actor whose methods clients call over ``RpcServer``, or by Ray where they cannot connect."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        """Start the thread that loads and answers. ``_serve`` lets clients connect."""
+        self._server = RpcServer()
+        self._started = time.time()
         self._num_queries = self._num_batches = 0
         self._busy_s = 0.0
-
-    def add(self, num_queries: int, busy_s: float) -> None:
-        self._num_queries += num_queries
-        self._num_batches += 1
-        self._busy_s += busy_s
-
-    def read(self) -> dict[str, float]:
-        return {
-            "queries": float(self._num_queries),
-            "batches": float(self._num_batches),
-            "busy_s": self._busy_s,
-            "up_s": time.monotonic() - self._started,
-        }
-
-
-class ChannelActor:
-    """An actor that is called over a channel, or by Ray's calls where there is no way to it."""
-
-    def __init__(self) -> None:
-        """Start the thread that loads and answers; ``_server.open`` lets clients in."""
-        self._server = ChannelServer()
-        self._meter = _Meter()
+        self._reports: dict[str, tuple[float, ClientLoad]] = {}
 
     def ping(self) -> None:
-        """Answer; that this call runs at all says that everything is loaded and no call before it hangs."""
+        """Return once everything is loaded and the calls before this one are answered."""
         self._server.run(int)
 
-    def channel(self) -> ChannelAddress | None:
-        """Return where to connect, if anywhere."""
+    def rpc_address(self) -> RpcAddress | None:
+        """Return where clients connect, or None where this node's address cannot be listened at."""
         return self._server.address
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Answer a call that came by Ray as one that came over the channel."""
+        """Run a method that was called by Ray as one that was called over ``RpcServer``."""
         return self._server.call(method, *arguments)
 
     def drain(self) -> None:
-        """Return once what was asked is answered, and every connection closed."""
+        """Answer the calls that have arrived, close every connection and return."""
         self._server.drain()
 
-    def load(self) -> dict[str, float]:
-        """Return the queries and batches answered, and the seconds it took, of the seconds since the start."""
-        return self._meter.read()
+    def report(self, client: str, load: ClientLoad) -> None:
+        """Keep a client's report for ``load``."""
+        self._reports[client] = (time.monotonic(), load)
+
+    def load(self) -> ActorLoad:
+        """Return the load of this actor, and what its clients reported."""
+        now = time.monotonic()
+        was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        return ActorLoad(
+            self._started,
+            was_restarted,
+            time.time() - self._started,
+            self._busy_s,
+            self._num_queries,
+            self._num_batches,
+            {client: (now - at, report) for client, (at, report) in self._reports.items()},
+        )
+
+    def _count(self, num_queries: int, started: float) -> None:
+        self._num_queries += num_queries
+        self._num_batches += 1
+        self._busy_s += time.monotonic() - started
 
 
-class RetrieverActor(ChannelActor):
-    """What ``ray.remote`` makes an actor of. One call at a time: one search takes all of its threads."""
+class RetrieverActor(RpcActor):
+    """Holds the index or some of its shards. One search at a time, on all of the actor's threads."""
 
     def __init__(self, settings: ActorSettings) -> None:
         """Open the index and search once, so that the first caller finds everything loaded.
@@ -100,10 +131,6 @@ class RetrieverActor(ChannelActor):
         self._server.run(self._load_index, settings)
         self._server.open({"search_batch": self._search_batch, "rank_batch": self._rank_batch})
 
-    def info(self) -> dict[str, Any]:
-        """Return the index's manifest."""
-        return self._retriever.info()
-
     def _load_index(self, settings: ActorSettings) -> None:
         self._retriever = _open(settings)
         manifest = Manifest.read(settings.index_dir)
@@ -112,8 +139,8 @@ class RetrieverActor(ChannelActor):
             vectors = np.eye(1, manifest.dimension, dtype=np.float32)
         self._retriever.search_rows(["warm up"], 1, vectors)
 
-    def _search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> WireHits:
-        """Search; ``vectors`` are the queries, float32 ``[len(queries), dimension]``, where they are encoded."""
+    def _search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> PackedHits:
+        """Return the passages; ``vectors`` are the encoded queries, float32 ``[len(queries), dimension]``, if any."""
         started = time.monotonic()
         if self._reranks:
             found = self._retriever.search_batch(queries, k, vectors)
@@ -121,20 +148,20 @@ class RetrieverActor(ChannelActor):
         else:
             ranking, found = self._retriever.search_rows(queries, k, vectors)
             rows = ranking.rows
-        hits = compress(pack(found, rows, self._retriever.version))
-        self._meter.add(len(queries), time.monotonic() - started)
+        hits = pack(found, rows, self._retriever.version)
+        self._count(len(queries), started)
         return hits
 
     def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
-        """Return where ``_search_batch`` finds its passages, before any reranking."""
+        """Return the rows of the passages that ``_search_batch`` finds, before reranking."""
         started = time.monotonic()
         ranking = self._retriever.rank(queries, k, vectors)
-        self._meter.add(len(queries), time.monotonic() - started)
+        self._count(len(queries), started)
         return RowHits(self._retriever.version, ranking.scores, ranking.rows)
 
 
-class EncoderActor(ChannelActor):
-    """An index's encoder without the index."""
+class EncoderActor(RpcActor):
+    """Holds the encoder of an index, without the index."""
 
     def __init__(self, settings: ActorSettings) -> None:
         """Load the encoder and encode once.
@@ -159,14 +186,14 @@ class EncoderActor(ChannelActor):
         """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
         started = time.monotonic()
         vectors = self._encoder.encode_queries(queries)
-        self._meter.add(len(queries), time.monotonic() - started)
+        self._count(len(queries), started)
         return vectors
 
 
 def _open(settings: ActorSettings) -> LocalRetriever:
     from retrieval.local import LocalRetriever
 
-    if settings.encodes:  # else torch is not even imported
+    if settings.encodes:  # otherwise torch is not imported at all
         from retrieval.encoders.encoder import set_encoder_threads
 
         set_encoder_threads(settings.num_threads)

@@ -1,17 +1,17 @@
-"""Batcher: many small questions over a few replicas. Pure asyncio; knows nothing of Ray.
+"""Batches concurrent queries over replicas that all hold the same evidence. Pure asyncio; does not import Ray.
 
 ::
 
-    ask() ─┐                        ┌► replica 0   1 batch out, 2 where it has two stages
-    ask() ─┼► queue ──► batch ──────┤
-    ask() ─┘  one entry  all that   └► replica 1   down: pinged until it answers, and used again
-              a query    waits           │
-       ▲                                 ▼
-       └── answers ◄── on failure: the batch goes to another replica, up to max_retries times
+    PooledRetriever.search ──► normalise ──► AnswerCache ──hit──► Hits(is_cached=True)
+                                             │ miss
+    Batcher.ask ─┐                           ▼      ┌► replica 0   1 batch out, 2 where it has two stages
+    Batcher.ask ─┼► queue, one entry ──► batch ─────┤
+    Batcher.ask ─┘  per query                       └► replica 1   down: pinged until it answers, then used again
+                    on failure: the batch goes to another replica, up to max_retries times
 
-There is no timer: a batch leaves as soon as a replica has a slot, with everything that waits by then. An answer is a
-pure function of the query, so asking again after a failure is safe. The same machine batches searches over retrievers
-and, where those are apart, queries over encoders.
+There is no timer: a batch leaves as soon as a replica has a free slot, with all queries that wait by then. An answer is
+a pure function of the query, so a query may be asked again after a failure. One ``Batcher`` batches searches over
+retrievers, another one queries over encoders where those are separate actors.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ragr1_actors.core.errors import RetrievalError
+from retrieval.base import Hits, Passage
 
 MAX_BATCH = 512
 """Queries in one batch; bounds what one failure delays."""
 MIN_SHARE = 8
-"""A queue is split over idle replicas in batches of at least this: smaller ones cost more than they spread."""
+"""The queue is split over idle replicas in batches of at least this many queries: smaller ones cost more per query than
+the second replica saves."""
 HALVE_FROM = 64
-"""A replica's share of this many goes in two batches where it has two stages, encoder and index, of which one would
-wait for the other. One stage takes it whole: a large batch costs less a query."""
+"""A share of at least this many queries leaves in two batches where replicas have two stages, encoder and index:
+otherwise one stage waits for the other. With one stage a large batch costs less per query."""
 ROOM = 2 * MAX_BATCH
-"""Queries that may wait, for every replica that is up, before ``wait_for_room`` waits."""
+"""Queries that may wait per replica that is up, before ``wait_for_room`` waits."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
 
 A = TypeVar("A")
-"""The answer to one query: a list of passages, a vector."""
-
-
+"""The answer to one query: its hits, or its vector."""
 A_co = TypeVar("A_co", covariant=True)
 
 
@@ -48,7 +48,7 @@ class Replica(Protocol[A_co]):
     """One of several that give the same answers."""
 
     async def answer_batch(self, queries: list[str], k: int) -> Sequence[A_co]:
-        """Answer every query, or raise ``RetrievalError`` if this replica cannot."""
+        """Return one answer per query, or raise ``RetrievalError`` if this replica cannot answer."""
         ...
 
     async def ping(self) -> None:
@@ -56,8 +56,30 @@ class Replica(Protocol[A_co]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that says why the query cannot be answered by any replica; it is not asked again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherCounts:
+    """What a batcher has done since it was created, and its load now."""
+
+    queries: int
+    coalesced: int
+    """Queries that shared the answer of an equal query that was already asked."""
+    batches: int
+    failed_attempts: int
+    waiting: int
+    """Distinct queries in the queue now."""
+    outstanding: int
+    """Distinct queries at replicas now."""
+
+
 class _Slots(Generic[A]):
-    """A replica with what is out at it."""
+    """A replica and the batches that are out at it."""
 
     def __init__(self, replica: Replica[A], *, is_up: bool) -> None:
         self.replica = replica
@@ -68,7 +90,7 @@ class _Slots(Generic[A]):
 
 
 class _Call(Generic[A]):
-    """One call of ``ask``: its answers so far. One future for all of them, as one a query would cost milliseconds."""
+    """One call of ``ask`` and its answers so far. One future for all of them: one per query would cost milliseconds."""
 
     def __init__(self, num_queries: int, loop: asyncio.AbstractEventLoop) -> None:
         self._answers: list[A | None] = [None] * num_queries
@@ -87,7 +109,7 @@ class _Call(Generic[A]):
 
 
 class _Waiting(Generic[A]):
-    """One query in the queue and everybody who waits for it."""
+    """One query in the queue and the calls that wait for it."""
 
     __slots__ = ("calls", "k", "query")
 
@@ -95,22 +117,11 @@ class _Waiting(Generic[A]):
         self.query = query
         self.k = k
         self.calls: list[tuple[_Call[A], int]] = []
-        """Each with the query's place in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatcherCounts:
-    """What a batcher has done since it was made."""
-
-    queries: int
-    coalesced: int
-    """Of the queries, those that shared an answer that was on its way."""
-    batches: int
-    failed_attempts: int
+        """Each with the position of the query in that call."""
 
 
 class Batcher(Generic[A]):
-    """Answers concurrent questions in batches, and hides replicas that fail."""
+    """Answers concurrent queries in batches, and hides replicas that fail."""
 
     def __init__(
         self, replicas: Mapping[str, Replica[A]], *, timeout_s: float, max_retries: int, has_stages: bool = False
@@ -118,14 +129,14 @@ class Batcher(Generic[A]):
         """Serve from ``replicas``.
 
         Args:
-            replicas: by name, at least one; taken to be up until one fails.
-            timeout_s: of one attempt at one replica, and of the wait for any to come up.
+            replicas: by name, at least one; each counts as up until it fails.
+            timeout_s: of one attempt at one replica, and of the wait until any replica is up.
             max_retries: attempts after the first one.
             has_stages: whether a replica can work on two batches at once; see ``HALVE_FROM``.
         """
         assert replicas, "a batcher needs a replica"
         self._has_stages = has_stages
-        # one more would wait at the replica, where it can neither grow nor be answered by another one
+        # A further batch would wait at the replica, where it can neither grow nor go to another replica.
         self._max_batches = 2 if has_stages else 1
         self._timeout_s = timeout_s
         self._max_retries = max_retries
@@ -134,20 +145,29 @@ class Batcher(Generic[A]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_dispatching = False
         self._slots: dict[str, _Slots[A]] = {}
+        self._queue: deque[_Waiting[A]] = deque()
+        self._asked: dict[tuple[str, int], _Waiting[A]] = {}
         self._num_queries = self._num_coalesced = self._num_batches = self._num_failed = 0
         self._num_waiting_again = 0
 
     def counts(self) -> BatcherCounts:
-        """Return what has been done."""
-        return BatcherCounts(self._num_queries, self._num_coalesced, self._num_batches, self._num_failed)
+        """Return the counts since the start and the load now."""
+        return BatcherCounts(
+            self._num_queries,
+            self._num_coalesced,
+            self._num_batches,
+            self._num_failed,
+            waiting=len(self._queue),
+            outstanding=len(self._asked) - len(self._queue),
+        )
 
     async def ask(self, queries: Sequence[str], k: int) -> list[A]:
-        """Return the answer to each query: ``[len(queries)]``. Those who ask the same at a time share one answer.
+        """Return the answer to each query: ``[len(queries)]``. Equal queries of concurrent calls share one answer.
 
-        Cancelling a caller leaves everybody else's answers alone.
+        Cancelling one call does not affect the others.
 
         Raises:
-            RetrievalError: every attempt at one of them failed; the message has their number and the last cause.
+            RetrievalError: every attempt at a query failed; the message has the number of attempts and the last cause.
         """
         if not queries:
             return []
@@ -168,16 +188,19 @@ class Batcher(Generic[A]):
         return await call.answered
 
     async def wait_for_room(self) -> None:
-        """Return once fewer than ``ROOM`` queries wait for every replica that is up."""
+        """Return once fewer than ``ROOM`` queries wait per replica that is up."""
         self._bind()
         while len(self._queue) >= ROOM * sum(slots.is_up for slots in self._slots.values()):
-            if not self._queue:  # none is up, and nobody asked yet: asking is what says so
+            if not self._queue:  # no replica is up and no query waits: a search must run to report that
                 return
             await self._changed.wait()
 
     def set_replicas(self, replicas: Mapping[str, Replica[A]]) -> None:
-        """Serve from these from now on. A name known before keeps its state; a new one is used once it has answered a
-        ping. What is out at one that left comes back or is asked again elsewhere."""
+        """Use these replicas from now on.
+
+        A known name keeps its state; a new one is used once it has answered a ping. A batch at a replica that left is
+        answered by it, or asked again at another one.
+        """
         assert replicas, "a batcher needs a replica"
         self._replicas = dict(replicas)
         self._bind()
@@ -191,24 +214,24 @@ class Batcher(Generic[A]):
 
     @property
     def replica_names(self) -> set[str]:
-        """Of the replicas served from, up or down."""
+        """Names of the replicas in use, up or down."""
         return set(self._replicas)
 
     def _bind(self) -> None:
-        """Bind to the running event loop. Nothing of a loop that ended before can be waited for."""
+        """Bind to the running event loop, and drop the state that belongs to an earlier one."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
         self._loop = loop
         self._slots = {name: _Slots(replica, is_up=True) for name, replica in self._replicas.items()}
-        self._queue: deque[_Waiting[A]] = deque()
-        self._asked: dict[tuple[str, int], _Waiting[A]] = {}
+        self._queue.clear()
+        self._asked.clear()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_dispatching = False
 
     async def _dispatch(self) -> None:
-        """Send what waits while anything waits. A task of its own, so that all callers of one loop turn are in."""
+        """Send batches while queries wait: in a separate task, after all calls of this loop turn have queued theirs."""
         try:
             while self._queue:
                 slots = await self._acquire([], 0)
@@ -220,9 +243,9 @@ class Batcher(Generic[A]):
             self._is_dispatching = False
 
     def _take_batch(self) -> list[_Waiting[A]]:
-        """Take an idle replica's share of the queue, of one ``k``."""
+        """Take one replica's share of the queue, all of one ``k``."""
         num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
-        share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # its own replica is not idle any more
+        share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # the chosen replica no longer counts as idle
         if self._has_stages and share >= HALVE_FROM:
             share = -(-share // 2)
         queue, size = self._queue, min(share, MAX_BATCH)
@@ -233,9 +256,9 @@ class Batcher(Generic[A]):
         return batch
 
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
-        """Get one batch answered. ``slots`` is the replica to try first, its slot taken; None where none was up."""
+        """Answer one batch. ``slots`` is the replica to try first, with its slot taken; None if none was up."""
         self._num_batches += 1
-        failure = RetrievalError("the search was abandoned")  # by a bug, or the loop's end: nobody may wait for ever
+        failure = RetrievalError("the search was abandoned")  # if a bug or cancellation ends this: no call may hang
         answers: Sequence[A] | None = None
         try:
             answers = await self._try(batch, slots)
@@ -252,10 +275,10 @@ class Batcher(Generic[A]):
             self._announce()
 
     async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> Sequence[A]:
-        """Ask one replica after another.
+        """Try one replica after another.
 
         Raises:
-            RetrievalError: none of ``max_retries + 1`` attempts was answered.
+            RetrievalError: all of ``max_retries + 1`` attempts failed.
         """
         queries = [waiting.query for waiting in batch]
         tried: list[_Slots[A]] = []
@@ -286,12 +309,9 @@ class Batcher(Generic[A]):
         )
 
     async def _acquire(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
-        """Take a slot of a replica that is up, another one than before if there is one.
+        """Take a slot of a replica that is up, if possible one that is not in ``avoid``; None if none is up in time.
 
-        Batches that failed elsewhere come first: their callers have waited longest.
-
-        Returns:
-            None when none was up for ``timeout_s``.
+        Batches that failed before come first: their callers have waited longest.
         """
         if not avoid:
             return await self._wait_for_slot(avoid, num_queries)
@@ -309,7 +329,7 @@ class Batcher(Generic[A]):
             free = [slots for slots in others or up if slots.num_batches < self._max_batches]
             if free and (avoid or not self._num_waiting_again):
                 idle = [slots for slots in free if slots.num_batches == 0]
-                # The less loaded of two at random: near the best of all, and not the same for every client.
+                # The less loaded of two random ones: close to the best, and clients do not all choose the same.
                 pair = self._random.sample(idle or free, min(2, len(idle or free)))
                 chosen = min(pair, key=lambda slots: slots.num_queries)
                 chosen.num_batches += 1
@@ -317,7 +337,7 @@ class Batcher(Generic[A]):
                 return chosen
             changed = self._changed
             try:
-                # With replicas up the wait ends by itself: whatever holds their slots times out.
+                # While replicas are up this wait ends: the batches that hold their slots time out.
                 async with asyncio.timeout(None if up else self._timeout_s):
                     await changed.wait()
             except TimeoutError:
@@ -347,12 +367,126 @@ class Batcher(Generic[A]):
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _announce(self) -> None:
-        """Wake everybody in ``_acquire`` and ``wait_for_room``: a slot is free, a replica is up, the queue is less."""
+        """Wake ``_acquire`` and ``wait_for_room``: a slot is free, a replica is up, or the queue is shorter."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine beside the callers. The loop itself keeps only weak references to tasks."""
+        """Run a coroutine as a task, and keep a reference: the event loop keeps only weak ones."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def normalise(query: str) -> str:
+    r"""Return the query with single spaces: ``" Ana\n Bell "`` and ``"Ana Bell"`` are the same query.
+
+    Case is kept, since an encoder may distinguish it.
+    """
+    return " ".join(query.split())
+
+
+class AnswerCache:
+    """The ``max_queries`` most recently used answers, by query and ``k``, all of one index version."""
+
+    def __init__(self, max_queries: int) -> None:
+        """Keep up to ``max_queries`` answers; 0 keeps none."""
+        self._max_queries = max_queries
+        self._answers: OrderedDict[tuple[str, int], Hits] = OrderedDict()
+        self._version = ""
+
+    def get(self, query: str, k: int) -> Hits | None:
+        """Return the hits of the query, or None."""
+        found = self._answers.get((query, k))
+        if found is not None:
+            self._answers.move_to_end((query, k))
+        return found
+
+    def put(self, query: str, k: int, found: Hits) -> None:
+        """Keep an answer. An answer of another index version drops all that are kept."""
+        if found.index_version != self._version:
+            self._answers.clear()
+            self._version = found.index_version
+        self._answers[query, k] = found
+        if len(self._answers) > self._max_queries:
+            self._answers.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """How a pool uses its replicas; keys of the recipe's ``retrieval`` section."""
+
+    timeout_s: float = 30.0
+    """Of one attempt at one replica, and of the wait until any replica is up."""
+    max_retries: int = 2
+    """Attempts after the first one."""
+    cache_size: int = 0
+    """Answers kept; 0 is no cache."""
+
+
+class PooledRetriever:
+    """The retriever over replicas of any kind: it normalises, caches, merges equal queries, batches and retries."""
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica[Hits | Refusal]],
+        settings: PoolSettings,
+        *,
+        has_stages: bool = False,
+    ) -> None:
+        """Search ``replicas``.
+
+        Args:
+            replicas: by name, at least one; each answers a query with ``Hits`` or a ``Refusal``.
+            settings: timeouts, retries and cache.
+            has_stages: see ``Batcher``.
+        """
+        self.batcher: Batcher[Hits | Refusal] = Batcher(
+            replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries, has_stages=has_stages
+        )
+        self._cache = AnswerCache(settings.cache_size)
+        self.num_cached = 0
+        """Queries answered from the cache so far."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return up to ``k`` passages per query, each list a new ``Hits``: ``[len(queries)][<= k]``.
+
+        Raises:
+            ValueError: ``k`` is less than 1.
+            RetrievalError: every attempt failed, or a query was refused; the message has the cause.
+        """
+        if k < 1:
+            raise ValueError(f"got k={k}, expected at least 1")
+        clean = [normalise(query) for query in queries]
+        distinct = dict.fromkeys(clean)
+        known = {query: hits for query in distinct if (hits := self._cache.get(query, k)) is not None}
+        cached = set(known)
+        missing = [query for query in distinct if query not in known]
+        if missing:
+            known |= await self._ask(missing, k)
+        self.num_cached += sum(query in cached for query in clean)
+        # calls that ask the same query must not share a list
+        return [
+            Hits(known[query], is_cached=query in cached, index_version=known[query].index_version) for query in clean
+        ]
+
+    async def wait_for_room(self) -> None:
+        """Return once the replicas that are up have room for more queries; see ``Batcher.wait_for_room``."""
+        await self.batcher.wait_for_room()
+
+    def counts(self) -> BatcherCounts:
+        """Return the counts of the queries that the cache did not answer."""
+        return self.batcher.counts()
+
+    async def _ask(self, queries: list[str], k: int) -> dict[str, Hits]:
+        found: dict[str, Hits] = {}
+        refusals: list[Refusal] = []
+        for query, answer in zip(queries, await self.batcher.ask(queries, k), strict=True):
+            if isinstance(answer, Refusal):
+                refusals.append(answer)
+            else:
+                found[query] = answer
+                self._cache.put(query, k, answer)
+        if refusals:
+            raise RetrievalError(refusals[0].reason)
+        return found

@@ -1,18 +1,20 @@
-"""RetrieverClient: searches a fleet from any process, and finds the replicas that come and go.
+"""RetrieverClient: searches a fleet of retrieval actors from any process, and follows replicas that come and go.
 
 ::
 
-    query ──► Batcher over encoders ──► vector ┐          (only where encoders are actors of their own)
+    query ──► Batcher over encoders ──► vector ┐          (only where encoders are separate actors)
                                                ▼
     query ──► Batcher over replicas ──► shard 0, shard 1 ... ──► merge ──► Hits
-                                           over channels
+                                         over RpcClient
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +27,18 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from cluster.actor_fleet import find_actors, last_line
-from cluster.rpc import Channel
-from ragr1_actors.core.errors import ChannelError, DataError, RetrievalError
+from cluster.rpc import RpcClient
+from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
-from retrieval.fleet.batching import Batcher, BatcherCounts
-from retrieval.fleet.pooled import PooledRetriever, PoolSettings
-from retrieval.fleet.wire import RowHits, WireHits, expand, merge
+from retrieval.fleet.actor import ClientLoad
+from retrieval.fleet.batching import Batcher, PooledRetriever, PoolSettings
+from retrieval.fleet.wire import PackedHits, RowHits, merge
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
 
 REFRESH_S = 2.0
-"""Between two looks at who is in the fleet, while anybody searches."""
+"""Between two looks at the members of the fleet, while queries come."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +46,23 @@ Vector = NDArray[np.float32]
 
 
 class RetrieverClient:
-    """The retriever of an env runner: batches, routes, retries, remembers. Pickles as its arguments."""
+    """The retriever of an env runner: it caches, batches, routes and retries. It pickles as its arguments."""
 
     def __init__(
         self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings, index_dir: str = ""
     ) -> None:
-        """Search the fleet of that name.
-
-        Names rather than handles: an actor that was given handles cannot be restarted once their owner's node is gone.
+        """Find the actors of a fleet by name; handles would bind a client to the node of their owner.
 
         Args:
             fleet: ``ActorFleet.name`` of the retrievers.
-            num_shards: actors of one replica.
-            encoder_fleet: of the encoders; empty where each retriever encodes.
+            num_shards: actors per replica.
+            encoder_fleet: ``ActorFleet.name`` of the encoders; empty where each retriever encodes.
             settings: of the pool.
-            index_dir: of the fleet's index. Where this node has it too, answers bring rows and the passages are read
-                here; where it has not, or this is empty, they bring the passages.
+            index_dir: of the fleet's index. If this node has it too, actors answer with rows and the passages are read
+                here; if not, or if this is empty, actors answer with the passages.
 
         Raises:
-            RetrievalError: no whole replica is there.
+            RetrievalError: the fleet has no complete replica.
         """
         self._arguments = (fleet, num_shards, encoder_fleet, settings, index_dir)
         self._corpus = _LocalCorpus.open(index_dir) if index_dir else None
@@ -71,26 +71,27 @@ class RetrieverClient:
         if encoder_fleet:
             encoders = {name: _RemoteEncoder(name) for name in find_actors(encoder_fleet)}
             if not encoders:
-                raise RetrievalError(f"no actor of the fleet {encoder_fleet} runs")
+                raise RetrievalError(f"the fleet {encoder_fleet} has no actor that runs")
             self._encoders = Batcher(encoders, timeout_s=settings.timeout_s, max_retries=settings.max_retries)
         replicas = self._find_replicas(find_actors(fleet), {})
         if not replicas:
-            raise RetrievalError(f"no whole replica of the fleet {fleet} runs")
+            raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
         self._next_look = time.monotonic() + REFRESH_S
         self._looking: asyncio.Task[None] | None = None
+        self._id = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[type[RetrieverClient], tuple[Any, ...]]:
-        """Pickle as the arguments of the constructor: what is in flight stays here."""
+        """Pickle as the arguments of the constructor; queries in flight stay here."""
         return RetrieverClient, self._arguments
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query, each a ``Hits``: ``[len(queries)][<= k]``.
+        """Return up to ``k`` passages per query, each list a ``Hits``: ``[len(queries)][<= k]``.
 
         Raises:
             ValueError: ``k`` is less than 1.
-            RetrievalError: every attempt failed; the message has their number and the last cause.
+            RetrievalError: every attempt failed; the message has the number of attempts and the last cause.
         """
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + REFRESH_S
@@ -98,15 +99,11 @@ class RetrieverClient:
         return await self._pool.search(queries, k)
 
     async def wait_for_room(self) -> None:
-        """Return once the fleet has room for more queries; see ``Batcher.wait_for_room``."""
+        """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
         await self._pool.wait_for_room()
 
-    def counts(self) -> BatcherCounts:
-        """Return what was asked of the fleet so far."""
-        return self._pool.counts()
-
     async def _look(self) -> None:
-        """Take in who joined and who left."""
+        """Update the replicas and encoders in use, and report the load of this client to the fleet."""
         names = await asyncio.to_thread(find_actors, self._fleet)
         replicas = self._find_replicas(names, self._replicas)
         if replicas and replicas.keys() != self._replicas.keys():
@@ -116,9 +113,16 @@ class RetrieverClient:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
             if found and set(found) != self._encoders.replica_names:
                 self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
+        first = min(self._replicas)  # one actor keeps all reports of this client
+        with contextlib.suppress(RetrievalError):
+            await self._replicas[first].report(self._id, self._load())
+
+    def _load(self) -> ClientLoad:
+        counts, cached = self._pool.counts(), self._pool.num_cached
+        return ClientLoad(counts.queries + cached, cached, counts.failed_attempts, counts.waiting, counts.outstanding)
 
     def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
-        """Group shard actors ``<member>.<shard>`` by member; a member that is not whole is none."""
+        """Group shard actors ``<member>.<shard>`` by member; drop members that are not complete."""
         members: dict[str, list[str]] = defaultdict(list)
         for name in names:
             members[name.rpartition(".")[0]].append(name)
@@ -157,15 +161,17 @@ class _RemoteReplica:
         if self._encoders is not None:
             vectors = np.stack(await self._encoders.ask(queries, 0))
         if self._corpus is not None:
-            found: list[RowHits] = await self._call("rank_batch", queries, k, vectors)
+            found = [RowHits(*hits) for hits in await self._call("rank_batch", queries, k, vectors)]
             if all(hits.index_version == self._corpus.index_version for hits in found):
                 return self._corpus.hits(found, k)
-            self._corpus = None  # the replica's node has another index under this path
-        packed: list[WireHits] = await self._call("search_batch", queries, k, vectors)
-        return merge([expand(hits) for hits in packed], k)
+            self._corpus = None  # the replica's node has another index at this path
+        return merge([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
 
     async def ping(self) -> None:
         await asyncio.gather(*[shard.ping() for shard in self._shards])
+
+    async def report(self, client: str, load: ClientLoad) -> None:
+        await self._shards[0].report(client, load)
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         if len(self._shards) == 1:
@@ -182,7 +188,7 @@ class _LocalCorpus:
 
     @classmethod
     def open(cls, index_dir: str) -> _LocalCorpus | None:
-        """Map the corpus; None where this node does not have it, or not whole."""
+        """Map the corpus; None if this node has no complete copy of it."""
         try:
             manifest = Manifest.read(index_dir)
             manifest.corpus.check(Path(index_dir))
@@ -196,51 +202,57 @@ class _LocalCorpus:
 
 
 class _NamedActor:
-    """An actor by name. It is called over its channel, or by Ray where that cannot be reached; errors become the one
-    that a batcher knows."""
+    """An actor by name. Calls go over ``RpcClient``, or by Ray where it cannot connect; all errors become
+    ``RetrievalError``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._handle: Any = None
-        self._channel: Channel | None = None
+        self._client: RpcClient | None = None
         self._is_unreachable = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
         try:
-            channel = self._channel or await self._connect()
-            if channel is None:
+            client = self._client or await self._connect()
+            if client is None:
                 return await self._handle.call.remote(method, *arguments)
-            return await channel.call(method, *arguments)
-        except ChannelError as error:
-            self._channel = None  # when it is started again, it will have another
+            return await client.call(method, *arguments)
+        except RpcError as error:
+            self._client = None  # an actor that restarts has another address
             raise RetrievalError(str(error)) from error
-        except (RayError, ValueError) as error:  # ValueError: no actor of that name any more
+        except (RayError, ValueError) as error:  # ValueError: no actor has that name any more
             raise RetrievalError(_reason(error)) from error
 
     async def ping(self) -> None:
-        """Ask Ray, who knows of an actor that was started again."""
+        """Ask Ray, which knows an actor that was restarted."""
+        await self._ray_call("ping")
+        self._is_unreachable = False  # it may have been restarted on another node
+
+    async def report(self, client: str, load: ClientLoad) -> None:
+        await self._ray_call("report", client, load)
+
+    async def _ray_call(self, method: str, *arguments: Any) -> Any:
         try:
             self._handle = self._handle or ray.get_actor(self._name)
-            await self._handle.ping.remote()
-            self._is_unreachable = False  # it may have been started again elsewhere
+            return await getattr(self._handle, method).remote(*arguments)
         except (RayError, ValueError) as error:
             raise RetrievalError(_reason(error)) from error
 
-    async def _connect(self) -> Channel | None:
-        """Return the channel; None where there is no way, now or ever."""
+    async def _connect(self) -> RpcClient | None:
+        """Return a connected client; None where none can connect."""
         self._handle = self._handle or ray.get_actor(self._name)
         if self._is_unreachable:
             return None
-        address = await self._handle.channel.remote()
+        address = await self._handle.rpc_address.remote()
         if address is not None:
-            channel = Channel(address)
+            client = RpcClient(address)
             try:
-                await channel.connect()
-            except ChannelError as error:
-                _log.warning("searches go by way of Ray, which takes longer: %s", error)
+                await client.connect()
+            except RpcError as error:
+                _log.warning("searches use Ray calls, which take longer: %s", error)
             else:
-                self._channel = channel
-                return channel
+                self._client = client
+                return client
         self._is_unreachable = True
         return None
 

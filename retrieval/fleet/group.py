@@ -1,35 +1,36 @@
-"""RetrieverGroup: a run's retrieval, be it a fleet of actors, an index in this process, or a server elsewhere."""
+"""RetrieverGroup: the retrieval of a run: a fleet of actors, an index in this process, or a custom retriever."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
-from cluster.actor_fleet import PING_TIMEOUT_S, ActorFleet
+from cluster.actor_fleet import ActorFleet, answers
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.plugins import load_object
 from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
-from retrieval.fleet.actor import ActorSettings, EncoderActor, RetrieverActor
-from retrieval.fleet.client import RetrieverClient
-from retrieval.fleet.pooled import PoolSettings
+from retrieval.fleet.actor import ActorLoad, ActorSettings, ClientLoad, EncoderActor, RetrieverActor
+from retrieval.fleet.batching import PoolSettings
+from retrieval.fleet.client import REFRESH_S, RetrieverClient
 from retrieval.indexes.manifest import Manifest
 
 START_TIMEOUT_S = 600.0
-"""For all replicas to load; an index of tens of gigabytes is read once from a cold disk."""
+"""For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
+_REPORT_EXPIRES_S = 5 * REFRESH_S
+"""A client that has not reported for this long has no queries out."""
 
 
 class RetrieverGroup:
-    """The retrieval of a run, and the fleets of ``RetrieverActor`` and ``EncoderActor`` behind it where there are any.
+    """The retrieval of a run, with its fleets of ``RetrieverActor`` and ``EncoderActor`` if it has any.
 
-    Every node of the fleets must see the index directory. Ray restarts an actor that dies; clients leave it out until
-    it answers again.
+    Every node of the fleets must see the index directory. Ray restarts an actor that dies; clients do not use it until
+    it answers a ping.
     """
 
     def __init__(
@@ -40,12 +41,15 @@ class RetrieverGroup:
         retrievers: ActorFleet | None = None,
         encoders: ActorFleet | None = None,
     ) -> None:
-        """Hold fleets that were started; use ``create``."""
+        """Hold fleets that were started; callers use ``create``."""
         self._settings = settings
         self._index_dir = index_dir
         self._num_threads = num_threads
         self._retrievers = retrievers
         self._encoders = encoders
+        self._incarnations: dict[str, float] = {}
+        """When the process of each actor started, as ``metrics`` last saw it."""
+        self._num_restarts: dict[str, int] = {"retriever": 0, "encoder": 0}
 
     @classmethod
     def create(cls, index_dir: str | Path | None, settings: RetrievalSettings, num_threads: int = 0) -> Self:
@@ -58,12 +62,12 @@ class RetrieverGroup:
 
         Raises:
             DataError: no index in ``index_dir``.
-            ConfigError: the index cannot be cut into ``settings.num_shards``.
+            ConfigError: the index does not fit ``num_shards`` or ``num_encoders``.
         """
         if index_dir is None:
             return cls(settings, None)
         index_dir = Path(index_dir).resolve()
-        manifest = Manifest.read(index_dir)  # one sentence here, rather than a traceback from an actor
+        manifest = Manifest.read(index_dir)  # here, since an actor would wrap the error in a traceback
         num_threads = num_threads or _num_threads(settings.num_cpus_per_retriever)
         if settings.num_retrievers == 0:
             return cls(settings, index_dir, num_threads)
@@ -74,7 +78,7 @@ class RetrieverGroup:
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
-        """The actors that hold the index, started and not stopped."""
+        """The actors that hold the index and are not stopped."""
         return list(self._retrievers.handles.values()) if self._retrievers else []
 
     @property
@@ -83,10 +87,10 @@ class RetrieverGroup:
         return self._retrievers.num_healthy() if self._retrievers else 0
 
     def wait_until_ready(self) -> None:
-        """Return once every actor has answered a ping: all is loaded and a search has been run.
+        """Return once every actor has loaded its index and searched once.
 
         Raises:
-            FleetError: one did not start; all are stopped.
+            FleetError: an actor did not start; all are stopped.
         """
         try:
             for fleet in self._fleets():
@@ -96,9 +100,10 @@ class RetrieverGroup:
             raise
 
     def retriever(self) -> Retriever:
-        """Return what to search with. It pickles, so it can be handed to any actor.
+        """Return the retriever, which pickles, so that it can be sent to any actor.
 
-        A client of the fleet; with 0 retrievers the index in this process; or what ``retrieval.type`` names.
+        It is a client of the fleet; with 0 retrievers a ``LocalRetriever``; without an index, what ``retrieval.type``
+        names.
         """
         if self._index_dir is None:
             settings = self._settings
@@ -106,7 +111,7 @@ class RetrieverGroup:
             made: Retriever = load_object(settings.type, RETRIEVERS)(shared | settings.options)
             return made
         if self._retrievers is None:
-            from retrieval.local import LocalRetriever  # faiss and the encoder's libraries, in the caller's process
+            from retrieval.local import LocalRetriever  # loads faiss and torch
 
             settings = self._settings
             return LocalRetriever(
@@ -114,20 +119,20 @@ class RetrieverGroup:
             )
         pool = PoolSettings(self._settings.timeout_s, self._settings.max_retries, self._settings.cache_size)
         encoder_fleet = self._encoders.name if self._encoders else ""
-        # A reranker orders passages, not rows.
+        # a reranker needs the passages, which only the actors rerank
         index_dir = "" if self._settings.reranker else str(self._index_dir)
         return RetrieverClient(self._retrievers.name, self._settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
-        """Grow or shrink the fleets while they are used; clients see it within ``client.REFRESH_S``.
+        """Grow or shrink the fleets while they are used; clients follow within ``client.REFRESH_S``.
 
-        A new replica is searched once it has answered a ping; one that goes first answers what it was asked.
+        A new replica is searched once it has answered a ping; one that ends answers its calls first.
 
         Args:
             num_retrievers: replicas, at least 1.
             num_encoders: at least 1; None leaves them as they are.
         """
-        assert self._retrievers is not None, "a retriever in this process does not scale"
+        assert self._retrievers is not None, "there is no fleet to scale"
         assert num_retrievers >= 1, num_retrievers
         self._retrievers.scale_to(num_retrievers)
         if num_encoders is not None:
@@ -136,12 +141,41 @@ class RetrieverGroup:
             self._encoders.scale_to(num_encoders)
 
     def metrics(self) -> dict[str, float]:
-        """Return how busy each fleet has been since its start, of the actors that answer within 5 seconds.
+        """Return the health and load of the fleets; ``{}`` without a fleet. Waits up to 5 seconds for lost actors.
 
-        ``{"retrieval/retriever_queries": 812.0, "retrieval/retriever_batch": 21.4, "retrieval/retriever_busy": 0.31,
-        "retrieval/retriever_actors": 2.0}``, and the same of the encoders.
+        Per fleet, ``retriever`` and ``encoder``::
+
+            retrieval/retriever_actors     actors that answered now
+            retrieval/retriever_lost       actors that did not answer
+            retrieval/retriever_restarts   restarts of actors since the start, as far as calls of this method saw them
+            retrieval/retriever_queries    queries answered since the actors' last start
+            retrieval/retriever_batch      mean queries per batch
+            retrieval/retriever_busy       share of the time spent on batches, 0 to 1
+
+        Of all clients, as they last reported (every ``client.REFRESH_S`` while they search)::
+
+            retrieval/waiting              queries in the clients' queues
+            retrieval/outstanding          queries at replicas
+            retrieval/failed_attempts      batches that a replica did not answer, since the start
+            retrieval/cache_hit_rate       share of the queries answered from the clients' caches, 0 to 1
         """
-        return {name: value for fleet in self._fleets() for name, value in _load(fleet).items()}
+        metrics: dict[str, float] = {}
+        clients: dict[str, tuple[float, ClientLoad]] = {}
+        for fleet in self._fleets():
+            loads: dict[str, ActorLoad] = answers(
+                {name: handle.load.remote() for name, handle in fleet.handles.items()}
+            )
+            for name, load in loads.items():
+                self._num_restarts[fleet.kind] += self._has_restarted(name, load)
+                for client, report in load.clients.items():
+                    clients[client] = min(report, clients.get(client, report), key=lambda report: report[0])
+            metrics |= _fleet_metrics(fleet, list(loads.values()), self._num_restarts[fleet.kind])
+        return metrics | _client_metrics(list(clients.values())) if metrics else {}
+
+    def _has_restarted(self, name: str, load: ActorLoad) -> bool:
+        before = self._incarnations.get(name)
+        self._incarnations[name] = load.started
+        return load.was_restarted if before is None else before != load.started
 
     def stop(self) -> None:
         """End all actors, without a restart. Searches in flight fail."""
@@ -176,28 +210,23 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
 
 def _make_retrievers(index_dir: Path, settings: RetrievalSettings, manifest: Manifest, num_threads: int) -> ActorFleet:
     actor_class: Any = ray.remote(RetrieverActor)
+    options = _options(settings.num_cpus_per_retriever, settings.num_gpus_per_retriever)
 
     def start(member: str) -> Mapping[str, ActorHandle[Any]]:
         handles = {}
         for number in range(settings.num_shards):
+            name = f"{member}.{number}"
             shards = tuple(range(number, len(manifest.shards), settings.num_shards))
             actor_settings = ActorSettings(
                 str(index_dir),
                 num_threads,
-                "cuda" if settings.num_gpus_per_retriever else "cpu",
+                _device(settings.num_gpus_per_retriever),
                 settings.reranker,
                 settings.options,
                 shards if settings.num_shards > 1 else None,
                 encodes=manifest.is_dense and not settings.num_encoders,
             )
-            name = f"{member}.{number}"
-            handles[name] = actor_class.options(
-                name=name,
-                num_cpus=settings.num_cpus_per_retriever,
-                num_gpus=settings.num_gpus_per_retriever,
-                max_restarts=-1,
-                max_task_retries=0,  # the client retries, on another replica
-            ).remote(actor_settings)
+            handles[name] = actor_class.options(name=name, **options).remote(actor_settings)
         return handles
 
     fleet = ActorFleet("retriever", start)
@@ -207,35 +236,48 @@ def _make_retrievers(index_dir: Path, settings: RetrievalSettings, manifest: Man
 
 def _make_encoders(index_dir: Path, settings: RetrievalSettings) -> ActorFleet:
     actor_class: Any = ray.remote(EncoderActor)
-    device = "cuda" if settings.num_gpus_per_encoder else "cpu"
-    actor_settings = ActorSettings(str(index_dir), _num_threads(settings.num_cpus_per_encoder), device)
+    options = _options(settings.num_cpus_per_encoder, settings.num_gpus_per_encoder)
+    actor_settings = ActorSettings(
+        str(index_dir), _num_threads(settings.num_cpus_per_encoder), _device(settings.num_gpus_per_encoder)
+    )
 
     def start(member: str) -> Mapping[str, ActorHandle[Any]]:
-        options = {"num_cpus": settings.num_cpus_per_encoder, "num_gpus": settings.num_gpus_per_encoder}
-        return {
-            member: actor_class.options(name=member, max_restarts=-1, max_task_retries=0, **options).remote(
-                actor_settings
-            )
-        }
+        return {member: actor_class.options(name=member, **options).remote(actor_settings)}
 
     fleet = ActorFleet("encoder", start)
     fleet.scale_to(settings.num_encoders)
     return fleet
 
 
-def _load(fleet: ActorFleet) -> dict[str, float]:
-    calls: list[Any] = [handle.load.remote() for handle in fleet.handles.values()]
-    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=PING_TIMEOUT_S)
-    loads = []
-    for call in answered:
-        try:
-            loads.append(ray.get(call))
-        except RayError:
-            continue
-    total = {name: sum(load[name] for load in loads) for name in ("queries", "batches", "busy_s", "up_s")}
+def _options(num_cpus: float, num_gpus: float) -> dict[str, Any]:
+    """Ray restarts the actors without limit, but no call: the client retries, on another replica."""
+    return {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": -1, "max_task_retries": 0}
+
+
+def _device(num_gpus: float) -> str:
+    return "cuda" if num_gpus else "cpu"
+
+
+def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad], num_restarts: int) -> dict[str, float]:
+    num_queries, num_batches = sum(load.queries for load in loads), sum(load.batches for load in loads)
+    busy_s, up_s = sum(load.busy_s for load in loads), sum(load.up_s for load in loads)
+    found = {
+        "actors": len(loads),
+        "lost": len(fleet.handles) - len(loads),
+        "restarts": num_restarts,
+        "queries": num_queries,
+        "batch": num_queries / num_batches if num_batches else 0.0,
+        "busy": busy_s / up_s if up_s else 0.0,
+    }
+    return {f"retrieval/{fleet.kind}_{name}": float(value) for name, value in found.items()}
+
+
+def _client_metrics(reports: Sequence[tuple[float, ClientLoad]]) -> dict[str, float]:
+    searching = [load for age_s, load in reports if age_s < _REPORT_EXPIRES_S]
+    num_queries = sum(load.queries for _, load in reports)
     return {
-        f"retrieval/{fleet.kind}_actors": float(len(loads)),
-        f"retrieval/{fleet.kind}_queries": total["queries"],
-        f"retrieval/{fleet.kind}_batch": total["queries"] / total["batches"] if total["batches"] else 0.0,
-        f"retrieval/{fleet.kind}_busy": total["busy_s"] / total["up_s"] if total["up_s"] else 0.0,
+        "retrieval/waiting": float(sum(load.waiting for load in searching)),
+        "retrieval/outstanding": float(sum(load.outstanding for load in searching)),
+        "retrieval/failed_attempts": float(sum(load.failed_attempts for _, load in reports)),
+        "retrieval/cache_hit_rate": sum(load.cached for _, load in reports) / num_queries if num_queries else 0.0,
     }

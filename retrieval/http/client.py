@@ -26,7 +26,7 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from ragr1_actors.core.text import first_problem, nearest, shortened
-from retrieval.fleet.cache import normalise
+from retrieval.fleet.batching import normalise
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """A longer answer is not a list of passages."""

@@ -20,8 +20,7 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.fleet.batching import BatcherCounts
-from retrieval.fleet.pooled import PooledRetriever, PoolSettings, Refusal
+from retrieval.fleet.batching import BatcherCounts, PooledRetriever, PoolSettings, Refusal
 from retrieval.http.client import (
     HttpAnswer,
     HttpClient,

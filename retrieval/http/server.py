@@ -32,7 +32,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import BatchRetriever, Hits, Passage, Retriever
-from retrieval.fleet.pooled import PooledRetriever, PoolSettings
+from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.http.client import is_token
 from retrieval.http.protocol import Limits, Question, RequestError, format_answer, parse_question
 from retrieval.local import LocalRetriever

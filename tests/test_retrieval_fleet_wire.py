@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from cluster.rpc import decode, encode
 from retrieval.base import Hits, Passage
-from retrieval.fleet.wire import CompressedHits, PackedHits, compress, expand, merge, pack, unpack
+from retrieval.fleet.wire import PackedHits, merge, pack
 
 DEPTH = 4
 
@@ -32,10 +32,9 @@ rankings = st.lists(st.tuples(st.integers(0, 30), scores), max_size=DEPTH, uniqu
 def test_what_is_packed_comes_out_again(found: list[list[tuple[int, float]]]) -> None:
     made = [hits(*ranked) for ranked in found]
     packed = pack([h for h, _ in made], np.array([rows for _, rows in made], np.int64).reshape(-1, DEPTH), "v1")
-    answers = unpack(pickle.loads(pickle.dumps(packed)))
+    answers = merge([PackedHits(*decode(encode(packed)))], DEPTH)
     assert answers == [h for h, _ in made]
     assert all(answer.index_version == "v1" and not answer.is_cached for answer in answers)
-    assert len(packed.passages[0]) == len({row for ranked in found for row, _ in ranked})
 
 
 @given(st.lists(st.tuples(scores, st.booleans()), min_size=1, max_size=12), st.integers(1, DEPTH))
@@ -52,11 +51,11 @@ def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, boo
     assert merge(parts, k) == [answer(everything)[0][:k]]
 
 
-def test_only_a_large_batch_is_compressed_and_comes_out_again() -> None:
-    rows = np.arange(300).reshape(100, 3)
-    found = [[Passage(f"p{row}", "title", f"{row} some words " * 40, 0.5) for row in ranked] for ranked in rows]
-    large, small = pack(found, rows, "v1"), pack(found[:2], rows[:2], "v1")
-    packed = compress(large)
-    assert isinstance(packed, CompressedHits) and len(packed.data) < packed.num_bytes / 4
-    assert unpack(expand(pickle.loads(pickle.dumps(packed)))) == unpack(large)
-    assert isinstance(compress(small), PackedHits)
+def test_a_passage_that_many_queries_found_is_sent_once_and_text_is_compressed() -> None:
+    def packed(rows: NDArray[np.int64]) -> PackedHits:
+        found = [[Passage(f"p{row}", "title", f"{row} some words " * 40, 0.5) for row in ranked] for ranked in rows]
+        return pack(found, rows, "v1")
+
+    distinct, repeated = packed(np.arange(300).reshape(100, 3)), packed(np.tile(np.arange(3), (100, 1)))
+    assert distinct.num_bytes > 10 * repeated.num_bytes
+    assert len(distinct.data) < distinct.num_bytes / 4

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from cluster.rpc import Channel
+from cluster.rpc import RpcClient
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ChannelError, ConfigError, DataError, FleetError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RetrievalError, RpcError
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
+from retrieval.fleet.batching import PoolSettings
 from retrieval.fleet.client import RetrieverClient
 from retrieval.fleet.group import RetrieverGroup
-from retrieval.fleet.pooled import PoolSettings
 from retrieval.local import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
@@ -158,18 +158,18 @@ async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: 
 
 
 @pytest.mark.ray
-async def test_where_no_channel_opens_calls_go_by_way_of_ray(
+async def test_searches_use_ray_calls_where_no_client_can_connect(
     group: RetrieverGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def refuse(self: Channel) -> None:
-        raise ChannelError("cannot connect to 10.0.0.1:4000")
+    async def refuse(self: RpcClient) -> None:
+        raise RpcError("cannot connect to 10.0.0.1:4000")
 
-    monkeypatch.setattr(Channel, "connect", refuse)
+    monkeypatch.setattr(RpcClient, "connect", refuse)
     assert group._retrievers is not None
     client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings())
     for name in NAMES[:10]:
         assert (await client.search([name], 1))[0][0].title == name
-    assert "by way of Ray, which takes longer: cannot connect to 10.0.0.1:4000" in caplog.text
+    assert "searches use Ray calls, which take longer: cannot connect to 10.0.0.1:4000" in caplog.text
     assert 1 <= len(caplog.records) <= 2  # once a replica
 
 
@@ -182,7 +182,9 @@ async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index
     assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"
     group.stop()
     assert (group.handles, group.num_healthy) == ([], 0)
-    with pytest.raises(RetrievalError, match="after 1 attempts on 1 of 1 replicas: lost the connection"):
+    with pytest.raises(
+        RetrievalError, match=r"after 1 attempts on 1 of 1 replicas: (lost the connection|cannot connect)"
+    ):
         for name in NAMES[1:]:  # Ray ends them in its own time
             await client.search([name], 1)
             await asyncio.sleep(0.1)
@@ -231,10 +233,49 @@ async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
         assert all(isinstance(hits, Hits) and hits.index_version == local.version for hits in found)
         again = await client.search(queries[:1], 4)
         assert isinstance(again[0], Hits) and again[0].is_cached
-        load = group.metrics()
-        assert load["retrieval/retriever_queries"] == 3 * len(queries)
-        assert load["retrieval/encoder_queries"] == len(queries)
-        assert 0 < load["retrieval/encoder_busy"] < 1
+        metrics = group.metrics()
+        assert metrics["retrieval/retriever_queries"] == 3 * len(queries)
+        assert metrics["retrieval/encoder_queries"] == len(queries)
+        assert 0 < metrics["retrieval/encoder_busy"] < 1
+    finally:
+        group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local: ModuleType, index_dir: Path) -> None:
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1, cache_size=100, timeout_s=10)
+    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+
+    async def until(name: str, value: float) -> dict[str, float]:
+        async with asyncio.timeout(60):
+            while (metrics := await asyncio.to_thread(group.metrics))[f"retrieval/{name}"] != value:
+                await client.search(NAMES[:3], 1)  # a client reports while it searches
+                await asyncio.sleep(0.05)
+        return metrics
+
+    try:
+        group.wait_until_ready()
+        client = group.retriever()
+        idle = group.metrics()
+        assert (idle["retrieval/retriever_actors"], idle["retrieval/cache_hit_rate"]) == (2.0, 0.0)
+        await client.search(NAMES[:30], 1)
+        await client.search(NAMES[:30], 1)
+        async with asyncio.timeout(60):
+            while not (metrics := await asyncio.to_thread(group.metrics))["retrieval/cache_hit_rate"]:
+                await client.search(NAMES[:3], 1)
+                await asyncio.sleep(0.05)
+        assert 0.5 <= metrics["retrieval/cache_hit_rate"] < 1
+        assert metrics["retrieval/retriever_queries"] == 30
+        assert metrics["retrieval/waiting"] == metrics["retrieval/outstanding"] == 0
+        assert metrics["retrieval/retriever_restarts"] == metrics["retrieval/retriever_lost"] == 0
+        pid = await asyncio.to_thread(_pid, group.handles[1])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert (await until("retriever_lost", 1.0))["retrieval/retriever_actors"] == 1.0
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        assert (await until("retriever_restarts", 1.0))["retrieval/retriever_lost"] == 0.0
     finally:
         group.stop()
 
@@ -268,7 +309,7 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
             group.scale_to(2)
             await until_searched(2)
             new = group.handles[1]
-            while not (await new.load.remote())["queries"]:
+            while not (await new.load.remote()).queries:
                 await asyncio.sleep(0.05)
             group.scale_to(1)
             await until_searched(1)

@@ -12,8 +12,7 @@ import pytest
 
 from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.fleet.batching import MAX_BATCH, ROOM
-from retrieval.fleet.pooled import PooledRetriever, PoolSettings
+from retrieval.fleet.batching import MAX_BATCH, ROOM, PooledRetriever, PoolSettings
 
 
 def answer(query: str, k: int) -> Hits:
