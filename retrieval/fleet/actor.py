@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from cluster.rpc import RpcAddress, RpcServer
@@ -56,8 +55,7 @@ class ActorLoad:
     """The load of an actor since its process started."""
 
     started: float
-    """``time.time()`` of the process; a restarted actor has another."""
-    was_restarted: bool
+    """``time.time()`` of the process; a restarted actor has another value."""
     up_s: float
     busy_s: float
     queries: int
@@ -100,10 +98,8 @@ class RpcActor:
     def load(self) -> ActorLoad:
         """Return the load of this actor, and what its clients reported."""
         now = time.monotonic()
-        was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         return ActorLoad(
             self._started,
-            was_restarted,
             time.time() - self._started,
             self._busy_s,
             self._num_queries,

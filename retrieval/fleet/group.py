@@ -95,6 +95,7 @@ class RetrieverGroup:
         try:
             for fleet in self._fleets():
                 fleet.wait_until_ready(START_TIMEOUT_S)
+            self.metrics()  # keeps when each actor started, to count restarts
         except BaseException:
             self.stop()
             raise
@@ -175,7 +176,7 @@ class RetrieverGroup:
     def _has_restarted(self, name: str, load: ActorLoad) -> bool:
         before = self._incarnations.get(name)
         self._incarnations[name] = load.started
-        return load.was_restarted if before is None else before != load.started
+        return before is not None and before != load.started
 
     def stop(self) -> None:
         """End all actors, without a restart. Searches in flight fail."""
