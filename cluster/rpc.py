@@ -41,6 +41,7 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _DEAD_AFTER_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = 2**31
+_NEVER_MS = 2**31 - 1
 _ARRAY = 1
 """The msgpack extension type of a NumPy array: dtype, shape and bytes."""
 _ENDS: dict[int, str] = {
@@ -219,7 +220,8 @@ class _Connection:
         self._call_ids = map(b"%d".__mod__, itertools.count())
         self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, address.host)
         self._socket.linger = 0
-        self._socket.reconnect_ivl = -1  # an actor that restarts has another address
+        # An actor that restarts has another address. With -1 libzmq drops answers that arrived before the connection ended.
+        self._socket.reconnect_ivl = _NEVER_MS
         self._socket.connect_timeout = round(_CONNECT_TIMEOUT_S * 1000)
         self._socket.curve_serverkey = address.server_key
         self._socket.curve_publickey = address.client_public_key
