@@ -220,7 +220,7 @@ class _Connection:
         self._call_ids = map(b"%d".__mod__, itertools.count())
         self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, address.host)
         self._socket.linger = 0
-        # An actor that restarts has another address. With -1 libzmq drops answers that arrived before the connection ended.
+        # An actor that restarts has another address. With -1 libzmq would drop answers that arrived before the end.
         self._socket.reconnect_ivl = _NEVER_MS
         self._socket.connect_timeout = round(_CONNECT_TIMEOUT_S * 1000)
         self._socket.curve_serverkey = address.server_key

@@ -277,6 +277,8 @@ def impersonate(
             listener.settimeout(10)
             connection, _ = listener.accept()
             with connection:
+                connection.settimeout(10)
+                heard.append(connection.recv(2**16))
                 connection.settimeout(0.1)
                 connection.sendall(len(bomb).to_bytes(8, "little") + bomb)
                 while not stop.is_set():
