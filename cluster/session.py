@@ -83,7 +83,7 @@ class Session:
         if not address and self._num_gpus > num_gpus:
             self.__exit__(None, None, None)
             raise UserError(
-                f"the actors need {self._num_gpus:g} GPUs, this machine has {num_gpus:g}; lower "
+                f"the actors ask for {self._num_gpus:g} GPUs, this machine has {num_gpus:g}; lower "
                 "num_gpus_per_env_runner, num_gpus_per_retriever and num_gpus_per_learner, or run on a cluster"
             )
         return self
