@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 from learners.algorithms.options import LearnerOptions, parse_options
 from learners.batches.packing import FlatTrajectories, MicroBatch, pack, plan
 from learners.batches.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, init_distributed, shared_loading
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor, init_distributed, shared_loading
 from learners.deepspeed.lr_schedule import AdamWSettings, Schedule
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
-from learners.models.export import PolicyCopy, gather, policy_shapes, policy_weights
+from learners.models.export import PolicyCopy, gather, policy_tensors
 from learners.models.reference import Reference, make_reference
 from learners.models.scoring import PolicyModel, TokenOutputs, ValueModel, pair_cost
 from ragr1_actors.core.config import RunConfig, read_lora
@@ -327,11 +327,11 @@ class Learner(ABC):
         A tied ``lm_head.weight`` is included: an engine that packs its weights does not keep the tie. bfloat16 is
         returned as float32, since numpy has no bfloat16.
         """
-        return gather(policy_weights(self.policy, self.lora), self.rank, self.is_tied)
+        return gather(policy_tensors(self.policy, self.lora), self.rank, self.is_tied)
 
     def published_weights(self) -> State:
         """Return what ``stream_weights`` yields, in the form of ``get_weights``; adapters with their base."""
-        weights = gather(self.stream_weights(), self.rank, self.is_tied)
+        weights = gather(self._published(), self.rank, self.is_tied)
         return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -339,11 +339,14 @@ class Learner(ABC):
 
         All ranks iterate to the end together. With ``learners.lora``, ``MERGING_ENGINES`` receive adapters only.
         """
-        return policy_weights(self.policy, self.lora, adapters_only=self._sends_adapters)
+        return ((tensor.name, tensor.gather()) for tensor in self._published())
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what ``stream_weights`` yields, in the same order; the dtype is ``self.dtype``."""
-        return policy_shapes(self.policy, self.lora, adapters_only=self._sends_adapters)
+        return {tensor.name: tensor.shape for tensor in self._published()}
+
+    def _published(self) -> Iterator[WholeTensor]:
+        return policy_tensors(self.policy, self.lora, adapters_only=self._sends_adapters)
 
     @property
     def adapter_base(self) -> str:
@@ -398,7 +401,7 @@ class Learner(ABC):
         if self.lora is not None:
             from learners.models.lora import AdapterCopy
 
-            found = gather(policy_weights(self.policy, self.lora, adapters_only=True), self.rank, is_tied=False)
+            found = gather(policy_tensors(self.policy, self.lora, adapters_only=True), self.rank, is_tied=False)
             adapter = AdapterCopy(self.lora, self.policy_name, {k: torch.from_numpy(v) for k, v in found.items()})
         return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors, adapter)
 

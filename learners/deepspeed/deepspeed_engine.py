@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAX_SKIPPED_STEPS = 10
 """Skipped steps in a row that end the run: the weights or the loss are broken, and later steps would be skipped too."""
+
+
+class WholeTensor(NamedTuple):
+    """A tensor of a module, gathered on demand."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, known without a gather."""
+    gather: Callable[[], torch.Tensor]
+    """Return the whole tensor on the device; all ranks call together."""
 
 
 def init_distributed(rank: int, world_size: int) -> torch.device:
@@ -197,16 +207,14 @@ class DeepSpeedEngine:
 
     # Weights and state
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor of every parameter. All ranks iterate to the end together."""
-        for name, parameter in self.module.named_parameters():
-            with self.gathered([parameter]):
-                whole = parameter.detach().clone()
-            yield name, whole
+    def whole(self, name: str, parameter: nn.Parameter) -> WholeTensor:
+        """Return a parameter of the module as a tensor that is gathered on demand."""
 
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what ``full_weights`` yields, in the same order, without a gather."""
-        return {name: self.full_shape(parameter) for name, parameter in self.module.named_parameters()}
+        def gather() -> torch.Tensor:
+            with self.gathered([parameter]):
+                return parameter.detach().clone()
+
+        return WholeTensor(name, self.full_shape(parameter), gather)
 
     def full_shape(self, parameter: Any) -> tuple[int, ...]:  # ZeRO-3 adds attributes
         """Return the shape of the whole parameter."""

@@ -12,53 +12,40 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 
 if TYPE_CHECKING:  # imports peft
     from learners.models.lora import AdapterCopy
 
 
-def policy_weights(
+def policy_tensors(
     engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of every parameter, on its device and in its dtype, a tied one once.
-
-    All ranks iterate to the end together.
+) -> Iterator[WholeTensor]:
+    """Yield every parameter of the policy by Hugging Face name, a tied one once. All ranks gather in the same order.
 
     Args:
         engine: the engine of the policy.
         lora: settings of its adapters, which are merged into their weights.
         adapters_only: yield the adapters instead.
     """
+    tensors: Iterator[WholeTensor]
     if lora is None:
-        weights = engine.full_weights()
+        tensors = (engine.whole(name, parameter) for name, parameter in engine.module.named_parameters())
     else:
-        from learners.models.lora import adapter_weights, merged_weights  # imports peft
+        from learners.models.lora import adapter_tensors, merged_tensors  # imports peft
 
-        weights = adapter_weights(engine) if adapters_only else merged_weights(engine)
-    return ((name.removeprefix("model."), tensor) for name, tensor in weights)
-
-
-def policy_shapes(
-    engine: DeepSpeedEngine, lora: LoraSettings | None, *, adapters_only: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what ``policy_weights`` yields, in the same order, without a gather."""
-    if lora is None:
-        shapes = engine.full_shapes()
-    else:
-        from learners.models.lora import adapter_shapes, merged_shapes
-
-        shapes = adapter_shapes(engine) if adapters_only else merged_shapes(engine)
-    return {name.removeprefix("model."): shape for name, shape in shapes.items()}
+        tensors = adapter_tensors(engine) if adapters_only else merged_tensors(engine)
+    return (tensor._replace(name=tensor.name.removeprefix("model.")) for tensor in tensors)
 
 
-def gather(stream: Iterator[tuple[str, torch.Tensor]], rank: int, is_tied: bool) -> State:
-    """Return on rank 0 what ``policy_weights`` yields, as fp32 arrays; a tied ``lm_head.weight`` is included."""
+def gather(tensors: Iterator[WholeTensor], rank: int, is_tied: bool) -> State:
+    """Gather tensors; return them on rank 0 as fp32 arrays, a tied ``lm_head.weight`` included. All ranks call."""
     weights: State = {}
-    for name, tensor in stream:
+    for name, _, gather_whole in tensors:
+        whole = gather_whole()
         if rank == 0:
-            weights[name] = tensor.float().cpu().numpy()
+            weights[name] = whole.float().cpu().numpy()
     if is_tied and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
 
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.text import nearest
@@ -54,7 +55,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> None:
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in this context; call without gradients."""
-    layers = _adapted_layers(model).values()
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -64,39 +65,30 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of every parameter, with adapters merged into their weight.
-
-    Names are those of the model without adapters. All ranks iterate to the end together.
-    """
-    for name, parameter, layer in _merged_parameters(engine):
-        if layer is None:
-            with engine.gathered([parameter]):
-                whole = parameter.detach().clone()
-        else:
-            a_RI, b_OR = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-            with engine.gathered([parameter, a_RI, b_OR]), torch.no_grad():
-                delta_OI = layer.scaling[_ADAPTER] * (b_OR.float() @ a_RI.float())
-                whole = (parameter.float() + delta_OI).to(parameter.dtype)
-        yield name, whole
+def merged_tensors(engine: DeepSpeedEngine) -> Iterator[WholeTensor]:
+    """Yield every parameter by its name without adapters; to gather it merges its adapter."""
+    layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, LoraLayer)}
+    for name, parameter in engine.module.named_parameters():
+        if _is_adapter(name):
+            continue
+        tensor = engine.whole(name.replace(_BASE, "."), parameter)
+        layer = layers.get(name.removesuffix(f"{_BASE}weight"))
+        yield tensor if layer is None else tensor._replace(gather=partial(_merge, engine, parameter, layer))
 
 
-def merged_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what ``merged_weights`` yields, in the same order, without a gather."""
-    return {name: engine.full_shape(parameter) for name, parameter, _ in _merged_parameters(engine)}
+def _merge(engine: DeepSpeedEngine, parameter: nn.Parameter, layer: Any) -> torch.Tensor:
+    a_RI, b_OR = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    with engine.gathered([parameter, a_RI, b_OR]), torch.no_grad():
+        delta_OI = layer.scaling[_ADAPTER] * (b_OR.float() @ a_RI.float())
+        merged_OI: torch.Tensor = (parameter.float() + delta_OI).to(parameter.dtype)
+    return merged_OI
 
 
-def adapter_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of every A and B. All ranks iterate to the end together."""
-    for name, parameter in _adapters(engine):
-        with engine.gathered([parameter]):
-            whole = parameter.detach().clone()
-        yield name, whole
-
-
-def adapter_shapes(engine: DeepSpeedEngine) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what ``adapter_weights`` yields, in the same order, without a gather."""
-    return {name: engine.full_shape(parameter) for name, parameter in _adapters(engine)}
+def adapter_tensors(engine: DeepSpeedEngine) -> Iterator[WholeTensor]:
+    """Yield A and B of every adapter by their published names."""
+    for name, parameter in engine.module.named_parameters():
+        if _is_adapter(name):
+            yield engine.whole(name.replace(f".{_ADAPTER}.", "."), parameter)
 
 
 @dataclass(frozen=True)
@@ -125,25 +117,6 @@ class AdapterCopy:
 
 def _peft_config(settings: LoraSettings) -> LoraConfig:
     return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.target_modules)
-
-
-def _adapters(engine: DeepSpeedEngine) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in engine.module.named_parameters():
-        if _is_adapter(name):
-            yield name.replace(f".{_ADAPTER}.", "."), parameter
-
-
-def _merged_parameters(
-    engine: DeepSpeedEngine,
-) -> Iterator[tuple[str, nn.Parameter, Any]]:  # the parameter's layer, if it has an adapter
-    layers = _adapted_layers(engine.module)
-    for name, parameter in engine.module.named_parameters():
-        if not _is_adapter(name):
-            yield name.replace(_BASE, "."), parameter, layers.get(name.removesuffix(f"{_BASE}weight"))
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _is_adapter(name: str) -> bool:
