@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks import workload
 from benchmarks.measurement import Sample
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.rollout.engines.base import EngineSettings
-from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineSettings, ScriptedEngine
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.task_sampler import Issue

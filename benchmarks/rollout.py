@@ -260,7 +260,7 @@ async def _clocked(llm: Any, name: str, side: Coroutine[Any, Any, SideRun]) -> S
 @contextmanager
 def _engine(runner: asyncio.Runner, policy_dir: Path) -> Iterator[tuple[Any, Any]]:
     """The product's own vLLM engine, made as an ``EnvRunner`` makes it, and its tokenizer."""
-    from ragr1_actors.core.plugins import load_object
+    from ragr1_actors.core.resolve import load_object
     from ragr1_actors.rollout.engines.base import ENGINES
     from ragr1_actors.rollout.env_runner import engine_settings
     from ragr1_actors.rollout.tokenizer import PolicyTokenizer

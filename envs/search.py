@@ -19,7 +19,7 @@ from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, pa
 from envs.base import REWARDS, Action, EnvContext, RewardFn, StepResult, TextEnv
 from envs.observations import format_observation
 from ragr1_actors.core.config import EnvironmentSettings, QueryFormat
-from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import Message, RetrievalRecord, Task
 from retrieval.base import Hits, Passage, Retriever
 

@@ -32,8 +32,7 @@ from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.plugins import load_object
-from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.core.resolve import load_object, recipe_names
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineSettings, ScriptedEngine
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
-from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy

@@ -21,7 +21,7 @@ from ragr1_actors.core.types import (
     TokenKind,
     Trajectory,
 )
-from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory, turn_seed
 from retrieval.base import Passage, Retriever
 

@@ -14,9 +14,9 @@ from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
 from ragr1_actors.core.config import RETRIEVAL_TYPES
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.preflight import check_names
 

@@ -93,8 +93,8 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
-    from ragr1_actors.training.selection import SelectionSettings
-    from ragr1_actors.training.selection import select as select_tasks
+    from ragr1_actors.training.evaluation import SelectionSettings
+    from ragr1_actors.training.evaluation import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

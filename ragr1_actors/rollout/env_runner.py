@@ -22,12 +22,18 @@ from numpy.typing import NDArray
 from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
-from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import WakeTag, choose_backend, choose_transport
-from ragr1_actors.rollout.engines.base import ENGINES, ColocatedEngine, Engine, EngineSettings, ReceivingEngine
-from ragr1_actors.rollout.engines.scripted_engine import ScriptedEngine
+from ragr1_actors.rollout.engines.base import (
+    ENGINES,
+    ColocatedEngine,
+    Engine,
+    EngineSettings,
+    ReceivingEngine,
+    ScriptedEngine,
+)
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory

@@ -1,28 +1,50 @@
-"""What a trained policy is used for without a learner: ``ragr1 evaluate`` and ``ragr1 ask``.
+"""What a policy is used for without a learner: ``ragr1 evaluate``, ``ragr1 ask`` and ``ragr1 select``.
 
-Both sample in this process, with a ``Sampler`` over the checkpoint's policy and the run's index.
+All sample with a ``Sampler``. ``evaluate`` and ``ask`` take a checkpoint's policy and its run's index, in this process.
+
+``select`` chooses the tasks that a policy can learn from by how often it answers them, after RAG-R1 (arXiv:2507.02962):
+the questions that Qwen2.5-72B-Instruct got wrong once were sampled up to ten times more, at temperature 1.2 and with up
+to ten searches. Kept were those with a correct answer among these, and a random quarter of the questions that it had
+got right. Deviation: whether a question is hard is decided by its pass rate over all samples, not by one attempt, which
+is a coin toss for a question that is answered half of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envs.tasks import load_tasks
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import POLICY_FOLDER
+from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.files import POLICY_FOLDER, write_file
+from ragr1_actors.core.resolve import recipe_names
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task, Trajectory
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.sampler import Sampler, session_for
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from ragr1_actors.training.data import WORLD, prepare_index, split_tasks
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.data import WORLD, prepare_index, prepare_policy, split_tasks
 from ragr1_actors.training.preflight import check_sampler
+
+_TAKEN_AS = {
+    "environment.tasks": "--tasks",
+    "environment.eval_tasks": "--tasks",
+    "environment.max_turns": "--max-turns",
+    "env_runners.temperature": "--temperature",
+}
 
 
 def evaluate(
@@ -121,3 +143,197 @@ def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResul
         num_tasks=len(answered),
         num_failed=num_failed,
     )
+
+
+@dataclass(frozen=True)
+class SelectionSettings:
+    """How tasks are sampled and which are kept; RAG-R1's numbers where it has one."""
+
+    num_samples: int = 10
+    """Trajectories per task."""
+    temperature: float = 1.2
+    max_turns: int = 11
+    """Ten searches, and the answer."""
+    max_pass_rate: float = 0.5
+    """A task is hard if at most this share of its samples is correct. Not RAG-R1's; see above."""
+    easy_share: float = 0.25
+    """The share of the easier tasks that is kept."""
+
+
+@dataclass(frozen=True)
+class SelectionCounts:
+    """What became of the tasks of a file; each is one of never, hard, easy, always and failed."""
+
+    tasks: int
+    never: int
+    """No sample was correct; dropped."""
+    hard: int
+    """Some samples were correct, at most the share ``max_pass_rate``; kept."""
+    easy: int
+    """More were correct, but not all; a share of these and of ``always`` is kept."""
+    always: int
+    failed: int
+    """The machinery failed on them, retries included; dropped."""
+    kept_easy: int
+    """Kept of ``easy`` and ``always``."""
+    kept: int
+
+
+def select(
+    source: str,
+    tasks: Path,
+    out: Path,
+    settings: SelectionSettings,
+    *,
+    overrides: Iterable[str] = (),
+    index: Path | None = None,
+    on_task: Callable[[int, int], None] = lambda done, total: None,
+) -> SelectionCounts:
+    """Sample every task of a file and write the tasks worth training on, in the file's order, with their pass rates.
+
+    Each line is a task that ``environment.tasks`` takes::
+
+        {"id": "17", "question": "...", "golden_answers": ["Delhi"], "pass_rate": 0.3, "num_samples": 10}
+
+    Args:
+        source: a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does.
+        tasks: a task file.
+        out: a file that does not exist yet.
+        settings: how tasks are sampled and which are kept.
+        overrides: ``section.key=value`` ..., for the recipe or the run.
+        index: an index directory; None takes the recipe's or the run's own.
+        on_task: called with the number of tasks done and the number of all tasks.
+
+    Raises:
+        UserError: a file, recipe or run cannot be used; or no task would be kept.
+        FleetError: every task failed.
+    """
+    _check_arguments(tasks, out, settings)
+    config = selection_config(source, settings, overrides, index)
+    check_sampler(config)
+    found = load_tasks(tasks).tasks
+    with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
+        index_dir = prepare_index(config, Path(scratch))
+        policy_dir = prepare_policy(config, Path(scratch), found, index_dir)
+        with Sampler(config, policy_dir, index_dir) as sampler:
+            successes = _sample(sampler, found, settings, on_task)
+    kept, counts = choose(found, successes, settings, config.debugging.seed)
+    if not kept:
+        raise DataError(
+            f"none of the {counts.tasks:,} tasks of {tasks} would be kept ({counts.never:,} never answered, "
+            f"{counts.always:,} always); take another policy, more --num-samples or a larger --easy-share"
+        )
+    _write(out, kept, successes, settings.num_samples, tasks.stem)
+    return counts
+
+
+def _check_arguments(tasks: Path, out: Path, settings: SelectionSettings) -> None:
+    if not tasks.is_file():
+        raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
+    if out.exists():
+        raise DataError(f"{out} exists already; choose another --out, or delete it")
+    if not out.absolute().parent.is_dir():
+        raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise DataError(f"cannot write into {out.absolute().parent}; choose another --out")
+    if not 0 <= settings.temperature < math.inf:
+        raise DataError(f"got --temperature {settings.temperature}, expected a finite number, 0 for greedy")
+
+
+def selection_config(
+    source: str, settings: SelectionSettings, overrides: Iterable[str], index: Path | None
+) -> SamplerConfig:
+    """Return how a recipe, run or checkpoint samples, with ``settings.max_turns`` and its own policy and index.
+
+    Raises:
+        UserError: there is no such recipe, run or key.
+    """
+    overrides = list(overrides)
+    for name in (override.partition("=")[0] for override in overrides):
+        if name in _TAKEN_AS:
+            raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
+    is_recipe = source in recipe_names() or Path(source).suffix in (".yaml", ".yml")
+    own_index = ""
+    if is_recipe or not (Path(source).is_dir() or "/" in source):
+        builder = AlgorithmConfig.from_recipe(source)
+    else:
+        run_dir, checkpoint = find_checkpoint(Path(source))
+        builder = AlgorithmConfig(open_run_directory(run_dir).model_dump())
+        builder.policy(model=str((checkpoint / POLICY_FOLDER).absolute()))
+        own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
+    config = builder.override(overrides).freeze()
+    return SamplerConfig(
+        environment=config.environment.model_copy(update={"max_turns": settings.max_turns}),
+        policy=config.policy,
+        env_runners=config.env_runners,
+        retrieval=config.retrieval.model_copy(update={"index": str(index or config.retrieval.index or own_index)}),
+        debugging=config.debugging,
+    )
+
+
+def _sample(
+    sampler: Sampler, tasks: tuple[Task, ...], settings: SelectionSettings, on_task: Callable[[int, int], None]
+) -> dict[str, int]:
+    """Return the number of correct answers by task id, for every task that did not fail."""
+    successes: dict[str, int] = {}
+
+    def on_group(group: FinishedGroup) -> None:
+        summary = group.summary
+        if not summary.num_failed:
+            successes[group.request.issue.task.task_id] = round(summary.means["em"] * len(summary.rewards))
+            on_task(len(successes), len(tasks))
+
+    on_task(0, len(tasks))
+    sampler.sample_tasks(tasks, settings.num_samples, settings.temperature, on_group)
+    return successes
+
+
+def choose(
+    tasks: Iterable[Task], successes: dict[str, int], settings: SelectionSettings, seed: int
+) -> tuple[list[Task], SelectionCounts]:
+    """Return the tasks to keep, in their order, and the number of tasks per class.
+
+    Args:
+        tasks: all of them.
+        successes: correct answers among ``settings.num_samples``, by task id; a task without an entry has failed.
+        settings: which are kept.
+        seed: of the draw among the easier ones.
+    """
+    classes: dict[str, list[Task]] = {name: [] for name in ("never", "hard", "easy", "always", "failed")}
+    tasks = list(tasks)
+    for task in tasks:
+        classes[_class(successes.get(task.task_id), settings)].append(task)
+    easy = classes["easy"] + classes["always"]
+    drawn = random.Random(f"select {seed}").sample(easy, round(settings.easy_share * len(easy)))
+    kept_ids = {task.task_id for task in (*classes["hard"], *drawn)}
+    kept = [task for task in tasks if task.task_id in kept_ids]
+    sizes = {name: len(members) for name, members in classes.items()}
+    return kept, SelectionCounts(tasks=len(tasks), **sizes, kept_easy=len(drawn), kept=len(kept))
+
+
+def _class(num_correct: int | None, settings: SelectionSettings) -> str:
+    if num_correct is None:
+        return "failed"
+    if num_correct == 0:
+        return "never"
+    if num_correct / settings.num_samples <= settings.max_pass_rate:
+        return "hard"
+    return "always" if num_correct == settings.num_samples else "easy"
+
+
+def _write(out: Path, tasks: list[Task], successes: dict[str, int], num_samples: int, stem: str) -> None:
+    records = (_record(task, successes[task.task_id], num_samples, stem) for task in tasks)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
+
+
+def _record(task: Task, num_correct: int, num_samples: int, stem: str) -> dict[str, Any]:
+    known = {"category": task.category, "supporting_ids": list(task.supporting_ids)}
+    return {
+        "id": task.task_id.removeprefix(f"{stem}/"),  # the reader of the new file puts that file's stem before it
+        "question": task.question,
+        "golden_answers": list(task.golden_answers),
+        **{name: value for name, value in known.items() if value},
+        "pass_rate": num_correct / num_samples,
+        "num_samples": num_samples,
+    }

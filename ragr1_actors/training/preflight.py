@@ -11,7 +11,7 @@ from envs.base import ENVS, REWARDS, TextEnv
 from learners.algorithms.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine
 from retrieval.base import needs_index
 from retrieval.indexes.manifest import Manifest

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from cluster.actor_fleet import ActorFleet, answers
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.plugins import load_object
+from ragr1_actors.core.resolve import load_object
 from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
 from retrieval.fleet.actor import ActorLoad, ActorSettings, ClientLoad, EncoderActor, RetrieverActor
 from retrieval.fleet.batching import PoolSettings
