@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.files import fingerprint_file, write_file
 from ragr1_actors.core.text import nearest
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
@@ -165,10 +165,9 @@ def _as_user_error(error: OSError, out_dir: Path) -> UserError:
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
-    directory = building_dir(out_dir)
-    kept = (
-        f"; what is done stays in {directory}, and the same build goes on with it" if has_costly_work(directory) else ""
-    )
+    directory, kept = building_dir(out_dir), ""
+    if has_costly_work(directory):
+        kept = f"; what is done stays in {directory}, and the same build goes on with it"
     return UserError(
         f"the index could not be written to {out_dir} ({cause}); free some room or choose another disk{kept}"
     )
@@ -359,11 +358,7 @@ def building_dir(out_dir: str | Path) -> Path:
 
 
 def check_free(out_dir: Path) -> None:
-    """Make sure that ``out_dir`` is a new or an empty directory.
-
-    Raises:
-        DataError: it holds something.
-    """
+    """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise DataError(f"{out_dir} exists already and is not overwritten; remove it or choose another directory")
 
@@ -417,11 +412,7 @@ def _lock(descriptor: int, directory: Path, out_dir: Path) -> None:
 
 
 def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
-    """Whether a build of these arguments left something there.
-
-    Raises:
-        DataError: one of others did.
-    """
+    """Whether a build of these arguments left something there. Raises ``DataError`` where one of others did."""
     path = directory / ARGUMENTS_FILE
     if not path.is_file():  # it did not come far enough to say what it is
         return False
@@ -446,9 +437,8 @@ def _begin(directory: Path, arguments: BuildArguments) -> None:
             shutil.rmtree(path)
         elif path.name != _LOCK_FILE:
             path.unlink()
-    partial = directory / f"{ARGUMENTS_FILE}.partial"
-    partial.write_text(json.dumps(_to_json(arguments), indent=2) + "\n", encoding="utf-8")
-    publish(partial, directory / ARGUMENTS_FILE)
+    content = json.dumps(_to_json(arguments), indent=2) + "\n"
+    write_file(directory / ARGUMENTS_FILE, lambda writing: writing.write_text(content, encoding="utf-8"))
 
 
 def _to_json(arguments: BuildArguments) -> dict[str, Any]:
@@ -461,11 +451,7 @@ def progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Show a bar, and yield what is to be called with the number of things that were done since the last call.
 
-    Args:
-        title: what is done.
-        total: things to do; None where it is not known.
-        done: of them, before.
-        is_shown: False shows nothing.
+    ``total`` is None where it is not known; ``done`` of them were done before.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), disable=not is_shown) as progress:

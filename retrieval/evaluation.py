@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,22 +100,14 @@ def _supporting_recall(
     directory: Path, retriever: LocalRetriever, tasks: list[Task], ks: Sequence[int]
 ) -> dict[str, float]:
     corpus = Corpus.open(directory)
+    gold = [set(task.supporting_ids) for task in tasks]
     found = [
         [_evidence_id(passage.id, corpus) for passage in passages]
         for start in range(0, len(tasks), _BLOCK)
         for passages in retriever.search_batch([task.question for task in tasks[start : start + _BLOCK]], max(ks))
     ]
-    return {
-        f"recall@{k}": float(
-            np.mean(
-                [
-                    len(set(ids[:k]) & set(task.supporting_ids)) / len(set(task.supporting_ids))
-                    for task, ids in zip(tasks, found, strict=True)
-                ]
-            )
-        )
-        for k in ks
-    }
+    recalls = {k: [len(ids & set(some[:k])) / len(ids) for ids, some in zip(gold, found, strict=True)] for k in ks}
+    return {f"recall@{k}": float(np.mean(shares)) for k, shares in recalls.items()}
 
 
 def _evidence_id(passage_id: str, corpus: Corpus) -> str:
@@ -224,20 +216,20 @@ class Audit:
 
     num_passages: int
     num_tasks: int
-    num_yes_no: int
+    num_yes_no: int = 0
     """Tasks whose only gold answers are yes or no, which are not looked up. The next two count the others."""
-    num_answers_found: int
+    num_answers_found: int = 0
     """Tasks with a gold answer in the title or the text of a passage."""
-    num_answers_missing: int
-    num_support_all: int
+    num_answers_missing: int = 0
+    num_support_all: int = 0
     """Tasks whose ``supporting_ids`` are all ids of passages; the next two: some of them, none of them."""
-    num_support_partly: int
-    num_support_none: int
-    num_support_unknown: int
+    num_support_partly: int = 0
+    num_support_none: int = 0
+    num_support_unknown: int = 0
     """Tasks without ``supporting_ids``."""
-    missing_answers: tuple[MissingTask, ...]
+    missing_answers: tuple[MissingTask, ...] = ()
     """The first ``NUM_EXAMPLES`` of ``num_answers_missing``."""
-    missing_support: tuple[MissingTask, ...]
+    missing_support: tuple[MissingTask, ...] = ()
     """The first ``NUM_EXAMPLES`` of ``num_support_partly`` and ``num_support_none``."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -299,36 +291,30 @@ def _runs(words: list[str], lengths: dict[str, tuple[int, ...]]) -> Iterator[str
 
 
 def _summarise(tasks: Sequence[Task], num_passages: int, found_answers: set[str], found_ids: set[str]) -> Audit:
-    counts = dict.fromkeys(("yes_no", "found", "missing", "all", "partly", "none", "unknown"), 0)
+    counts: Counter[str] = Counter()
     missing_answers: list[MissingTask] = []
     missing_support: list[MissingTask] = []
     for task in tasks:
         answers = _answers(task)
         if answers and answers <= _YES_NO:
-            counts["yes_no"] += 1
+            counts["num_yes_no"] += 1
         elif answers & found_answers:
-            counts["found"] += 1
+            counts["num_answers_found"] += 1
         else:
-            counts["missing"] += 1
+            counts["num_answers_missing"] += 1
             missing_answers.append(MissingTask(task.task_id, task.question, task.golden_answers))
         absent = tuple(passage_id for passage_id in task.supporting_ids if passage_id not in found_ids)
         if not task.supporting_ids:
-            counts["unknown"] += 1
+            counts["num_support_unknown"] += 1
         elif not absent:
-            counts["all"] += 1
+            counts["num_support_all"] += 1
         else:
-            counts["none" if len(absent) == len(task.supporting_ids) else "partly"] += 1
+            counts["num_support_none" if len(absent) == len(task.supporting_ids) else "num_support_partly"] += 1
             missing_support.append(MissingTask(task.task_id, task.question, absent))
     return Audit(
         num_passages=num_passages,
         num_tasks=len(tasks),
-        num_yes_no=counts["yes_no"],
-        num_answers_found=counts["found"],
-        num_answers_missing=counts["missing"],
-        num_support_all=counts["all"],
-        num_support_partly=counts["partly"],
-        num_support_none=counts["none"],
-        num_support_unknown=counts["unknown"],
+        **counts,
         missing_answers=tuple(missing_answers[:NUM_EXAMPLES]),
         missing_support=tuple(missing_support[:NUM_EXAMPLES]),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,9 @@ class LocalRetriever:
         """
         self._directory = Path(index_dir)
         self._num_threads = num_threads
-        self._others: dict[str, Any] = {
+        self._reranker_name = reranker
+        self._dense_arguments: dict[str, Any] = {
             "device": device,
-            "reranker": reranker,
             "options": dict(options or {}),
             "shards": None if shards is None else tuple(shards),
             "load_encoder": load_encoder,
@@ -84,13 +85,14 @@ class LocalRetriever:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the constructor."""
-        return _open, (self._directory, self._num_threads, self._others)
+        make = partial(LocalRetriever, reranker=self._reranker_name, **self._dense_arguments)
+        return make, (self._directory, self._num_threads)
 
     @property
     def version(self) -> str:
         """Name of the evidence: ``Manifest.version``, and the reranker's name behind it."""
-        reranker = self._others["reranker"]
-        return f"{self._manifest.version}+{Path(reranker).name}" if reranker else self._manifest.version
+        version = self._manifest.version
+        return f"{version}+{Path(self._reranker_name).name}" if self._reranker_name else version
 
     def info(self) -> dict[str, Any]:
         """Return the manifest, and its ``version``."""
@@ -125,14 +127,8 @@ class LocalRetriever:
     ) -> tuple[Ranking, list[list[Passage]]]:
         """Return the best ``k`` rows of each query, before any reranking, and their passages.
 
-        Args:
-            queries: any text.
-            k: at least 1.
-            vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere.
-
-        Returns:
-            The ranking, rows numbered as in the whole corpus, and the passages of the rows that are not absent, as
-            ``Hits``, scored as in the ranking.
+        Rows are numbered as in the whole corpus. The passages, as ``Hits``, are those of the rows that are not absent,
+        scored as in the ranking. ``vectors``: float32 ``[len(queries), dimension]``, the queries encoded elsewhere.
 
         Raises:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
@@ -160,15 +156,7 @@ class LocalRetriever:
             return None
         from retrieval.indexes.dense import DenseRanker  # with faiss; a client of a fleet needs neither
 
-        return DenseRanker(
-            self._directory,
-            self._manifest,
-            num_threads=self._num_threads,
-            device=self._others["device"],
-            options=self._others["options"],
-            shards=self._others["shards"],
-            load_encoder=self._others["load_encoder"],
-        )
+        return DenseRanker(self._directory, self._manifest, num_threads=self._num_threads, **self._dense_arguments)
 
     def _open_ranker(self) -> Ranker:
         if not self._manifest.has_bm25:
@@ -181,10 +169,6 @@ class LocalRetriever:
         if self.dense is None:
             return words
         return HybridRanker([self.dense, words], depth=self._options["fusion_depth"])
-
-
-def _open(directory: Path, num_threads: int, others: dict[str, Any]) -> LocalRetriever:
-    return LocalRetriever(directory, num_threads, **others)
 
 
 def _open_reranker(name: str, device: str) -> Reranker:

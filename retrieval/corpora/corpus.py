@@ -143,11 +143,8 @@ class Corpus(Sequence[Passage]):
         return [column.take(indices).to_pylist() for column in self._columns]
 
     def _run(self, rows: range) -> list[Passage]:
-        return _passages(column.slice(rows.start, len(rows)) for column in self._columns)
-
-
-def _passages(columns: Iterable[pa.Array]) -> list[Passage]:
-    return [Passage(*fields) for fields in zip(*(column.to_pylist() for column in columns), strict=True)]
+        columns = [column.slice(rows.start, len(rows)).to_pylist() for column in self._columns]
+        return [Passage(*fields) for fields in zip(*columns, strict=True)]
 
 
 def _spill(passages: Iterable[Passage], folder: Path) -> int:

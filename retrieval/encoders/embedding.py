@@ -62,14 +62,13 @@ class StoreHeader:
     """The work that one interrupted process loses."""
 
 
+@plain_dataclass(frozen=True)
 class StoredVectors:
     """The vectors of consecutive rows, to be iterated over any number of times: float32 ``[n, dimension]`` each."""
 
-    def __init__(self, store: EmbeddingStore, start: int, stop: int) -> None:
-        """Name the rows; see ``EmbeddingStore.blocks``."""
-        self._store = store
-        self._start = start
-        self._stop = stop
+    store: EmbeddingStore
+    start: int
+    stop: int
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         """Yield the vectors shard by shard, in row order.
@@ -77,10 +76,10 @@ class StoredVectors:
         Raises:
             DataError: a shard is missing or damaged.
         """
-        rows_per_shard = self._store.header.rows_per_shard
-        for number in range(self._start // rows_per_shard, -(-self._stop // rows_per_shard)):
-            rows = self._store.rows(number)
-            block = self._store.read(number)[max(self._start - rows.start, 0) : self._stop - rows.start]
+        rows_per_shard = self.store.header.rows_per_shard
+        for number in range(self.start // rows_per_shard, -(-self.stop // rows_per_shard)):
+            rows = self.store.rows(number)
+            block = self.store.read(number)[max(self.start - rows.start, 0) : self.stop - rows.start]
             yield np.asarray(block, np.float32)
 
 
@@ -294,7 +293,7 @@ def fill_store(
     """Encode the passages of all missing shards. Shards written before an interruption remain.
 
     Args:
-        store: made by ``EmbeddingStore.create``.
+        store: the store to fill.
         corpus_dir: with ``corpus.arrow`` and ``corpus.ids``.
         encoder_name: a folder or hub name, the same on every node.
         num_actors: actors in the Ray session of this process; 0 encodes in this process.

@@ -73,11 +73,16 @@ class Encoder:
     def __init__(self, model: SentenceTransformer, name: str, plan: EncoderPlan, fingerprint: str) -> None:
         """Wrap a loaded model; use ``Encoder.load``."""
         self._model = model.eval()
-        self._plan = plan
         first = model[0]
         self._tokens = _Tokens(first, plan) if isinstance(first, Transformer) else None
         self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
         self.name = name
+        self.pooling = plan.pooling
+        """Which token's vector is the text's: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
+        self.query_prompt, self.passage_prompt = plan.query_prompt, plan.passage_prompt
+        """The texts before every query and every passage."""
+        self.notes = plan.notes
+        """Where pooling and prompts are from, as far as they are not simply the folder's own."""
         self.fingerprint = fingerprint
         """Hash of the model's files, pooling and prompts: two encoders of one fingerprint give the same vectors."""
         dimension = model.get_embedding_dimension()
@@ -121,26 +126,6 @@ class Encoder:
                 "this one again"
             ) from error
         return cls(model, name, plan, _fingerprint(folder, plan))
-
-    @property
-    def pooling(self) -> str:
-        """Which token's vector is the text's: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
-        return self._plan.pooling
-
-    @property
-    def query_prompt(self) -> str:
-        """The text before every query."""
-        return self._plan.query_prompt
-
-    @property
-    def passage_prompt(self) -> str:
-        """The text before every passage."""
-        return self._plan.passage_prompt
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Where pooling and prompts are from, as far as they are not simply the folder's own."""
-        return self._plan.notes
 
     def encode_queries(self, queries: list[str]) -> NDArray[np.float32]:
         """Encode queries, each behind ``query_prompt``: float32 ``[len(queries), dimension]``.

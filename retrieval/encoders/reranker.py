@@ -17,12 +17,11 @@ from ragr1_actors.core.errors import DataError, RetrievalError
 from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.encoders.encoder import batch_by_length
+from retrieval.encoders.encoder import DTYPES, batch_by_length
 
 MAX_TOKENS = 512
 """Of a query and a passage together; longer pairs are cut, the longer text first."""
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ARCHITECTURE = "ForSequenceClassification"
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """With padding. Measured on the CPU, where larger batches are no faster."""
@@ -66,7 +65,7 @@ class Reranker:
             _check_kind(name, config)
             tokenizer = AutoTokenizer.from_pretrained(name)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=_DTYPES[dtype], output_loading_info=True
+                name, dtype=DTYPES[dtype], output_loading_info=True
             )
         except DataError:
             raise
@@ -85,13 +84,8 @@ class Reranker:
 
         All pairs are scored together, equal ones once.
 
-        Args:
-            queries: any text.
-            found: ``[len(queries)]``, passages of each; none is fine.
-            k: at least 1.
-
-        Returns:
-            ``[len(queries)][<= k]``, with the scores of this model.
+        ``found``, ``[len(queries)]``, holds the passages of each query; the result is ``[len(queries)][<= k]``, with
+        the scores of this model.
 
         Raises:
             RetrievalError: the model's scores are no numbers.

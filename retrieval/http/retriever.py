@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -115,35 +116,20 @@ class HttpRetriever:
         return self._pool.counts()
 
 
+@dataclass(frozen=True)
 class HttpReplica:
     """``Replica`` over one server. A query that the server refuses is answered with a ``Refusal``."""
 
-    def __init__(
-        self,
-        client: HttpClient,
-        url: URL,
-        *,
-        headers: Mapping[str, str],
-        max_queries: int,
-        version: str,
-        busy_tries: int,
-    ) -> None:
-        """Search the server at ``url``.
-
-        Args:
-            client: sends the requests; several replicas may share it.
-            url: of the endpoint.
-            headers: of every request.
-            max_queries: per request.
-            version: of the index, if the server does not report one.
-            busy_tries: requests while the server answers that it is busy.
-        """
-        self._client = client
-        self._url = url
-        self._headers = headers
-        self._max_queries = max_queries
-        self._version = version
-        self._busy_tries = busy_tries
+    client: HttpClient
+    """Sends the requests; several replicas may share it."""
+    url: URL
+    headers: Mapping[str, str]
+    max_queries: int
+    """Per request."""
+    version: str
+    """Of the index, if the server does not report one."""
+    busy_tries: int
+    """Requests while the server answers that it is busy."""
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits | Refusal]:
         """Search, with as many requests as the size of a request demands.
@@ -151,7 +137,7 @@ class HttpReplica:
         Raises:
             RetrievalError: this server cannot answer now.
         """
-        parts = [queries[start : start + self._max_queries] for start in range(0, len(queries), self._max_queries)]
+        parts = [queries[start : start + self.max_queries] for start in range(0, len(queries), self.max_queries)]
         answers = await asyncio.gather(*[self._search(part, k) for part in parts])
         return [answer for part in answers for answer in part]
 
@@ -164,14 +150,14 @@ class HttpReplica:
         await asyncio.sleep(random.uniform(0, 0.1))  # processes that lost the server must not all ask at once
         answer = await self._post(["ping"], 1)
         if answer.status != 200 and not answer.is_refusal:
-            raise RetrievalError(self._client.describe(answer))
+            raise RetrievalError(self.client.describe(answer))
 
     async def _search(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        answer = await retry(lambda: self._post(queries, k), attempts=self._busy_tries, longest_pause_s=LONGEST_PAUSE_S)
+        answer = await retry(lambda: self._post(queries, k), attempts=self.busy_tries, longest_pause_s=LONGEST_PAUSE_S)
         if answer.status == 200:
-            content = self._client.read_json(answer)
-            return [*parse_answer(content, answer.server, len(queries), k, self._version)]
-        reason = self._client.describe(answer)
+            content = self.client.read_json(answer)
+            return [*parse_answer(content, answer.server, len(queries), k, self.version)]
+        reason = self.client.describe(answer)
         if not answer.is_refusal:
             raise RetrievalError(reason)
         if answer.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the wrong query is refused
@@ -181,9 +167,9 @@ class HttpReplica:
 
     async def _post(self, queries: list[str], k: int) -> HttpAnswer:
         body = {"queries": queries, "topk": k, "return_scores": True}
-        answer = await self._client.send("POST", self._url, body=body, headers=self._headers)
+        answer = await self.client.send("POST", self.url, body=body, headers=self.headers)
         if answer.is_busy:
-            raise TryAgainError.busy(self._client.describe(answer), answer.retry_after_s)
+            raise TryAgainError.busy(self.client.describe(answer), answer.retry_after_s)
         return answer
 
 

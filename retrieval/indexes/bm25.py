@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,11 +45,7 @@ class BM25Ranker:
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
-        """Open ``directory/bm25``.
-
-        Args:
-            directory: made by ``build_index``.
-            manifest: of the directory.
+        """Open the folder ``bm25`` of an index directory.
 
         Raises:
             DataError: the folder is missing, damaged, or made under other settings or over another corpus.
@@ -110,12 +107,7 @@ class HybridRanker:
     """
 
     def __init__(self, rankers: Sequence[Ranker], depth: int = 100) -> None:
-        """Hold the rankers.
-
-        Args:
-            rankers: at least one, over the same corpus.
-            depth: how deep their rankings are that are fused, or ``k`` where that is more.
-        """
+        """Hold at least one ranker; the best ``depth`` rows of each, or ``k`` where that is more, are fused."""
         self._rankers = tuple(rankers)
         self._depth = depth
 
@@ -283,7 +275,8 @@ def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
     numbering = _Numbering()
     frequencies = np.zeros(1024, np.int64)
     lengths = array("i")
-    for block in _blocks(texts):
+    remaining = iter(texts)
+    while block := list(islice(remaining, _BLOCK_PASSAGES)):
         start, flat = len(lengths), array("i")
         for text in block:
             numbers = numbering.numbers(text)
@@ -302,13 +295,7 @@ def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
 
 
 def _count_block(numbers: NDArray[np.int32], lengths: NDArray[np.int32], start: int) -> NDArray[Any]:
-    """Return the postings of consecutive passages, sorted by word and row.
-
-    Args:
-        numbers: the words of all passages, one passage after the other.
-        lengths: of the passages.
-        start: row of the first passage.
-    """
+    """Return the postings, by word and row, of passages from row ``start``: their words in a row, and their lengths."""
     rows = np.repeat(np.arange(start, start + len(lengths), dtype=np.int64), lengths)
     keys, counts = np.unique(numbers.astype(np.int64) << _ROW_BITS | rows, return_counts=True)
     postings = np.empty(len(keys), _POSTING)
@@ -360,14 +347,3 @@ def _allocate(path: Path, dtype: DTypeLike, size: int) -> np.memmap[Any, Any]:
     mapped = np.load(path, mmap_mode="r+")
     assert isinstance(mapped, np.memmap)
     return mapped
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    block: list[str] = []
-    for text in texts:
-        block.append(text)
-        if len(block) == _BLOCK_PASSAGES:
-            yield block
-            block = []
-    if block:
-        yield block
