@@ -372,6 +372,6 @@ def _p99(seconds: list[float]) -> float:
 
 
 def _open(directory: Path) -> Any:
-    from retrieval.indexes.dense import DenseRanker
+    from retrieval.indexes.vector_index import DenseRanker
 
     return DenseRanker(directory, Manifest.read(directory), num_threads=2, load_encoder=False)

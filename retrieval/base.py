@@ -22,13 +22,7 @@ class Hits(list[Passage]):
     """What one query found, best first, and where it came from. A custom retriever may return plain lists."""
 
     def __init__(self, passages: Iterable[Passage] = (), *, is_cached: bool = False, index_version: str = "") -> None:
-        """Hold ``passages``.
-
-        Args:
-            passages: best first.
-            is_cached: whether the answer is from a cache.
-            index_version: ``Manifest.version`` of the index that was searched, or another name for the source.
-        """
+        """Hold passages, best first. ``index_version``: ``Manifest.version``, or another name for the source."""
         super().__init__(passages)
         self.is_cached = is_cached
         self.index_version = index_version

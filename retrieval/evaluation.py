@@ -27,7 +27,7 @@ from retrieval.indexes.ranking import Ranking, merge_rankings
 from retrieval.local import LocalRetriever
 
 if TYPE_CHECKING:
-    from retrieval.indexes.dense import DenseRanker
+    from retrieval.indexes.vector_index import DenseRanker
 
 EXACT_UP_TO = 50_000
 """Passages that are encoded again for exact search without being asked to."""

@@ -19,7 +19,7 @@ from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
 if TYPE_CHECKING:
     from retrieval.encoders.reranker import Reranker
-    from retrieval.indexes.dense import DenseRanker
+    from retrieval.indexes.vector_index import DenseRanker
 
 
 class LocalRetriever:
@@ -154,7 +154,7 @@ class LocalRetriever:
     def _open_dense(self) -> DenseRanker | None:
         if not self._manifest.is_dense:
             return None
-        from retrieval.indexes.dense import DenseRanker  # with faiss; a client of a fleet needs neither
+        from retrieval.indexes.vector_index import DenseRanker  # with faiss; a client of a fleet needs neither
 
         return DenseRanker(self._directory, self._manifest, num_threads=self._num_threads, **self._dense_arguments)
 

@@ -23,10 +23,7 @@ class ReplayRetriever:
     """Answers the queries of a recorded run. Pickles as its arguments."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read the records of a run.
-
-        Args:
-            options: ``{"run": DIR}``, a run directory.
+        """Read the records of a run; the options are ``{"run": DIR}``, a run directory.
 
         Raises:
             ConfigError: the option ``run`` is missing, or there is another one.

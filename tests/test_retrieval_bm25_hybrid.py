@@ -7,10 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from retrieval.indexes.bm25 import BM25Ranker, HybridRanker, build_bm25
-from retrieval.indexes.dense import DenseRanker
 from retrieval.indexes.manifest import FileRecord, Manifest, Shard
 from retrieval.indexes.ranking import ABSENT
-from retrieval.indexes.vector_index import VectorIndex
+from retrieval.indexes.vector_index import DenseRanker, VectorIndex
 
 WORDS = ["riga", "oslo", "bonn", "lyon", "paris", "rome", "turin", "genoa"]
 TEXTS = [f"{WORDS[i % 8]} {WORDS[i * 3 % 7]} {WORDS[i * 5 % 8]}" for i in range(60)]

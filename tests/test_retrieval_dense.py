@@ -13,10 +13,9 @@ from retrieval_world import NAMES, PASSAGES, hard_vectors
 
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from retrieval.build import build_index
-from retrieval.indexes.dense import DenseRanker
 from retrieval.indexes.manifest import FileRecord, Manifest, Shard
 from retrieval.indexes.ranking import ABSENT, merge_rankings
-from retrieval.indexes.vector_index import VectorIndex
+from retrieval.indexes.vector_index import DenseRanker, VectorIndex
 
 COUNT, DIMENSION = 600, 32
 

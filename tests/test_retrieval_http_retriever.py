@@ -15,9 +15,8 @@ from http_stub import always, breaking, free_port, port_of, silent, stub_server,
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.http.client import MAX_ANSWER_BYTES
-from retrieval.http.protocol import Limits
 from retrieval.http.retriever import HttpRetriever
-from retrieval.http.server import RetrievalServer
+from retrieval.http.server import Limits, RetrievalServer
 
 TOKEN = "t0ken+/with=odd"
 

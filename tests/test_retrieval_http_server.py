@@ -24,8 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.http.protocol import Limits
-from retrieval.http.server import BackgroundRetriever, RetrievalServer
+from retrieval.http.server import BackgroundRetriever, Limits, RetrievalServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIGA = Passage("7", "Rīga", "Rīga lies in Latvia.\nIt is old.", 0.75)

@@ -426,13 +426,8 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) 
     A batch ends where it would hold more than ``max_tokens``, or more padding than ``spare_tokens``: from there on,
     more padding would cost more than another batch.
 
-    Args:
-        lengths: of the texts, in tokens.
-        max_tokens: of a batch with its padding; a longer text is a batch on its own.
-        spare_tokens: padding that costs as much as one more batch.
-
-    Returns:
-        Positions in ``lengths``, one list per batch; every position once, equal lengths in order.
+    Returns positions in ``lengths`` (tokens of the texts), one list per batch; every position once, equal lengths in
+    order. A text longer than ``max_tokens`` is a batch on its own.
     """
     batches: list[list[int]] = []
     longest = padding = 0

@@ -97,11 +97,9 @@ class EncoderPlan:
 
 
 def plan_encoder(folder: Path, name: str) -> EncoderPlan:
-    """Read from an encoder's folder how its vectors are made.
+    """Read from an encoder's folder how its vectors are made; a folder of transformers alone needs a known family.
 
-    Args:
-        folder: of sentence-transformers, or of transformers alone where the family is known.
-        name: the hub name or path it was asked for by; it tells the family too.
+    ``name`` is the hub name or path that the encoder was asked for by; it tells the family too.
 
     Raises:
         DataError: no encoder, a broken file, a pooling that is unknown or not the family's, or two families.

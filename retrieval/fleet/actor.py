@@ -171,7 +171,7 @@ class EncoderActor(RpcActor):
 
     def _load_encoder(self, settings: ActorSettings) -> None:
         from retrieval.encoders.encoder import set_encoder_threads
-        from retrieval.indexes.dense import open_encoder
+        from retrieval.indexes.vector_index import open_encoder
 
         set_encoder_threads(settings.num_threads)
         manifest = Manifest.read(settings.index_dir)

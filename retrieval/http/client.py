@@ -132,11 +132,8 @@ async def retry(
 ) -> T:
     """Call ``attempt`` until it raises no ``TryAgainError``.
 
-    Args:
-        attempt: one request.
-        attempts: calls in total.
-        longest_pause_s: pauses double from 0.1 to 10 s, are at least as long as the server asks, and at most this.
-        before_pause: receives the error and the seconds until the next attempt.
+    Pauses double from 0.1 to 10 s, are at least as long as the server asks, and at most ``longest_pause_s``.
+    ``before_pause`` receives the error and the seconds until the next attempt.
 
     Raises:
         TryAgainError: of the last attempt.
@@ -219,11 +216,9 @@ class HttpClient:
     """Sends requests from the running event loop, one keep-alive session per loop. Callers set the timeout."""
 
     def __init__(self, *, max_connections: int, secret: str = "") -> None:
-        """Create a client without a connection.
+        """Create a client without a connection. Every message has ``***`` in place of the secret.
 
-        Args:
-            max_connections: requests in flight; further requests wait.
-            secret: is replaced by ``***`` in every message.
+        With ``max_connections`` requests in flight, further requests wait.
         """
         self._max_connections = max_connections
         in_address = URL("http://x").with_query(x=secret).raw_query_string.removeprefix("x=")

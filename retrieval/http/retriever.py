@@ -10,6 +10,8 @@ Cache, batches, routing and failover are those of the fleet: a server is one mor
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
+from retrieval.corpora.text import valid_unicode
 from retrieval.fleet.batching import BatcherCounts, PooledRetriever, PoolSettings, Refusal
 from retrieval.http.client import (
     HttpAnswer,
@@ -31,8 +34,8 @@ from retrieval.http.client import (
     parse_section,
     read_secret,
     retry,
+    text_id,
 )
-from retrieval.http.protocol import parse_answer
 
 BUSY_TRIES = 5
 """Requests to a server without a second one beside it, as long as it answers that it is busy."""
@@ -156,7 +159,7 @@ class HttpReplica:
         answer = await retry(lambda: self._post(queries, k), attempts=self.busy_tries, longest_pause_s=LONGEST_PAUSE_S)
         if answer.status == 200:
             content = self.client.read_json(answer)
-            return [*parse_answer(content, answer.server, len(queries), k, self.version)]
+            return [*_parse_answer(content, answer.server, len(queries), k, self.version)]
         reason = self.client.describe(answer)
         if not answer.is_refusal:
             raise RetrievalError(reason)
@@ -176,3 +179,52 @@ class HttpReplica:
 def _endpoint(url: str) -> URL:
     parsed = check_url(url)
     return parsed.with_path("/retrieve") if parsed.path in ("", "/") else parsed
+
+
+def _parse_answer(answer: Any, server: str, num_queries: int, k: int, version: str) -> list[Hits]:
+    """Read the decoded JSON of an answer of our server or of another one: ``[num_queries][<= k]``.
+
+    Some servers return more than ``k`` passages per query; the rest is dropped. ``version`` is that of the index, if
+    the server does not report one.
+
+    Raises:
+        RetrievalError: the answer has another shape.
+    """
+    lists = answer.get("result") if isinstance(answer, dict) else None
+    if not isinstance(lists, list) or not all(isinstance(found, list) for found in lists):
+        raise RetrievalError(f'{server}: expected {{"result": [[...], ...]}}, a list of passages per query')
+    if len(lists) != num_queries:
+        raise RetrievalError(f"{server}: got {len(lists)} lists of passages for {num_queries} queries")
+    reported = answer.get("index_version")
+    version = valid_unicode(reported) if isinstance(reported, str) and reported else version
+    return [Hits((_parse_passage(item, server) for item in found[:k]), index_version=version) for found in lists]
+
+
+def _parse_passage(item: Any, server: str) -> Passage:
+    """Read ``{"document": {...}, "score": x}`` or only the document: Search-R1 omits the scores in two ways."""
+    scored = item if isinstance(item, dict) and "document" in item else {"document": item}
+    document, score = scored["document"], scored.get("score")
+    if not isinstance(document, dict):
+        raise RetrievalError(f"{server}: got a {type(document).__name__} for a passage, expected an object")
+    title, text = _parse_text(document, server)
+    identity = document.get("id")
+    if not isinstance(identity, str | int):
+        identity = text_id(title, text)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = 0.0 if score is None else float(score)
+        if math.isfinite(number):
+            return Passage(valid_unicode(str(identity)), title, text, number)
+    raise RetrievalError(f"{server}: got a passage with a score that is not a finite number")
+
+
+def _parse_text(document: dict[str, Any], server: str) -> tuple[str, str]:
+    r"""Return title and text from their own keys or from ``"Title"\ntext`` in ``contents``."""
+    title, text, contents = document.get("title"), document.get("text"), document.get("contents")
+    if not isinstance(text, str):
+        if not isinstance(contents, str):
+            raise RetrievalError(f"{server}: got a passage with neither 'text' nor 'contents'")
+        first, newline, rest = contents.partition("\n")
+        text = rest if newline else contents
+        if newline:
+            title = first.strip().removeprefix('"').removesuffix('"')
+    return valid_unicode(title) if isinstance(title, str) else "", valid_unicode(text)

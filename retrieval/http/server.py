@@ -1,11 +1,16 @@
-"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers can search the same index.
+r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers can search the same index.
 
 ::
 
-    POST /retrieve   Search-R1's protocol; see protocol.py
+    POST /retrieve   Search-R1's protocol
     GET  /healthz    200 if a search was answered within the last seconds, else 503
     GET  /metrics    Prometheus' text format
 
+    {"queries": ["who?"], "topk": 3, "return_scores": true}
+    {"result": [[{"document": {"id": "7", "contents": "\"Riga\"\nRiga lies ..."}, "score": 0.8}, ...]]}
+    {"result": [[{"id": "7", "contents": "\"Riga\"\nRiga lies ..."}, ...]]}       if return_scores is false
+
+Our answers also give ``title`` and ``text`` of each document, and the ``index_version``.
 Every error is ``{"error": "one sentence"}``. The server listens on loopback; other hosts need a bearer token.
 """
 
@@ -17,24 +22,28 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
+from pydantic_core import from_json, to_json
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.text import first_problem, shortened
 from retrieval.base import BatchRetriever, Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.http.client import is_token
-from retrieval.http.protocol import Limits, Question, RequestError, format_answer, parse_question
 from retrieval.local import LocalRetriever
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
@@ -47,12 +56,121 @@ _CLIENT_CLOSED = 499
 """Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Of the buckets of the duration histogram."""
+_MAX_QUOTED = 40
+_EXAMPLE = 'expected {"queries": ["a question"], "topk": 3}'
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger(f"{__name__}.http")
 _http_logger.setLevel(logging.CRITICAL)  # aiohttp logs a traceback per port scan; errors of handlers are logged here
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one request may ask for, and how many requests the server answers at the same time."""
+
+    default_topk: int = 3
+    """Passages per query for a request without ``topk``."""
+    max_topk: int = 1000
+    max_queries: int = 512
+    max_query_chars: int = 100_000
+    """More than 10,000 words. An encoder truncates a long query, so a long query is not an error."""
+    max_body_bytes: int = 8 * 2**20
+    max_requests: int = 1024
+    """Requests in flight. Search-R1's client sends one request per trajectory and does not retry."""
+    body_timeout_s: float = 30.0
+    """Time for the whole body of a request to arrive."""
+
+
+class Question(BaseModel):
+    """The body of a request. Unknown keys are ignored: Search-R1's clients send some to similar servers."""
+
+    model_config = ConfigDict(strict=True)
+
+    # FailFast: 8 MiB of wrong items must not become a million error objects.
+    queries: Annotated[list[str], FailFast()]
+    topk: int | None = None
+    return_scores: bool | None = None
+
+
+class RequestError(Exception):
+    """A request that the server refuses with an HTTP status and one sentence."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        """Refuse with ``status`` (4xx, or 503 for "later") and ``message``; ``headers`` go into the answer."""
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+
+
+def _parse_question(body: bytes, limits: Limits) -> Question:
+    """Read the body of a request.
+
+    Raises:
+        RequestError: 400 if the body is not JSON, 422 if a value in it is wrong or over a limit.
+    """
+    try:
+        question = Question.model_validate(from_json(body, allow_inf_nan=False))
+    except ValidationError as error:
+        key, value, problem = first_problem(error)
+        if key not in ("", "queries") or not isinstance(value, dict):
+            problem += f", got {_describe(value)}"
+        raise RequestError(422, f"{key or 'the body'}: {problem}; {_EXAMPLE}") from None
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON in UTF-8: {error}; {_EXAMPLE}") from None
+    if question.topk is not None and not 1 <= question.topk <= limits.max_topk:
+        got = _describe(question.topk)
+        raise RequestError(422, f"got {got} for 'topk', expected a whole number from 1 to {limits.max_topk}")
+    num_queries = len(question.queries)
+    if num_queries > limits.max_queries:
+        raise RequestError(422, f"got {num_queries} queries, expected at most {limits.max_queries}; send more requests")
+    for number, query in enumerate(question.queries):
+        if len(query) > limits.max_query_chars:
+            expected = f"expected at most {limits.max_query_chars}"
+            raise RequestError(422, f"query {number} has {len(query)} characters, {expected}; shorten it")
+    return question
+
+
+def _format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:
+    """Return the body of the answer: UTF-8, in the shape that Search-R1's clients read.
+
+    Raises:
+        ValueError: a score is not a finite number, which is an error of the retriever.
+    """
+    result: list[list[Any]] = [
+        [
+            {"document": _document(passage), "score": _finite(passage.score)} if return_scores else _document(passage)
+            for passage in passages
+        ]
+        for passages in found
+    ]
+    answer: dict[str, Any] = {"result": result}
+    versions = {passages.index_version for passages in found if isinstance(passages, Hits)} - {""}
+    if len(versions) == 1:
+        answer["index_version"] = versions.pop()
+    return to_json(answer)
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    title = " ".join(passage.title.splitlines())  # clients read the first line of ``contents`` as the title
+    contents = f'"{title}"\n{passage.text}'
+    return {"id": passage.id, "contents": contents, "title": passage.title, "text": passage.text}
+
+
+def _finite(score: float) -> float:
+    if math.isfinite(score):
+        return score
+    raise ValueError(f"got the score {score}, expected a finite number")
+
+
+def _describe(value: Any) -> str:
+    """Describe a value in a few words: it may be as large as the body."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**_MAX_QUOTED:
+        return "a huge number"
+    return shortened(json.dumps(value), _MAX_QUOTED)  # ASCII only
 
 
 class RetrievalServer:
@@ -80,7 +198,6 @@ class RetrievalServer:
             host: a name or address of this machine.
             port: 0 takes a free one.
             token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
-            limits: per request, and for all requests.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
@@ -184,8 +301,8 @@ class RetrievalServer:
         started = time.monotonic()
         self._authorise(request)
         with self._in_flight():
-            question = parse_question(await self._read(request), self._limits)
-            body = format_answer(await self._search(question), return_scores=bool(question.return_scores))
+            question = _parse_question(await self._read(request), self._limits)
+            body = _format_answer(await self._search(question), return_scores=bool(question.return_scores))
         self._metrics.queries.inc(len(question.queries))
         self._metrics.duration.observe(time.monotonic() - started)
         return web.Response(body=body, content_type="application/json", charset="utf-8")

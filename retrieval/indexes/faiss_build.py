@@ -213,16 +213,9 @@ def checked(blocks: Iterable[Floats], dimension: int) -> Iterator[Floats]:
 
 
 def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int) -> Floats:
-    """Draw rows without replacement, every row as likely as any other, in one pass.
+    """Draw rows without replacement, every row as likely as any other, in one pass over ``count`` rows.
 
-    Args:
-        blocks: float32 ``[n, dimension]`` each.
-        dimension: of a vector.
-        count: rows of all blocks together; rows beyond it are not drawn.
-        size: rows to draw; memory holds these and a block.
-
-    Returns:
-        float32 ``[min(size, count), dimension]`` in row order.
+    Memory holds the drawn rows, float32 ``[min(size, count), dimension]`` in row order, and a block.
     """
     rows = np.sort(np.random.default_rng(0).choice(count, min(size, count), replace=False, shuffle=False))
     drawn = np.zeros((len(rows), dimension), np.float32)

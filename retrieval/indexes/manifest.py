@@ -244,14 +244,10 @@ RETRIEVER_OPTIONS: dict[str, Option] = {
 
 
 def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]:
-    """Check options by name and value, and fill in the defaults of the others.
+    """Check options by name and value, and return the value of every option of the type, by default its own default.
 
-    Args:
-        index_type: a key of ``INDEX_TYPES``, or ``bm25``. For ``hybrid``, that of its vectors.
-        options: of the index type or of ``RETRIEVER_OPTIONS``.
-
-    Returns:
-        The value of every option of the type.
+    The type is a key of ``INDEX_TYPES`` (for ``hybrid``, that of its vectors) or ``bm25``; the options are its own or
+    of ``RETRIEVER_OPTIONS``.
 
     Raises:
         ConfigError: an unknown type, an unknown option, or an illegal value.

@@ -48,13 +48,8 @@ class Ranker(Protocol):
 def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:
     """Order candidates, best first and equal scores by row, and keep ``k``.
 
-    Args:
-        scores: ``[num_queries, num_candidates]``; that of an absent candidate does not matter.
-        rows: of the same shape, no row twice for a query; ``ABSENT`` may stand anywhere.
-        k: at least 1.
-
-    Returns:
-        A ranking ``min(k, num_candidates)`` deep.
+    Both are ``[num_queries, num_candidates]``; no row comes twice for a query, and ``ABSENT`` may stand anywhere. The
+    ranking is ``min(k, num_candidates)`` deep.
     """
     scores = np.where(rows == ABSENT, np.float32(-np.inf), scores)
     # Absent rows last, even after rows that score -inf themselves; np.lexsort's last key is its first.
@@ -65,12 +60,8 @@ def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ran
 def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     """Make one ranking of those of disjoint shards: what one index over all rows would have answered.
 
-    Args:
-        rankings: at least one, of the same queries, scores of one kind, each ``k`` deep or as deep as its shard.
-        k: at least 1.
-
-    Returns:
-        A ranking as deep as ``k`` and the candidates allow.
+    At least one ranking, of the same queries, scores of one kind, each ``k`` deep or as deep as its shard. The result
+    is as deep as ``k`` and the candidates allow.
     """
     if len(rankings) == 1:
         return Ranking(rankings[0].scores[:, :k], rankings[0].rows[:, :k])
@@ -81,14 +72,8 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     """Make one ranking of several over the same rows by reciprocal rank fusion, whatever their scores mean.
 
-    A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1.
-
-    Args:
-        rankings: at least one, of the same queries. One that found nothing for a query adds nothing to it.
-        k: at least 1.
-
-    Returns:
-        A ranking as deep as ``k`` and the longest union of rows allow.
+    A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1. One that found
+    nothing for a query adds nothing to it. The result is as deep as ``k`` and the longest union of rows allow.
     """
     rows = np.concatenate([ranking.rows for ranking in rankings], axis=1)
     ranks = np.concatenate([np.arange(1, ranking.rows.shape[1] + 1) for ranking in rankings])
@@ -109,13 +94,7 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
 
 
 def to_hits(ranking: Ranking, corpus: Corpus, index_version: str) -> list[Hits]:
-    """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``.
-
-    Args:
-        ranking: of rows of the corpus.
-        corpus: the passages.
-        index_version: ``Manifest.version`` of the index that was searched.
-    """
+    """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``."""
     if not ranking.rows.size:
         return [Hits(index_version=index_version) for _ in ranking.rows]
     unique, inverse = np.unique(ranking.rows, return_inverse=True)

@@ -37,14 +37,9 @@ class TorchFlatIndex:
         device: str = "cuda",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Copy vectors to a device, block by block.
+        """Copy ``count`` vectors to a device, block by block: float32 ``[n, dimension]`` each.
 
-        Args:
-            blocks: float32 ``[n, dimension]`` each.
-            count: rows of all blocks together.
-            dimension: of a vector.
-            device: ``cuda``, ``cuda:1`` or ``cpu``.
-            dtype: of the matrix; by default float16, and float32 on a CPU, which has no fast half precision.
+        The matrix is float16, and float32 on a CPU, which has no fast half precision, unless ``dtype`` says otherwise.
 
         Raises:
             ConfigError: there is no such device.
@@ -83,14 +78,9 @@ class TorchFlatIndex:
 
     @torch.inference_mode()
     def search(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Find the ``min(k, count)`` nearest rows of each query, best first, equal scores by row.
+        """Find the ``min(k, count)`` nearest rows of each query ``[n, dimension]``, best first, equal scores by row.
 
-        Args:
-            queries: float32 ``[n, dimension]``.
-            k: at least 1.
-
-        Returns:
-            scores float32 ``[n, min(k, count)]`` and rows int64 of the same shape.
+        Returns scores float32 ``[n, min(k, count)]`` and rows int64 of the same shape.
         """
         k = min(k, self.count)
         if not len(queries) or k == 0:
