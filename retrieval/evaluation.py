@@ -70,11 +70,7 @@ def evaluate_index(
             of 64, encoding included, and say with how many ``threads``.
         num_threads: of the search; 0 is all of the machine.
         device: ``cpu`` or ``cuda``.
-        reranker: see ``LocalRetriever``.
-        options: see ``LocalRetriever``.
-
-    Returns:
-        What ``json.dumps`` takes.
+        reranker: see ``LocalRetriever``, also for ``options``.
 
     Raises:
         DataError: no index there, no task, or none with supporting ids and nothing else to measure.

@@ -18,9 +18,9 @@ from retrieval_world import hard_vectors
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.indexes.faiss_build import decode_bytes, encode_bytes, sample
-from retrieval.indexes.manifest import FileRecord, Shard, parse_options
+from retrieval.indexes.manifest import INDEX_TYPES, FileRecord, Shard, parse_options
 from retrieval.indexes.ranking import ABSENT
-from retrieval.indexes.vector_index import INDEX_TYPES, VectorIndex
+from retrieval.indexes.vector_index import VectorIndex
 
 COUNT, DIMENSION = 3000, 384
 QUICK = {"hnsw": {"m": 8, "ef_construction": 40, "ef_search": 64}}

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
-from retrieval.corpora.readers import read_passages as read_passages
 from retrieval.corpora.text import hash_text, valid_unicode
 
 CORPUS_FILE = "corpus.arrow"
@@ -117,11 +116,7 @@ class Corpus(Sequence[Passage]):
         return [Passage(*fields) for fields in zip(*self.fields(rows), strict=True)]
 
     def row_of(self, passage_id: str) -> int:
-        """Return the row of an id: a binary search in the mapped file.
-
-        Raises:
-            KeyError: no passage has this id.
-        """
+        """Return the row of an id: a binary search in the mapped file. Raises ``KeyError``: no passage has this id."""
         row_bits = _row_bits(len(self))
         wanted = valid_unicode(passage_id)
         key = hash_text(wanted) >> row_bits

@@ -24,14 +24,14 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.text import nearest
+from ragr1_actors.core.text import nearest, shortened
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
 
@@ -200,12 +200,10 @@ def passages_of(record: Any, shapes: tuple[str, ...], namer: Namer) -> Iterator[
     if fitting == ["plain", "contents"]:  # FlashRAG writes the passage both ways
         fitting = ["plain"]
     if not fitting:
-        expected = " or ".join(SHAPES[name].looks for name in shapes)
-        raise RecordError(f"got keys {_shown(sorted(record))}, expected {expected}, texts being strings")
+        raise RecordError(f"got keys {_shown(sorted(record))}, expected {_looks(shapes)}, texts being strings")
     if len(fitting) > 1:
         raise RecordError(
-            f"got keys {_shown(sorted(record))}, which could be {' or '.join(SHAPES[name].looks for name in fitting)}; "
-            "name the corpus format"
+            f"got keys {_shown(sorted(record))}, which could be {_looks(fitting)}; name the corpus format"
         )
     return SHAPES[fitting[0]].passages(record, namer)
 
@@ -234,8 +232,7 @@ def _title(record: Record) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(repr(value), 200)
 
 
 CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
@@ -379,9 +376,8 @@ def _read_json(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passa
             yield from _placed(record, corpus_format, namer, f"{path}, entry {number}")
     elif start == "{":
         if corpus_format not in ("auto", "hotpotqa"):
-            raise DataError(
-                f"{path}: got one JSON object, expected a list or lines of {_looks(corpus_format)}; known are {_KNOWN}"
-            )
+            expected = _looks(CORPUS_FORMATS[corpus_format])
+            raise DataError(f"{path}: got one JSON object, expected a list or lines of {expected}; known are {_KNOWN}")
         yield from _read_object(stream, path)
     elif start:
         try:
@@ -412,8 +408,8 @@ def _placed(record: Any, corpus_format: str, namer: Namer, where: str) -> Iterat
         raise DataError(f"{where}: {error}") from error
 
 
-def _looks(corpus_format: str) -> str:
-    return " or ".join(SHAPES[name].looks for name in CORPUS_FORMATS[corpus_format])
+def _looks(shapes: Iterable[str]) -> str:
+    return " or ".join(SHAPES[name].looks for name in shapes)
 
 
 def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

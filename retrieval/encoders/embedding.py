@@ -71,11 +71,7 @@ class StoredVectors:
     stop: int
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
-        """Yield the vectors shard by shard, in row order.
-
-        Raises:
-            DataError: a shard is missing or damaged.
-        """
+        """Yield the vectors shard by shard, in row order. Raises ``DataError``: a shard is missing or damaged."""
         rows_per_shard = self.store.header.rows_per_shard
         for number in range(self.start // rows_per_shard, -(-self.stop // rows_per_shard)):
             rows = self.store.rows(number)
@@ -118,11 +114,7 @@ class EmbeddingStore:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Open an existing store.
-
-        Raises:
-            DataError: the directory holds no store, or its header is damaged.
-        """
+        """Open an existing store. Raises ``DataError``: the directory holds no store, or its header is damaged."""
         path = Path(directory) / HEADER_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -229,11 +221,7 @@ class EmbeddingActor:
         """Return once the actor has started."""
 
     def fill(self, number: int) -> None:
-        """Encode and write a shard.
-
-        Raises:
-            DataError: no usable corpus, store or encoder on this node.
-        """
+        """Encode and write a shard. Raises ``DataError``: no usable corpus, store or encoder on this node."""
         if self._open is None:
             self._open = self._load()
         fill_shard(*self._open, number)

@@ -260,11 +260,7 @@ class HttpClient:
             raise RetrievalError(f"{server}: {self.redact(problem)}") from None
 
     def read_json(self, answer: HttpAnswer) -> Any:
-        """Return the decoded body.
-
-        Raises:
-            RetrievalError: it is not JSON.
-        """
+        """Return the decoded body. Raises ``RetrievalError``: it is not JSON."""
         try:
             return json.loads(answer.body)
         except (ValueError, RecursionError):

@@ -145,11 +145,7 @@ class HttpReplica:
         return [answer for part in answers for answer in part]
 
     async def ping(self) -> None:
-        """Return once the server answers a search, at least with a refusal.
-
-        Raises:
-            RetrievalError: it does not.
-        """
+        """Return once the server answers a search, at least with a refusal. Raises ``RetrievalError``: it does not."""
         await asyncio.sleep(random.uniform(0, 0.1))  # processes that lost the server must not all ask at once
         answer = await self._post(["ping"], 1)
         if answer.status != 200 and not answer.is_refusal:

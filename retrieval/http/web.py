@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -278,18 +279,14 @@ class WebRetriever:
         return passages
 
 
+@dataclass(frozen=True)
 class _Records:
     """Answers on disk, one JSON file per request. Several processes may read and write at the same time."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    directory: Path
 
     def read(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return the recorded results of the same request, or None.
-
-        Raises:
-            RetrievalError: the record cannot be read.
-        """
+        """Return the recorded results of the same request, or None. Raises ``RetrievalError`` if it cannot be read."""
         path = self._path(request)
         try:
             record = json.loads(path.read_bytes())
@@ -304,11 +301,7 @@ class _Records:
         raise RetrievalError(f"{path} is not the record of a search; delete it and record it again with mode: record")
 
     def write(self, request: dict[str, Any], results: list[Any]) -> None:
-        """Write the results of a request.
-
-        Raises:
-            RetrievalError: the record cannot be written.
-        """
+        """Write the results of a request. Raises ``RetrievalError``: the record cannot be written."""
         path = self._path(request)
         text = json.dumps({"request": request, "results": results}, ensure_ascii=False, indent=1)
         try:
@@ -319,15 +312,11 @@ class _Records:
 
     def _path(self, request: dict[str, Any]) -> Path:
         name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        return self._directory / name[:2] / f"{name}.json"
+        return self.directory / name[:2] / f"{name}.json"
 
 
 def _check(options: WebOptions, url: URL, key: str) -> None:
-    """Check how the options fit together.
-
-    Raises:
-        ConfigError: they do not, or the key would be recorded.
-    """
+    """Check how the options fit together. Raises ``ConfigError``: they do not, or the key would be recorded."""
     where = "retrieval.options"
     if bool(options.key_header) + bool(options.key_param) != bool(options.key_env):
         raise ConfigError(f"{where}: key_env needs either key_header or key_param, which both need key_env")

@@ -35,8 +35,6 @@ from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word,
 from retrieval.indexes.manifest import BM25_FOLDER, Manifest
 from retrieval.indexes.ranking import ABSENT, Ranker, Ranking, fuse_rankings
 
-__all__ = ["BM25Ranker", "HybridRanker", "bm25_text", "build_bm25"]
-
 
 class BM25Ranker:
     """Ranks rows by BM25, Lucene's variant, from memory maps that all processes of a node share. A ``Ranker``.

@@ -72,8 +72,8 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     """Make one ranking of several over the same rows by reciprocal rank fusion, whatever their scores mean.
 
-    A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1. One that found
-    nothing for a query adds nothing to it. The result is as deep as ``k`` and the longest union of rows allow.
+    A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1. A ranking that
+    found nothing for a query adds nothing. The result is as deep as ``k`` and the longest union of rows allow.
     """
     rows = np.concatenate([ranking.rows for ranking in rankings], axis=1)
     ranks = np.concatenate([np.arange(1, ranking.rows.shape[1] + 1) for ranking in rankings])

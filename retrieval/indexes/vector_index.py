@@ -26,13 +26,11 @@ from ragr1_actors.core.errors import DataError, RetrievalError
 from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of, decode_bytes
-from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, INDEX_TYPES, Manifest, Shard, parse_options
+from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, Manifest, Shard, parse_options
 from retrieval.indexes.ranking import ABSENT, SPARE, Ranking, best_of, merge_rankings
 
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
-
-__all__ = ["INDEX_TYPES", "DenseRanker", "VectorIndex"]
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -125,11 +123,7 @@ class VectorIndex:
         return cls(build_faiss_index(blocks, dimension, index_type, count, values))
 
     def save(self, path: Path) -> None:
-        """Write the index file.
-
-        Raises:
-            OSError: no room, or no right to write.
-        """
+        """Write the index file. Raises ``OSError``: no room, or no right to write."""
         try:
             faiss.write_index(self._index, str(path))
         except RuntimeError as error:  # faiss's only exception, without an errno
@@ -475,19 +469,11 @@ class DenseRanker:
         return sum(shard.index.count for shard in self._shards)
 
     def encode(self, queries: list[str]) -> Floats:
-        """Return the vectors of queries, float32 ``[len(queries), dimension]``, zero where no word is known.
-
-        Raises:
-            ValueError: the ranker was opened without an encoder.
-        """
+        """Return the vectors of queries, float32 ``[len(queries), dimension]``, zero where no word is known."""
         return self._open_encoder().encode_queries(queries)
 
     def encode_passages(self, passages: list[Passage]) -> Floats:
-        """Return the vectors of passages, as they were encoded for the index: float32 ``[len(passages), dimension]``.
-
-        Raises:
-            ValueError: the ranker was opened without an encoder.
-        """
+        """Return the vectors of passages, as encoded for the index: float32 ``[len(passages), dimension]``."""
         return self._open_encoder().encode_passages(passages)
 
     @property
@@ -519,6 +505,7 @@ class DenseRanker:
         return ranking
 
     def _open_encoder(self) -> Encoder:
+        """Return the encoder; raises ``ValueError`` where the ranker was opened without one."""
         if self._encoder is None:
             raise ValueError("the ranker was opened without an encoder; hand it the vectors of the queries")
         return self._encoder
@@ -540,11 +527,7 @@ def _search(shard: _OpenShard, vectors: Floats, k: int, num_threads: int) -> Ran
 
 
 def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> Encoder:
-    """Load the encoder an index was built with: a folder inside the index directory, or one elsewhere.
-
-    Raises:
-        DataError: it is not there, or not the one of the manifest.
-    """
+    """Load the encoder of an index, from its directory or elsewhere; raises ``DataError`` if it is another one."""
     from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds to import
 
     inside = directory / manifest.encoder
