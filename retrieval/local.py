@@ -99,10 +99,7 @@ class LocalRetriever:
         return {**asdict(self._manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Search in this thread; see ``search_batch``.
-
-        The event loop waits meanwhile, so that a run in one process always has the same order.
-        """
+        """Call ``search_batch``. The event loop waits meanwhile, so that a run in one process has one order."""
         return self.search_batch(queries, k)
 
     def search_batch(
@@ -142,11 +139,7 @@ class LocalRetriever:
         return self._ranker.rank(queries, _check_depth(k), vectors)
 
     def encode(self, queries: list[str]) -> NDArray[np.float32]:
-        """Return the vectors of queries: float32 ``[len(queries), dimension]``.
-
-        Raises:
-            ValueError: the index has no vectors, or was opened without its encoder.
-        """
+        """Return the vectors of queries: float32 ``[len(queries), dimension]``; ``ValueError`` without an encoder."""
         if self.dense is None:
             raise ValueError(f"an index of type {self._manifest.index_type!r} has no encoder")
         return self.dense.encode(queries)

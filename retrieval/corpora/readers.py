@@ -426,11 +426,7 @@ _DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_no_repeated_keys)
 
 
 def _text_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield ``(line number, line)``, the first without a byte order mark.
-
-    Raises:
-        DataError: a line is not UTF-8, or longer than ``MAX_ENTRY``.
-    """
+    """Yield ``(line number, line)``, the first without a byte order mark; lines must be UTF-8 and not too long."""
     number = 0
     while line := file.readline(MAX_ENTRY + 1):
         number += 1
@@ -443,11 +439,7 @@ def _text_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parse_line(line: str, path: Path, number: int) -> Any:
-    """Return the JSON value of line ``number``.
-
-    Raises:
-        DataError: it is not JSON, an object in it uses a key twice, or it is nested too deep.
-    """
+    """Return the JSON value of line ``number``. ``DataError``: no JSON, a key used twice, or nested too deep."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
@@ -485,11 +477,7 @@ class JsonStream:
                 return ""
 
     def value(self) -> Any:
-        """Return the value that begins at the next character.
-
-        Raises:
-            DataError: it is not JSON, an object in it uses a key twice, or it is nested too deep or too long.
-        """
+        """Return the value that begins at the next character. Errors: as of ``_parse_line``, or it is too long."""
         self.peek()
         while True:
             try:

@@ -185,11 +185,7 @@ class EmbeddingStore:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename a file or a folder to its final name once it is on disk whole.
-
-    Raises:
-        OSError: it could not be written out or renamed.
-    """
+    """Rename a file or a folder to its final name once it is on disk whole."""
     sync_tree(partial)
     partial.replace(final)
     sync(final.parent)
@@ -247,9 +243,7 @@ def fill_shard(
 ) -> None:
     """Encode the passages of a shard and write it; ``advance`` gets the number of encoded rows.
 
-    Raises:
-        DataError: the encoder is not the store's, or a vector holds NaN.
-        OSError: the shard cannot be written.
+    Raises ``DataError`` if the encoder is not the store's, and what ``EmbeddingStore.write`` raises.
     """
     if encoder.fingerprint != store.header.encoder_fingerprint:
         raise DataError(

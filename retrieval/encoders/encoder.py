@@ -130,19 +130,12 @@ class Encoder:
     def encode_queries(self, queries: list[str]) -> NDArray[np.float32]:
         """Encode queries, each behind ``query_prompt``: float32 ``[len(queries), dimension]``.
 
-        A query of more tokens than the model takes is cut off there.
-
-        Raises:
-            DataError: a vector with NaN or infinity.
+        A query of more tokens than the model takes is cut off there. Raises ``DataError`` for NaN or infinity.
         """
         return self._encode(queries, self.query_prompt)
 
     def encode_passages(self, passages: list[Passage]) -> NDArray[np.float32]:
-        """Encode passages, each behind ``passage_prompt``: float32 ``[len(passages), dimension]``.
-
-        Raises:
-            DataError: a vector with NaN or infinity.
-        """
+        """Encode passages, each behind ``passage_prompt``: float32 ``[len(passages), dimension]``; errors as above."""
         return self._encode([passage_text(passage, self._title_repeats) for passage in passages], self.passage_prompt)
 
     def _encode(self, texts: list[str], prompt: str) -> NDArray[np.float32]:

@@ -55,11 +55,7 @@ def text_id(title: str, text: str) -> str:
 
 
 def parse_section(section: type[S], options: Mapping[str, Any], retriever_type: str) -> S:
-    """Check the recipe's ``retrieval.options`` for a retriever.
-
-    Raises:
-        ConfigError: an option is unknown, missing or has a wrong value.
-    """
+    """Check the recipe's ``retrieval.options``; raises ``ConfigError`` if one is unknown, missing or wrong."""
     for name in options:
         if name not in section.model_fields:
             near = nearest(str(name), section.model_fields)

@@ -133,11 +133,7 @@ def _parse_question(body: bytes, limits: Limits) -> Question:
 
 
 def _format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:
-    """Return the body of the answer: UTF-8, in the shape that Search-R1's clients read.
-
-    Raises:
-        ValueError: a score is not a finite number, which is an error of the retriever.
-    """
+    """Return the body of the answer in UTF-8; raises ``ValueError`` if a score is not finite: the retriever's error."""
     result: list[list[Any]] = [
         [
             {"document": _document(passage), "score": _finite(passage.score)} if return_scores else _document(passage)
@@ -238,11 +234,7 @@ class RetrievalServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Start to listen.
-
-        Raises:
-            ConfigError: the host is not an address of this machine, or the port is in use.
-        """
+        """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -374,20 +366,11 @@ class BackgroundRetriever:
         self._pool = PooledRetriever({"thread": self}, PoolSettings(max_retries=1))
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages per query, each a ``Hits``: ``[len(queries)][<= k]``.
-
-        Raises:
-            ValueError: ``k`` is less than 1.
-            RetrievalError: the search failed, whatever the cause.
-        """
+        """Search as ``Retriever.search`` does; each answer is a ``Hits``. Raises ``ValueError`` if ``k`` is under 1."""
         return await self._pool.search(queries, k)
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
-        """Search one batch in the thread, for the pool.
-
-        Raises:
-            RetrievalError: the search failed, whatever the cause.
-        """
+        """Search one batch in the thread, for the pool; raises only ``RetrievalError``, whatever the cause."""
         try:
             found = await self._call(lambda: self._retriever.search_batch(queries, k))
         except RetrievalError:

@@ -81,12 +81,7 @@ class VectorIndex:
     """Inner-product search over vectors of length 1; row i is vector i as built."""
 
     def __init__(self, index: Any, *, device: str = "cpu", options: Mapping[str, Any] | None = None) -> None:
-        """Wrap a faiss index; use ``build`` or ``load``.
-
-        Raises:
-            DataError: a faiss index that ``build`` does not make.
-            ConfigError: an unknown option.
-        """
+        """Wrap a faiss index. ``DataError``: one that ``build`` does not make; ``ConfigError``: an unknown option."""
         self._index = index
         self.index_type = _type_of(index)
         """A key of ``INDEX_TYPES``."""
