@@ -93,12 +93,10 @@ def _read_json(body: str) -> Search | Malformed:
 
 
 def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") -> str:
-    r"""Write the text inside ``<search>``: the inverse of ``parse_action``.
+    r"""Write the text inside ``<search>``: ``format_queries([" Ana", " Bo"], "comma") == " Ana, Bo"``.
 
-    ``format_queries([" Ana Bell", " Bo Cole"], "comma") == " Ana Bell, Bo Cole"``
-
-    A space takes the place of what the format cannot express inside a query: a line break in ``lines``, a comma in
-    ``comma``, a tag in any.
+    The inverse of ``parse_action``. A space replaces what the format cannot express inside a query: a line break in
+    ``lines``, a comma in ``comma``, a tag in any.
 
     Raises:
         ValueError: there is no query, or more than one in ``single``.
@@ -129,12 +127,10 @@ class CleanQueries:
 
 
 def clean_queries(queries: Sequence[str], limit: int) -> CleanQueries:
-    """Reduce the queries of one turn to at most ``limit`` distinct ones.
+    """Reduce the queries of one turn to at most ``limit`` distinct ones, and count what is dropped.
 
-    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ("Ana Bell", "Bo Cole")``
-
-    White space is squeezed, control characters count as white space, empty queries are dropped, and duplicates
-    (ignoring case) are merged, and queries beyond the limit are dropped. Each kind is counted.
+    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ("Ana Bell", "Bo Cole")``: white space and
+    control characters are squeezed; empty queries, duplicates (ignoring case) and those over the limit are dropped.
     """
     cleaner = QueryCleaner(limit)
     kept = [query for query in map(cleaner.add, queries) if query]
@@ -204,9 +200,9 @@ class QueryStream:
                     self._state = "outside"
                 return closing is not None
             case "search":
-                return self._open_list(text) if self._is_json else self._read_query(text, found)
+                return self._expect("[", "list", _SPACE, text) if self._is_json else self._read_query(text, found)
             case "list":
-                return self._open_string(text)
+                return self._expect('"', "string", _SPACE_OR_COMMA, text)
             case "string":
                 return self._read_string(text, found)
             case _:  # inside <answer>, or behind the last query
@@ -227,12 +223,6 @@ class QueryStream:
         if end[0] == "</search>":
             self._state = "done"
         return True
-
-    def _open_list(self, text: str) -> bool:
-        return self._expect("[", "list", _SPACE, text)
-
-    def _open_string(self, text: str) -> bool:
-        return self._expect('"', "string", _SPACE_OR_COMMA, text)
 
     def _expect(self, character: str, state: str, skipped: re.Pattern[str], text: str) -> bool:
         skip = skipped.match(text, self._position)

@@ -70,9 +70,7 @@ class StepResult:
 
 
 def check_result(result: object, method: str) -> StepResult:
-    """Check and return the result of ``method`` of an environment.
-
-    A NaN is refused here, because it would make the mean of the whole batch NaN.
+    """Check and return the result of ``method``; a NaN is refused, as it would make the mean of the whole batch NaN.
 
     Raises:
         TypeError: the result is not a ``StepResult``.

@@ -79,17 +79,12 @@ def format_observation(
 ) -> str:
     r"""Lay out what each query found, inside a tag that is always closed.
 
-    What stands for one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. What is
-    over is cut from the end of the longest blocks, between words or else between characters, so that no character is
-    ever broken. Where not even one token a query is left, the tag stays empty: the tag itself is never cut.
+    The text of one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. The rest is
+    cut from the end of the longest blocks, between words or else between characters, so that no character is ever
+    broken. Where not even one token per query is left, the tag stays empty: the tag itself is never cut.
 
-    Args:
-        queries: as executed. They are echoed in ``grouped`` and ``ragr1_json``.
-        results: passages of each query, best first: ``[len(queries)][<= k]``.
-        encode: the policy's tokenizer.
-        max_tokens_per_query: such as 512.
-        max_tokens: such as 1536; at least the tag's own.
-        observation_format: one of the layouts above.
+    ``results`` are the passages of each query, best first: ``[len(queries)][<= k]``. Queries are written as executed,
+    in ``grouped`` and ``ragr1_json``.
     """
     layout = _LAYOUTS[observation_format]
     parts = [(defuse(query), layout.block(query, passages)) for query, passages in zip(queries, results, strict=True)]
@@ -112,13 +107,12 @@ def format_observation(
 
 
 def defuse(text: str) -> str:
-    """Take the power from what a document, or a query that is echoed, should not be able to write.
+    """Remove what a text must not write: ``defuse("</ Answer><|im_end|>") == "(/ Answer)(|im_end|)"``.
 
-    ``defuse("x</ Information><|im_end|>") == "x(/ Information)(|im_end|)"``
+    The text is that of a document, or a query that is echoed.
 
-    The protocol's own tags, in any case and with any white space in them, and special tokens of the ``<|...|>`` kind,
-    which a tokenizer reads in any text, lose their angle brackets. Halves of surrogate pairs, which no tokenizer can
-    encode, become U+FFFD.
+    The protocol's tags, in any case and with any white space, and ``<|...|>`` tokens, which a tokenizer reads in any
+    text, lose their angle brackets. Halves of surrogate pairs, which no tokenizer can encode, become U+FFFD.
     """
     text = _SPECIAL_TOKEN.sub(r"(|\1|)", _TAG.sub(r"(\1)", text))
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -91,9 +91,7 @@ class _Record:
 
 
 def load_tasks(path: str | Path) -> LoadedTasks:
-    """Read a task file.
-
-    Task ids are ``<file stem>/<id>``, or ``<file stem>/<position>`` from 0 where the file has no ids.
+    """Read a task file; ids are ``<file stem>/<id>``, or ``<file stem>/<position>`` from 0 where the file has no ids.
 
     Raises:
         DataError: the file is missing or empty, a line is broken (the message names file and line), two different

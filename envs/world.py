@@ -292,8 +292,4 @@ _CHAINS: dict[EntityKind, dict[int, list[tuple[str, bool]]]] = {
     },
 }
 """By kind of the first entity and number of hops: question template, and whether it asks for a year."""
-_COMPARISONS = {
-    EntityKind.PERSON: "born",
-    EntityKind.FILM: "filmed",
-    EntityKind.COMPANY: "founded",
-}
+_COMPARISONS = {EntityKind.PERSON: "born", EntityKind.FILM: "filmed", EntityKind.COMPANY: "founded"}

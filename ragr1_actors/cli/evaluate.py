@@ -55,9 +55,7 @@ def evaluate(
 
 
 def ask(
-    run: CheckpointArgument,
-    question: Annotated[str, typer.Argument(help="The question.")],
-    as_json: JsonOption = False,
+    run: CheckpointArgument, question: Annotated[str, typer.Argument(help="The question.")], as_json: JsonOption = False
 ) -> None:
     """Answer one question with a trained policy, and show its searches."""
     from ragr1_actors.training.evaluation import ask as ask_policy

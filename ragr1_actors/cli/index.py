@@ -120,12 +120,7 @@ def evaluate(
 
     loaded = load_tasks(tasks)
     found = evaluate_index(
-        index,
-        loaded.tasks,
-        exact=exact or None,
-        latency=True,
-        reranker=reranker,
-        options=parse_options(option),
+        index, loaded.tasks, exact=exact or None, latency=True, reranker=reranker, options=parse_options(option)
     )
     if as_json:
         print_json(found)

@@ -45,8 +45,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     run_dir: RunDirOption = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue the run in --run-dir; only learners.key=value may be changed."),
+        bool, typer.Option("--resume", help="Continue the run in --run-dir; only learners.key=value may be changed.")
     ] = False,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""

@@ -40,10 +40,10 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
 
 
 def write_file(final: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` create a file that gets the name ``final`` once it is whole and on disk.
+    """Have ``write`` create a file that gets the name ``final`` once it is whole and on disk; it replaces another.
 
-    ``write_file(path, lambda writing: writing.write_text(text, "utf-8"))``. A file of that name is replaced. The
-    temporary name is unique, so that several processes may write one file: the last one to finish wins.
+    ``write_file(path, lambda writing: writing.write_text(text, "utf-8"))``. The temporary name is unique: several
+    processes may write one file, and the last one to finish wins.
 
     Raises:
         OSError: the file cannot be written; ``final`` is then as it was, and so it is where ``write`` raises.
@@ -95,9 +95,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the file of ``write_tensors`` as read-only views; the operating system loads a page when it is first used.
-
-    Processes on one node that read the same file share its pages.
+    """Read the file of ``write_tensors`` as read-only views of mapped pages, which the processes of one node share.
 
     Raises:
         DataError: the file is missing, is not a whole safetensors file, or holds bfloat16, which numpy lacks.

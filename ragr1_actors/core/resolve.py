@@ -122,11 +122,7 @@ def _recipe_text(name: str) -> str:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse settings that are each possible, but not together or not for what they mean.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuse settings that are each possible, but not together or not for what they mean."""
     prompt = config.environment.prompt
     if "{question}" not in prompt:
         raise ConfigError(
@@ -179,11 +175,7 @@ def _check_offload(config: RunConfig) -> None:
 
 
 def read_yaml_file(path: Path, instead: str) -> Any:
-    """Return what a YAML file holds.
-
-    Args:
-        path: of the file.
-        instead: what to do where there is no such file, for the message.
+    """Return what a YAML file holds; the message on a missing file ends with ``instead``.
 
     Raises:
         ConfigError: it is missing, cannot be read, or is not YAML in UTF-8.
@@ -200,11 +192,7 @@ def read_yaml_file(path: Path, instead: str) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ConfigError: it is not YAML; the message begins with ``source``.
-    """
+    """Return the value of a YAML text, or raise a ``ConfigError`` that begins with ``source``."""
     try:
         return yaml.safe_load(text)
     except RecursionError as error:
@@ -214,7 +202,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Refuse what a recipe's key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
+    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
 
     Raises:
         ConfigError: names the key and its value.
@@ -261,8 +249,8 @@ def _check_number(where: str, number: float | int) -> None:
 def load_object(name: str, known: Mapping[str, T | str]) -> T:
     """Return ``known[name]``, or import ``name`` where it has the form ``module:attribute``.
 
-    Entries of ``known`` may themselves have that form: what they pull in is then imported only where it is wanted. The
-    current folder is importable, so that ``my_env:MyEnv`` finds ``./my_env.py``.
+    Entries of ``known`` may have that form, too: what they need is imported only where they are used. The current
+    folder is importable, so that ``my_env:MyEnv`` finds ``./my_env.py``.
 
     Raises:
         ConfigError: the name is neither, the module or attribute does not exist, or the module cannot be imported.

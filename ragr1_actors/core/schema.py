@@ -104,10 +104,8 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
 def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True) -> list[TrajectoryGroup]:
     """Read groups back; the token arrays are read-only views into the batch's buffers.
 
-    Args:
-        batch: of ``TRAJECTORY_SCHEMA``.
-        decode_texts: False decodes ``turns`` and ``metrics`` of a trajectory only if they are read: a learner rank
-            reads tokens and rewards, and the texts of passages are most of a batch.
+    With ``decode_texts=False``, ``turns`` and ``metrics`` of a trajectory are decoded only if they are read: a learner
+    rank reads tokens and rewards, and the texts of passages are most of a batch.
     """
     tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
     eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task")]
@@ -153,10 +151,7 @@ class _LazyTrajectory(Trajectory):
 
 
 def write_trajectories(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write record batches to an Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open.
-
-    Compressed: prompts, and passages that are found again and again, are most of it.
-    """
+    """Write record batches to a compressed Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open."""
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORY_SCHEMA, options=options) as writer:
         for batch in batches:

@@ -73,14 +73,7 @@ class EnvRunner:
     """Samples trajectories with one engine."""
 
     def __init__(self, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
-        """Sample with a loaded engine.
-
-        Args:
-            config: a run's configuration, or its sections for sampling.
-            policy_dir: Hugging Face folder or hub name, for the tokenizer.
-            retriever: the environments search with it.
-            engine: used by this runner only, and closed with it.
-        """
+        """Sample with a loaded engine, which only this runner uses and closes; ``policy_dir`` has the tokenizer."""
         self._config = config
         self._tokenizer = PolicyTokenizer(policy_dir)
         self._engine = engine
@@ -170,8 +163,8 @@ class EnvRunnerActor:
     def __init__(self, config: SamplerConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores.
 
-        If the actor was restarted and shares its device with a learner, ``catch_up`` builds it: until then the learner
-        may be using the device.
+        If the actor was restarted and shares its device with a learner, which may be using it, ``catch_up`` builds the
+        runner.
         """
         import ray
 

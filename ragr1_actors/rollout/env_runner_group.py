@@ -119,12 +119,8 @@ class EnvRunnerGroup:
     ) -> None:
         """Start the runners, which load while the caller goes on.
 
-        Args:
-            config: a run's configuration, or its sections for sampling.
-            policy_dir: Hugging Face folder or hub name.
-            retriever: what environments search with.
-            version: of the policy in ``policy_dir``.
-            actor_options: Ray options of the runner with an index, such as its place.
+        ``version`` is that of the policy in ``policy_dir``, a Hugging Face folder or hub name. ``actor_options``
+        returns the Ray options of the runner with an index, such as its place.
 
         Raises:
             FleetError: a runner did not start.
@@ -187,12 +183,10 @@ class EnvRunnerGroup:
         return [runner.num_in_flight if runner.is_healthy else -1 for runner in self._runners]
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of the fleet.
+        """Health and load of the fleet; ``num_restarts`` counts the deaths since the start.
 
-        ``num_healthy`` runners take requests now, ``num_lost`` do not start any more, and runners died
-        ``num_restarts`` times since the start. ``load`` is the number of trajectories in flight per healthy runner and
-        ``queue`` the number of groups that wait for a runner, both averaged over the calls of ``collect`` since the
-        last call of this method.
+        ``load`` is the number of trajectories in flight per healthy runner and ``queue`` the number of groups that wait
+        for a runner, both averaged over the calls of ``collect`` since the last call of this method.
         """
         loads, self._loads = self._loads or [(0.0, 0)], []
         return {
@@ -278,10 +272,8 @@ class EnvRunnerGroup:
     def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
         """Publish a policy version, and keep it for runners that come back later.
 
-        Args:
-            weights: ``{name: array}``, or an ``ObjectRef`` of it.
-            version: recorded with every token sampled from now on.
-            receivers: names of the receivers that need it; ``None`` is every runner.
+        ``weights`` is ``{name: array}``, or an ``ObjectRef`` of it; ``receivers`` names those that need it, None is
+        every runner.
         """
         if self._local is not None:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cluster.placement import ActorOptions, anywhere
@@ -49,11 +48,8 @@ class Sampler:
     ) -> None:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 
-        Args:
-            config: a run's configuration, or its sections for sampling.
-            policy_dir: Hugging Face folder or hub name of the policy.
-            index_dir: the index to search; None if ``retrieval.type`` needs none.
-            actor_options: Ray options of the env runner with an index, such as its place.
+        ``index_dir`` is None if ``retrieval.type`` needs no index. ``actor_options`` returns the Ray options of the env
+        runner with an index, such as its place.
 
         Raises:
             UserError: the index or a setting cannot be used.
@@ -78,9 +74,7 @@ class Sampler:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop both fleets."""
         self.stop()
 
@@ -101,14 +95,11 @@ class Sampler:
         on_group: OnGroup,
         aside: OnGroup = _drop,
     ) -> int:
-        """Sample a trajectory group for each task and return how many tasks failed.
+        """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
-        Args:
-            tasks: each is sampled again if a trajectory failed, at most ``env_runners.max_task_retries`` times.
-            num_trajectories: per group.
-            temperature: 0 is greedy.
-            on_group: called with every group as it finishes, including groups with a failed trajectory.
-            aside: called with finished groups of other requests, which were in flight before this call.
+        A task is sampled again if a trajectory failed, at most ``env_runners.max_task_retries`` times. ``on_group`` is
+        called with every group as it finishes, including groups with a failed trajectory; ``aside`` with finished
+        groups of other requests, which were in flight before this call.
 
         Raises:
             FleetError: every task failed.
@@ -153,11 +144,7 @@ class Sampler:
         return failed
 
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
-        """Play scripted turns through the environment, in this process, and return one group per task in order.
-
-        Args:
-            scripts: tasks with unique ids, each with the turns that a policy would write.
-        """
+        """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
         return asyncio.run(self._play(requests, turns))
@@ -167,10 +154,7 @@ class Sampler:
         return await asyncio.gather(*(runner.sample_group(request) for request in requests))
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of both fleets: ``{"env_runners/num_healthy": 8.0, "retrieval/retriever_busy": 0.3, ...}``.
-
-        See ``EnvRunnerGroup.metrics`` and ``RetrieverGroup.metrics``.
-        """
+        """Health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/retriever_busy": 0.3, ...}``."""
         runners = {f"env_runners/{name}": value for name, value in self.env_runners.metrics().items()}
         return runners | self._retrievers.metrics()
 
@@ -183,9 +167,7 @@ class Sampler:
 def session_for(config: SamplerConfig, learners: LearnerSettings | None = None) -> AbstractContextManager[object]:
     """Return a Ray session with room for every actor; a context that does nothing if all work is in the driver.
 
-    Args:
-        config: of the env runners and retrievers.
-        learners: of the learner ranks; None if nothing is learned.
+    ``learners`` is None if nothing is learned.
     """
     runners, retrieval = config.env_runners, config.retrieval
     learners = learners or LearnerSettings(num_learners=0)

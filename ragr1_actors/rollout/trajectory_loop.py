@@ -100,19 +100,11 @@ async def run_trajectory(
     trajectory_id: str,
     seed: int,
 ) -> Trajectory:
-    """Let the policy act in ``env`` until it answers, reaches a limit, or the machinery fails.
+    """Let the policy act in ``env``, a new one, until it answers, reaches a limit, or the machinery fails.
 
     A failure of retrieval, engine or environment is not raised: the trajectory ends with a ``StopReason`` that names
-    it, keeps its tokens, and has no reward. Only a dead engine is raised.
-
-    Args:
-        env: new, for this trajectory only.
-        task: what to answer.
-        generate: the engine's ``generate``.
-        tokenizer: the policy's.
-        settings: the limits.
-        trajectory_id: unique; the engine's request id, and a part of the sampling seeds.
-        seed: of the run.
+    it, keeps its tokens, and has no reward. Only a dead engine is raised. ``trajectory_id`` is unique: it is the
+    engine's request id and, as is the run's ``seed``, a part of the sampling seeds.
 
     Raises:
         EngineDeadError: no trajectory of this engine can continue.

@@ -30,16 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import (
-    NO_ROOM,
-    WRITING,
-    error_number,
-    read_json_as,
-    sync,
-    sync_tree,
-    validated,
-    write_json,
-)
+from ragr1_actors.core.files import NO_ROOM, WRITING, error_number, read_json_as, sync, sync_tree, validated, write_json
 from ragr1_actors.runs.report import StageReport
 
 STATE_FILE = "state.json"
@@ -118,12 +109,9 @@ class CheckpointStore:
     """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them and the best one."""
 
     def __init__(self, directory: Path, num_to_keep: int = 2, best_metric: str = "") -> None:
-        """Keep checkpoints in ``directory``; the first ``begin`` makes it.
+        """Keep the newest ``num_to_keep`` checkpoints in ``directory``, and that with the best ``best_metric``.
 
-        Args:
-            directory: such as ``runs/mine/checkpoints``.
-            num_to_keep: how many of the newest checkpoints to keep.
-            best_metric: name of the score; the checkpoint with the highest score is kept too. Empty: no scores.
+        The first ``begin`` makes the directory. An empty ``best_metric`` is no scores.
 
         Raises:
             ValueError: ``num_to_keep`` is below 1.
@@ -142,12 +130,9 @@ class CheckpointStore:
     def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
         """Make the folder that ``commit`` will name ``step_<step>``, call ``write`` with it, and return it.
 
-        More files may be written into it until ``commit``. Only one checkpoint is written at a time.
-
-        Args:
-            step: the step; ``commit`` replaces an existing checkpoint of the same step.
-            write: writes into the folder it gets.
-            score: value of ``best_metric`` for this policy; None keeps the score of the checkpoint that is replaced.
+        More files may be written into it until ``commit``, which replaces a checkpoint of the same step. Only one
+        checkpoint is written at a time. ``score`` is the value of ``best_metric``; None keeps the score of the
+        checkpoint that is replaced.
 
         Raises:
             UserError: there is no room on disk, or the folder cannot be written. Earlier checkpoints do not change,
@@ -169,11 +154,8 @@ class CheckpointStore:
     def commit(self, step: int, finish: Callable[[], None] = lambda: None) -> Path:
         """Call ``finish``, wait until the folder of ``begin`` is on disk, and rename it to ``step_<step>``.
 
-        Removes older checkpoints beyond ``num_to_keep``, but not the best one. Removes newer checkpoints too: the run
-        was resumed from before them.
-
-        Raises:
-            UserError: as ``begin``.
+        Removes older checkpoints beyond ``num_to_keep``, but not the best one; and newer checkpoints: the run was
+        resumed from before them. Raises as ``begin``.
         """
         final, writing = self._directory / f"step_{step}", self._writing(step)
         with self._cleaned_up():
@@ -239,7 +221,7 @@ class CheckpointStore:
         return sorted(self._whole())
 
     def without(self, checkpoint: Path) -> str:
-        """Return the end of a message on a damaged checkpoint: which folder to delete, and what ``--resume`` does then.
+        """Return the end of a message on a damaged checkpoint.
 
         ``"delete the folder runs/mine/checkpoints/step_20 and --resume goes on from step_10"``
         """

@@ -47,12 +47,10 @@ class MetricsLogger:
         self._events: dict[str, _EventFile] = {}
 
     def log(self, stage: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one iteration of ``stage``; both files have them when this returns.
+        """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
 
-        ``log("rl", 3, {"rollout/reward": 0.61, "time/iteration_s": 4.2})``
-
-        A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed
-        from iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
+        A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
+        iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
 
         Raises:
             ValueError: a metric is named ``stage`` or ``iteration``.
@@ -140,8 +138,6 @@ class _EventFile:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl``, oldest first, without a last line that a crash cut off.
-
-    Infinite values and NaN, stored as text, are floats again.
 
     Raises:
         RunDirectoryError: the folder has no metrics, or a complete line cannot be read.

@@ -17,7 +17,6 @@ import math
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
@@ -134,16 +133,10 @@ def render_table(report: RunReport) -> Table:
 
 
 class PeakMemory:
-    """Samples the memory of this process and its descendants while the ``with`` block runs.
+    """Samples the memory of this process and its descendants while the ``with`` block runs, as ``peak_bytes``.
 
-    Ray's daemons and workers descend from the driver that started them (``ray.init`` without a running cluster), so
-    the figure covers a run on one machine; actors on other machines are not in it.
-
-    ::
-
-        with PeakMemory() as memory:
-            algorithm.train()
-        memory.peak_bytes
+    Ray's daemons and workers descend from the driver that started them (``ray.init`` without a running cluster), so the
+    figure covers a run on one machine; actors on other machines are not in it.
     """
 
     def __init__(self, interval_s: float = 3.0) -> None:
@@ -160,9 +153,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Take a last sample and stop."""
         self._stop.set()
         self._thread.join()

@@ -56,12 +56,7 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
 
 
 def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) -> RunConfig:
-    """Change keys of ``learners`` in the stored configuration, such as the number of ranks; return the new one.
-
-    Args:
-        run_dir: the run directory.
-        config: the return value of ``open_run_directory``.
-        assignments: such as ``["learners.num_learners=8", "learners.zero_stage=3"]``.
+    """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
     Raises:
         ConfigError: a key of another section or ``learners.lora``, which a checkpoint depends on, or a wrong value.
@@ -130,12 +125,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 def keep_trajectories(
     run_dir: Path, name: str, batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]
 ) -> None:
-    """Write ``trajectories/<name>.arrow``, whole or not at all.
-
-    Args:
-        run_dir: the run directory.
-        name: such as ``iteration_00010``.
-        batches: trajectory groups, as record batches or as references to them.
+    """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all.
 
     Raises:
         OSError: the file cannot be written; ``ENOSPC`` if there is no room.

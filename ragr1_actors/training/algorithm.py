@@ -82,14 +82,7 @@ class Algorithm:
     ) -> None:
         """Train with fleets that were started; ``start`` starts them.
 
-        Args:
-            config: of the run.
-            run_dir: an absolute path; the run writes into it.
-            workspace: what ``prepare`` returned.
-            sampler: samples with the policy that is trained.
-            learners: learn.
-            placement: of the env runners and the learners.
-            held: holds interrupts back while the learner and the task sampler are between two states.
+        ``run_dir`` is absolute. ``held`` holds interrupts back while learner and task sampler are between two states.
         """
         self.config = config
         self.run_dir = run_dir
@@ -126,12 +119,6 @@ class Algorithm:
     @classmethod
     def start(cls, config: RunConfig, run_dir: Path, workspace: Workspace, held: HeldBlock = nullcontext) -> Self:
         """Start the fleets over prepared data, and wait until they are ready. Ray is initialised if any has actors.
-
-        Args:
-            config: of the run.
-            run_dir: the directory of the run, new or resumed.
-            workspace: what ``prepare`` returned.
-            held: see ``__init__``.
 
         Raises:
             UserError: a setting cannot be used.
@@ -313,10 +300,8 @@ class Algorithm:
     def evaluate(self, name: str = "") -> EvalResult:
         """Answer the held-out tasks greedily. Call it between iterations.
 
-        A task is asked again if the machinery failed, at most ``env_runners.max_task_retries`` times.
-
-        Args:
-            name: the trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
+        A task is asked again if the machinery failed, at most ``env_runners.max_task_retries`` times. The trajectories
+        are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
 
         Raises:
             FleetError: every task failed.
@@ -332,11 +317,9 @@ class Algorithm:
     def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> Path:
         """Write the checkpoint ``step_<iteration>``: the policy as a Hugging Face folder, and what ``restore`` needs.
 
-        Args:
-            extra: the caller's JSON, which ``restore`` returns.
-            score: the value of ``checkpointing.best_metric``, if this policy was evaluated.
-            wait: False returns once the state is copied; it is written while training continues. An error of writing
-                is then raised by the next ``train``, ``save`` or ``stop``.
+        ``extra`` is the caller's JSON, which ``restore`` returns; ``score`` the value of ``checkpointing.best_metric``,
+        if this policy was evaluated. With ``wait=False`` the copied state is written while training continues, and an
+        error of writing is raised by the next ``train``, ``save`` or ``stop``.
 
         Raises:
             UserError: there is no room on disk, or the folder cannot be written.
@@ -418,27 +401,14 @@ class CheckpointSaver:
         self._writing = Path()
 
     def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
-        """Begin the checkpoint ``step_<step>``, once the one before is whole.
-
-        Args:
-            step: iterations done.
-            state: JSON, written beside the learners' state.
-            score: the value of ``checkpointing.best_metric``, if this policy was evaluated.
-
-        Raises:
-            UserError: there is no room on disk, or the folder cannot be written.
-        """
+        """Begin the checkpoint ``step_<step>``, once the one before is whole; errors as of ``Algorithm.save``."""
         self.finish()
         self._writing = self._store.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
         self._learners.begin_save(self._writing)
         self._step = step
 
     def commit_if_written(self) -> None:
-        """Give the checkpoint its name if it is written; return at once if it is not.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Give the checkpoint its name if it is written; return at once if it is not. Raises as ``finish``."""
         if self._step is not None and self._learners.is_written():
             self.finish()
 

@@ -30,12 +30,7 @@ class GroupBuffer:
     """
 
     def __init__(self, max_policy_lag: int, max_set_aside: int = 0) -> None:
-        """Hold no group yet.
-
-        Args:
-            max_policy_lag: versions that a group may be behind the policy it trains.
-            max_set_aside: groups per batch that may be set aside; 0 is no dynamic sampling.
-        """
+        """Take groups up to ``max_policy_lag`` versions behind; 0 for ``max_set_aside`` is no dynamic sampling."""
         self._max_policy_lag = max_policy_lag
         self._max_set_aside = max_set_aside
         self._groups: deque[FinishedGroup] = deque()

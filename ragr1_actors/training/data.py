@@ -120,9 +120,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
 
 
 def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
-    """Return the index that ``retrieval`` names; else build it from the corpus into ``run_dir``.
-
-    Returns None if ``retrieval.type`` needs no index.
+    """Return the index that ``retrieval`` names, or build it from the corpus into ``run_dir``; None if none is needed.
 
     Raises:
         UserError: the index or the corpus cannot be used.
@@ -162,13 +160,9 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
 
 
 def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], index_dir: Path | None) -> str:
-    """Return ``policy.model``; a tiny policy is made in ``run_dir``, with a tokenizer for the texts of the run.
+    """Return ``policy.model``; a tiny policy is made in ``run_dir``.
 
-    Args:
-        config: of the run.
-        run_dir: the tiny policy's folder is ``policy`` in it.
-        tasks: the tokenizer is trained on their questions, and on the passages of the index.
-        index_dir: None for no index.
+    Its tokenizer is trained on the questions of ``tasks`` and the passages of the index.
     """
     policy = config.policy
     if policy.model != TINY:
@@ -219,10 +213,10 @@ def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tup
 
 
 def learnable(groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Counter[str]]:
-    """Return the played demonstrations that hold decisions, and the number of decisions per category.
+    """Return the played demonstrations with decisions, and their number by category: ``{"first_search": 198, ...}``.
 
-    The second is ``{"first_search": 198, ...}``. A warning is logged if some demonstrations failed: if those that
-    answer all fail, because of a reward for example, the policy would learn never to answer.
+    A warning is logged if some demonstrations failed: if those that answer all fail, because of a reward for example,
+    the policy would learn never to answer.
 
     Raises:
         FleetError: all demonstrations failed.

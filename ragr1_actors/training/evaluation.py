@@ -52,12 +52,9 @@ def evaluate(
 ) -> EvalResult:
     """Answer tasks greedily with a checkpoint, as its run does at the end of a stage. Nothing is written.
 
-    Args:
-        path: a run directory, whose newest checkpoint is taken; or one of its checkpoints, such as
-            ``runs/mine/checkpoints/best``.
-        tasks: a task file; None takes the tasks that the run held out.
-        index: an index directory; None takes the run's own.
-        num_tasks: the number of tasks; None takes as many as the run evaluates.
+    ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
+    ``runs/mine/checkpoints/best``. None takes the tasks that the run held out, the run's own index, and as many tasks
+    as the run evaluates.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
@@ -91,10 +88,7 @@ def ask(path: Path, question: str) -> Trajectory:
 def sampler_config(run: RunConfig, run_dir: Path, index: Path | None = None) -> SamplerConfig:
     """Return what is needed to sample in this process as a run does, without its fleets.
 
-    Args:
-        run: the run's configuration.
-        run_dir: its directory; ``index`` in it is used if the run has built one.
-        index: an index directory; None takes the run's own.
+    ``index`` is None for the run's own, which is ``index`` in ``run_dir`` if the run has built one.
     """
     return SamplerConfig(
         environment=run.environment,
@@ -195,14 +189,9 @@ def select(
 
         {"id": "17", "question": "...", "golden_answers": ["Delhi"], "pass_rate": 0.3, "num_samples": 10}
 
-    Args:
-        source: a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does.
-        tasks: a task file.
-        out: a file that does not exist yet.
-        settings: how tasks are sampled and which are kept.
-        overrides: ``section.key=value`` ..., for the recipe or the run.
-        index: an index directory; None takes the recipe's or the run's own.
-        on_task: called with the number of tasks done and the number of all tasks.
+    ``source`` is a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does. ``overrides`` are
+    ``section.key=value`` for it. ``out`` does not exist yet. ``index`` is None for the recipe's or the run's own.
+    ``on_task`` is called with the number of tasks done and the number of all tasks.
 
     Raises:
         UserError: a file, recipe or run cannot be used; or no task would be kept.
@@ -293,11 +282,8 @@ def choose(
 ) -> tuple[list[Task], SelectionCounts]:
     """Return the tasks to keep, in their order, and the number of tasks per class.
 
-    Args:
-        tasks: all of them.
-        successes: correct answers among ``settings.num_samples``, by task id; a task without an entry has failed.
-        settings: which are kept.
-        seed: of the draw among the easier ones.
+    ``successes`` has the correct answers among ``settings.num_samples``, by task id; a task without an entry has
+    failed. ``seed`` is that of the draw among the easier tasks.
     """
     classes: dict[str, list[Task]] = {name: [] for name in ("never", "hard", "easy", "always", "failed")}
     tasks = list(tasks)

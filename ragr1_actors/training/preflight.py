@@ -22,9 +22,7 @@ _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     """Check every name of a run's configuration. The libraries behind known names are not imported.
 
-    Args:
-        config: of a run.
-        has_index: the run has made its index; the corpus is not needed any more.
+    ``has_index``: the run has made its index, and the corpus is not needed any more.
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
@@ -40,12 +38,7 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
 
 
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
-    """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval.
-
-    Raises:
-        ConfigError: as of ``check_names``.
-        DataError: ``retrieval.index`` names a directory without an index.
-    """
+    """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_environment(config.environment.env)
     _check_reward(config.environment.reward)
     _check_engine(config.env_runners.engine)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
@@ -274,9 +274,7 @@ class InterruptGuard:
             for number in _SIGNALS:
                 signal.signal(number, self._handle)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -51,15 +51,8 @@ def make_tiny_policy(
 ) -> None:
     """Write tokenizer and weights to ``directory``, for ``AutoTokenizer`` and ``AutoModelForCausalLM``.
 
-    Args:
-        directory: created if it is missing.
-        texts: the tokenizer is trained on them; their commonest words become tokens.
-        seed: of the weights.
-        vocab_size: maximum number of tokens; fewer if the texts have fewer words.
-        hidden_size: width of the model; the feed-forward layers are twice as wide.
-        num_layers: depth of the model.
-        num_heads: attention heads, of queries, keys and values.
-        max_position_embeddings: the longest context in tokens.
+    The commonest words of ``texts`` become tokens, ``vocab_size`` at most. The feed-forward layers are twice as wide as
+    ``hidden_size``. ``num_heads`` is that of queries, keys and values. ``max_position_embeddings`` is in tokens.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -45,14 +45,10 @@ def merged_weights(
     names: Collection[str] | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by their Hugging Face names, with the adapters merged.
+    """Yield weights by their Hugging Face names, with the adapters merged, in the engine's ``dtype``.
 
-    Args:
-        adapters: all of the policy's, by the names of their layers: ``...q_proj.lora_A.weight``.
-        base: what they are merged into.
-        dtype: of the engine; the learner has the base in it too.
-        names: weights to yield; ``None`` is those that have an adapter.
-        device: where to merge; by default where the adapters are.
+    ``adapters`` are all of the policy's, by the names of their layers: ``...q_proj.lora_A.weight``. ``names`` are the
+    weights to yield; None is those that have an adapter. ``device`` is where to merge; None is where the adapters are.
 
     Raises:
         EngineError: the folder is not on this node, or not that of a policy with these adapters.

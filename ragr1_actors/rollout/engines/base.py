@@ -44,14 +44,10 @@ class Engine(Protocol):
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
-        """Continue ``prompt_token_ids``.
+        """Continue ``prompt_token_ids``, the whole context of the trajectory ``request_id``.
 
-        Args:
-            prompt_token_ids: the whole context; the prefix that it shares with the last call of the same ``request_id``
-                is not computed again.
-            sampling: temperature, stop strings, seed and the number of new tokens.
-            request_id: one trajectory.
-            on_text: called with the turn's whole text so far whenever it has grown; it must return quickly.
+        The prefix that it shares with the last call of the same ``request_id`` is not computed again. ``on_text`` is
+        called with the turn's whole text so far whenever it has grown; it must return quickly.
 
         Raises:
             EngineError: the engine cannot answer this request.
@@ -66,20 +62,14 @@ class Engine(Protocol):
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
 
-        Args:
-            weights: every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
-                engines in ``MERGING_ENGINES``, with ``learners.lora``: adapters, and under ``BASE_KEY`` what they are
-                merged into, see ``engines/adapters.py``.
-            version: recorded with every token sampled from now on.
+        ``weights`` has every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
+        engines in ``MERGING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
+        merged into, see ``engines/adapters.py``. ``version`` is recorded with every token sampled from now on.
         """
         ...
 
     async def check(self) -> None:
-        """Return if the engine is alive. Quick, however busy the engine is.
-
-        Raises:
-            EngineDeadError: it is not.
-        """
+        """Return if the engine is alive, else raise ``EngineDeadError``. Quick, however busy the engine is."""
         ...
 
     async def close(self) -> None:
@@ -105,12 +95,10 @@ class ReceivingEngine(Protocol):
         ...
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
-        """Receive a part.
+        """Receive a part: as vLLM's backend does, or with ``host`` a safetensors file, ``blob``.
 
-        Args:
-            update_info: of vLLM's backend; with ``host`` the key ``base``, an ``AdapterBase`` as JSON that the adapters
-                are merged into (empty where they are weights), and ``is_last``.
-            blob: with ``host``, a safetensors file.
+        With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON that the adapters are merged into (empty
+        where they are weights), and ``is_last``.
         """
         ...
 
@@ -149,20 +137,11 @@ class ScriptedEngine:
     """Returns ``script[0]`` as the first turn of a request, ``script[1]`` as the second, and so on. Log-probs are 0."""
 
     def __init__(
-        self,
-        scripts: Mapping[str, Sequence[str]],
-        encode: EncodeFn,
-        version: int = 0,
-        *,
-        token_latency_s: float = 0.0,
+        self, scripts: Mapping[str, Sequence[str]], encode: EncodeFn, version: int = 0, *, token_latency_s: float = 0.0
     ) -> None:
-        """Play these scripts.
+        """Play turns by request id; ``version`` is reported for every token.
 
-        Args:
-            scripts: turns by request id.
-            encode: the policy's tokenizer.
-            version: policy version that is reported for every token.
-            token_latency_s: seconds per token, such as 0.02. With 0, a turn's text comes all at once.
+        ``token_latency_s`` is seconds per token, such as 0.02; with 0, a turn's text comes all at once.
         """
         self._scripts = scripts
         self._encode = encode
@@ -173,10 +152,7 @@ class ScriptedEngine:
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
-        """Return the next scripted turn of ``request_id``, cut at ``max_new_tokens``.
-
-        While only a part of its tokens is played, the text is the same part of its characters.
-        """
+        """Return the next scripted turn, cut at ``max_new_tokens``; a part of its tokens has that part of its text."""
         turn = self._next_turn.get(request_id, 0)
         script = self._scripts.get(request_id, ())
         if turn >= len(script):

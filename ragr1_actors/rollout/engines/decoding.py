@@ -76,12 +76,10 @@ class RowCache(Cache):
             used[:, :, [row_a, row_b]] = used[:, :, [row_b, row_a]]
 
     def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
-        """Select the rows of the next forward pass.
+        """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns.
 
-        Args:
-            rows: the rows, ``[n]``; a slice is read without a copy.
-            positions: the column that each new token is written to, ``[n, num_new]``.
-            length: columns to read.
+        A slice of rows is read without a copy. ``positions``, ``[n, num_new]``, are the columns that the new tokens are
+        written to.
         """
         self._rows, self._positions, self.length = rows, positions, length
         index = torch.arange(rows.start, rows.stop, device=self._device) if isinstance(rows, slice) else rows
@@ -124,13 +122,9 @@ class _RowLayer(CacheLayerMixin):
 
 
 def uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, step) by splitmix64 (Steele et al. 2014).
+    """Return one number in [0, 1) for each (seed, step), ``[n]`` each, by splitmix64 (Steele et al. 2014).
 
     A token therefore depends on its request's seed and its index only, not on the requests beside it.
-
-    Args:
-        seeds: ``[n]``.
-        steps: ``[n]``, the index of the new token.
     """
     with np.errstate(over="ignore"):
         z = seeds * np.uint64(0xD1342543DE82EF95) + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -142,16 +136,11 @@ def uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.
 
 
 def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token per row and return it with its log-prob under the distribution it was drawn from.
+    """Sample a token per row of ``logits``, ``[n, vocab]``; return ids, ``[n]`` int64, and log-probs, ``[n]`` float32.
 
-    Args:
-        logits: ``[n, vocab]``.
-        temperatures: ``[n]``; 0 is greedy, with the log-prob of temperature 1.
-        top_ps: ``[n]``; 1 keeps the whole distribution.
-        uniforms: ``[n]`` in [0, 1).
-
-    Returns:
-        token ids ``[n]`` int64 and log-probs ``[n]`` float32.
+    The log-probs are those of the distribution that was sampled from. ``temperatures``, ``[n]``: 0 is greedy, with the
+    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps the whole distribution. ``uniforms``, ``[n]``, are in [0,
+    1).
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
