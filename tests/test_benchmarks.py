@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import baselines, fleet, paced, rollout, sides, workload
@@ -248,7 +249,7 @@ def invoke(*arguments: str) -> str:
 def test_bench_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke("rollout") == (
-        f"error: no benchmarks/ in {tmp_path}; ragr1 bench runs in the folder of a checkout of the project"
+        f"error: no benchmarks/ in {tmp_path}; run ragr1 bench in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
     assert invoke("no_such") == "error: got bench no_such, expected one of learner, retrieval, rollout"
@@ -265,7 +266,7 @@ def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = invoke(*arguments, "--json").splitlines()
     assert list(json.loads(line)) == KEYS
     assert json.loads(line)["met"] is True
-    monkeypatch.setattr(cli, "_console", cli.Console(width=200))
+    monkeypatch.setattr(cli, "console", Console(width=200))
     table = invoke(*arguments)
     assert "seed 20250707" in table
     assert "driver_cpu" in table

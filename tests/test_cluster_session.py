@@ -28,19 +28,24 @@ assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 """
 
 KILL = """
-import os, signal, time
+import os, signal, sys, time
+from pathlib import Path
 from cluster.session import Session
 class Sleeper:
-    def pid(self): return os.getpid()
-    def sleep(self): time.sleep(60)
+    def sleep(self, started):
+        writing = Path(f"{started}.writing")
+        writing.write_text(str(os.getpid()))
+        writing.rename(started)
+        time.sleep(60)
 with Session():
     import ray
-    for _ in range(4):
+    for number in range(4):
         actor = ray.remote(num_cpus=0, max_restarts=-1)(Sleeper).remote()
-        pid = ray.get(actor.pid.remote())
-        call = actor.sleep.remote()
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGKILL)
+        started = Path(sys.argv[1], str(number))
+        call = actor.sleep.remote(str(started))
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(int(started.read_text()), signal.SIGKILL)
         killed = time.monotonic()
         try:
             ray.get(call)
@@ -94,7 +99,7 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_call_to_a_killed_actor_fails_at_once() -> None:
-    found = re.findall(r"failed after ([\d.]+)", run_script(KILL))  # Ray says more
+def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
+    found = re.findall(r"failed after ([\d.]+)", run_script(KILL, str(tmp_path)))  # Ray prints more
     assert len(found) == 4
     assert min(map(float, found)) < 0.8  # a busy machine delays some of them; a wait of 1 s would delay all

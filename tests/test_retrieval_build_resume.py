@@ -223,7 +223,7 @@ def test_a_process_that_is_ended_in_the_middle_is_continued(tmp_path: Path, numb
         str(write_modules(tmp_path / "model", "mean")),
     )
     store = building_dir(tmp_path / "index") / "embeddings"
-    assert wait_for(lambda: any(store.glob("*.npy")), 200, process), process.communicate()
+    assert wait_for(lambda: any(store.glob("shard-??????.npy")), 200, process), process.communicate()
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode != 0

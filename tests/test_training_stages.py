@@ -60,7 +60,7 @@ class Unsearchable(SearchEnv):
 def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_path: Path) -> None:
     config = make_config(files, {"num_steps": 2, "num_demonstrations": 16}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", reward=f"{__name__}:never_a_number")
-    with pytest.raises(FleetError, match=r"gave a reward of nan, expected a finite number; mend environment\.reward"):
+    with pytest.raises(FleetError, match=r"gave a reward of nan, expected a finite number; fix environment\.reward"):
         execute(config, tmp_path / "run")
 
 

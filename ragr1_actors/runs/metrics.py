@@ -26,6 +26,8 @@ from ragr1_actors.core.files import write_file
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 TIME_PREFIX = "time/"
+TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/")
+"""Of metrics that depend on timing: wall times, and load and health of the fleets."""
 _RESERVED = ("iteration", "stage")
 
 
@@ -174,8 +176,8 @@ def _read_line(line: str, where: str) -> dict[str, Any]:
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without wall times; two runs with the same seed agree in them."""
-    return {name: value for name, value in metrics.items() if not name.startswith(TIME_PREFIX)}
+    """Return the metrics without wall times and the fleets' load; two runs with the same seed agree in them."""
+    return {name: value for name, value in metrics.items() if not name.startswith(TIMING_PREFIXES)}
 
 
 def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
