@@ -14,6 +14,8 @@
 PYTHON ?= python3
 ARGS ?=
 NAME ?= rollout
+# Test processes; each test file runs whole in one of them, and each process starts one Ray cluster at most.
+WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
@@ -23,10 +25,11 @@ train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 unit: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "not ray and not engine and not slow and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+		-m "not ray and not engine and not slow and not vllm" $(ARGS)
 
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed
