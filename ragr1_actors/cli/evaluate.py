@@ -129,11 +129,7 @@ def render_trajectory(trajectory: Trajectory) -> Text:
 
 
 def example_question(run_dir: Path) -> str:
-    """Return a question of the run's last batch, one that was answered with searches if there is any.
-
-    Raises:
-        DataError: the file of the last batch is damaged.
-    """
+    """Return a question of the last batch, answered with searches if any is; ``DataError`` if its file is damaged."""
     import pyarrow as pa
 
     from ragr1_actors.core.schema import read_trajectories

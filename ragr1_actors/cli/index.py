@@ -191,11 +191,7 @@ def serve(
 
 
 def parse_options(assignments: list[str] | None) -> dict[str, Any]:
-    """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``; values are YAML.
-
-    Raises:
-        UserError: an assignment without an equals sign, or a value that is not YAML.
-    """
+    """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``; values are YAML. ``UserError`` on another form."""
     import yaml
 
     options: dict[str, Any] = {}

@@ -293,11 +293,7 @@ class LoraSettings(Section):
 
 
 def read_lora(options: dict[str, Any]) -> LoraSettings | None:
-    """Return the settings in ``learners.lora``; None if it is empty.
-
-    Raises:
-        ConfigError: an unknown key, or a value out of range.
-    """
+    """Return the settings in ``learners.lora``, None if it is empty; ``ConfigError`` on a wrong key or value."""
     return LoraSettings.read(options, "learners.lora") if options else None
 
 

@@ -82,11 +82,7 @@ def is_no_room(error: BaseException) -> bool:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write named arrays of any shape as one safetensors file.
-
-    Raises:
-        OSError: the file cannot be written; ``ENOSPC`` where there is no room.
-    """
+    """Write named arrays of any shape as one safetensors file; ``OSError``, such as ``ENOSPC``, if that fails."""
     contiguous = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
     try:
         save_file(contiguous, path)
@@ -120,11 +116,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        DataError: the file is missing or is not JSON.
-    """
+    """Read a JSON file; ``DataError`` if it is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -132,11 +124,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_as(kind: type[T], path: Path) -> T:
-    """Read a JSON file as a dataclass or pydantic model.
-
-    Raises:
-        DataError: the file is missing, is not JSON, or a key is missing, unknown or has a wrong value.
-    """
+    """Read a JSON file as a dataclass or pydantic model; ``DataError`` as of ``read_json`` and ``validated``."""
     return validated(kind, read_json(path), str(path))
 
 

@@ -69,11 +69,7 @@ def choose_backend(config: SamplerConfig) -> WeightBackend:
 
 
 def check_transport(config: RunConfig) -> None:
-    """Refuse a transport that this configuration cannot have.
-
-    Raises:
-        ConfigError: what was got, what was expected, and what to change.
-    """
+    """Refuse, with a ``ConfigError``, a transport that this configuration cannot have."""
     transport = config.env_runners.weight_transport
     if transport == "broadcast" and not config.env_runners.num_env_runners:
         raise ConfigError(

@@ -153,11 +153,7 @@ class EnvRunnerGroup:
             self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
 
     def wait_until_ready(self) -> None:
-        """Return once every runner has loaded its engine.
-
-        Raises:
-            FleetError: an engine did not load.
-        """
+        """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if not self._runners:
             return
         try:
@@ -204,11 +200,7 @@ class EnvRunnerGroup:
         self._loads.append((sum(loads) / max(1, len(loads)), queue))
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
-        """Call ``func`` with every healthy runner, in its process, and return the results.
-
-        Raises:
-            FleetError: ``func`` raised, or a runner died.
-        """
+        """Return ``func(runner)`` of every healthy runner, from its process; ``FleetError`` if it raised or died."""
         if self._local is not None:
             return [func(self._local)]
         calls: list[Any] = [runner.handle.apply.remote(func) for runner in self._runners if runner.is_healthy]

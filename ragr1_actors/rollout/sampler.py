@@ -79,11 +79,7 @@ class Sampler:
         self.stop()
 
     def wait_until_ready(self) -> None:
-        """Return once every actor has loaded its index or engine.
-
-        Raises:
-            FleetError: an actor did not start.
-        """
+        """Return once every actor has loaded its index or engine; ``FleetError`` if one did not start."""
         self._retrievers.wait_until_ready()
         self.env_runners.wait_until_ready()
 

@@ -102,11 +102,7 @@ class TaskSampler:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``get_state`` over the same tasks.
-
-        Raises:
-            RunDirectoryError: the tasks differ.
-        """
+        """Continue from ``get_state`` over the same tasks; ``RunDirectoryError`` if the tasks differ."""
         by_id = {task.task_id: task for task in self._tasks}
         unknown = [task_id for task_id, *_ in state["outstanding"] if task_id not in by_id]
         if unknown or state["cursor"] > len(self._tasks):

@@ -16,11 +16,7 @@ class PolicyTokenizer:
     """A Hugging Face tokenizer with the methods that a trajectory needs."""
 
     def __init__(self, policy_dir: str | Path) -> None:
-        """Load the tokenizer and the end-of-sequence ids of a Hugging Face folder or hub name.
-
-        Raises:
-            ConfigError: no tokenizer can be loaded, or it has no end-of-sequence token.
-        """
+        """Load the tokenizer and end-of-sequence ids of a folder or hub name; ``ConfigError`` if either is missing."""
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(policy_dir)
         except (OSError, ValueError) as error:

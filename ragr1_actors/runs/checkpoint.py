@@ -88,20 +88,12 @@ class Standing(_Stored):
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Read ``state.json`` of a checkpoint.
-
-    Raises:
-        DataError: the file is missing, is not JSON, or has a wrong key or value; the message names it.
-    """
+    """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged, as of ``read_json_as``."""
     return read_json_as(RunState, checkpoint / STATE_FILE)
 
 
 def read_standing(extra: dict[str, Any]) -> Standing:
-    """Read ``RunState.extra`` of a ``TrainingRun``.
-
-    Raises:
-        DataError: it has a wrong key or value.
-    """
+    """Read ``RunState.extra`` of a ``TrainingRun``; ``DataError`` on a wrong key or value."""
     return validated(Standing, extra, f"extra in {STATE_FILE}")
 
 

@@ -35,11 +35,7 @@ class MetricsLogger:
     """Appends to ``metrics.jsonl`` and ``tensorboard/`` of one run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Open the files for appending; makes ``run_dir`` if it does not exist.
-
-        Raises:
-            RunDirectoryError: ``metrics.jsonl`` of an earlier process is damaged.
-        """
+        """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE

@@ -413,11 +413,7 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is whole; return at once if none was.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Wait until the checkpoint that was begun, if any, is whole; ``UserError`` if it could not be written."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -433,9 +429,5 @@ class CheckpointSaver:
             )
 
     def restore(self, checkpoint: Path) -> None:
-        """Bring the learners to the state of a checkpoint; the number of ranks may differ.
-
-        Raises:
-            DataError: a file of it is damaged, or of another model.
-        """
+        """Load a checkpoint, over any number of ranks; ``DataError`` if a file is damaged or of another model."""
         self._learners.load_state(checkpoint / LEARNER_FILE)

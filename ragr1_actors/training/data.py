@@ -88,11 +88,7 @@ def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
 
 
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
-    """Return the training tasks, at most ``num_eval_tasks`` evaluation tasks, and notes on the files.
-
-    Raises:
-        DataError: a task file cannot be used.
-    """
+    """Return training tasks, at most ``num_eval_tasks`` evaluation tasks, and notes; ``DataError`` on a bad file."""
     environment = config.environment
     notes: list[str] = []
     if environment.tasks == WORLD:

@@ -232,11 +232,7 @@ def _check_arguments(tasks: Path, out: Path, settings: SelectionSettings) -> Non
 def selection_config(
     source: str, settings: SelectionSettings, overrides: Iterable[str], index: Path | None
 ) -> SamplerConfig:
-    """Return how a recipe, run or checkpoint samples, with ``settings.max_turns`` and its own policy and index.
-
-    Raises:
-        UserError: there is no such recipe, run or key.
-    """
+    """Return how a recipe, run or checkpoint samples, with its policy and index; ``UserError`` on an unknown one."""
     overrides = list(overrides)
     for name in (override.partition("=")[0] for override in overrides):
         if name in _TAKEN_AS:

@@ -52,11 +52,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
 
 
 def check_environment(name: str) -> type[TextEnv]:
-    """Return the environment's class.
-
-    Raises:
-        ConfigError: it is no ``TextEnv``, lacks a method, or takes other arguments.
-    """
+    """Return the environment's class; ``ConfigError`` if it is no ``TextEnv``, lacks methods or takes other input."""
     key = "environment.env"
     env_class = _load(key, name, ENVS)
     _check_class(key, name, env_class, TextEnv, "(settings, context)", 2)

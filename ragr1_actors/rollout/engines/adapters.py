@@ -30,11 +30,7 @@ _WEIGHT_FILE = "model.safetensors"
 
 
 def base_names(base: AdapterBase) -> list[str]:
-    """Return the names of all weights of the base.
-
-    Raises:
-        EngineError: the folder is not on this node.
-    """
+    """Return the names of all weights of the base; ``EngineError`` if the folder is not on this node."""
     return sorted(_read_weights(base.folder))
 
 
