@@ -35,8 +35,15 @@ from numpy.typing import NDArray
 from learners.algorithms.options import LearnerOptions, parse_options
 from learners.batches.packing import FlatTrajectories, MicroBatch, pack, plan
 from learners.batches.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor, init_distributed, shared_loading
-from learners.deepspeed.lr_schedule import AdamWSettings, Schedule
+from learners.deepspeed.deepspeed_engine import (
+    AdamWSettings,
+    DeepSpeedEngine,
+    Schedule,
+    State,
+    WholeTensor,
+    init_distributed,
+    shared_loading,
+)
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
@@ -144,17 +151,15 @@ class Learner(ABC):
         with self.loading():
             policy = self._load_policy(self.config.learners.gradient_checkpointing)
         self.pair_cost = pair_cost(policy.model)
-        self.policy = self.make_engine(policy, self.schedule.adamw)
+        self.policy = self.make_engine(policy)
 
-    def make_engine(
-        self, module: PolicyModel | ValueModel, settings: AdamWSettings, *, rests: bool = False
-    ) -> DeepSpeedEngine:
+    def make_engine(self, module: PolicyModel | ValueModel, *, rests: bool = False) -> DeepSpeedEngine:
         """Return the engine of a module to train, or of its adapters; ``rests`` is that of ``DeepSpeedEngine``."""
         if self.lora is not None:
             from learners.models.lora import add_adapters  # imports peft, 1-2 s
 
             add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
-        return DeepSpeedEngine(module, settings, self.config.learners, self.device, rests=rests)
+        return DeepSpeedEngine(module, self.schedule.adamw, self.config.learners, self.device, rests=rests)
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which modules that are trained are loaded; see ``shared_loading``."""
@@ -237,13 +242,10 @@ class Learner(ABC):
         meter.num_steps += 1
 
     def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
-        """Take one optimizer step.
+        """Take one optimizer step on the ``micro_batches`` of this rank.
 
-        Args:
-            micro_batches: of this rank.
-            columns: of the whole batch.
-            num_tokens: MODEL tokens in the micro-batches of all ranks.
-            meter: of the update.
+        ``columns`` are those of the whole batch; ``num_tokens`` counts the MODEL tokens in the micro-batches of all
+        ranks.
         """
         # The gap is measured on the first step, whose pass runs under the policy at the start of the update
         measures_gap = meter.num_steps == 0 and not self._scores_old_logprobs
@@ -364,8 +366,7 @@ class Learner(ABC):
     def get_state(self, *, keep: bool = True) -> State:
         """Return what a resumed run needs beside the folder of the policy. All ranks call together.
 
-        Args:
-            keep: False takes part in the gather, and returns step counts only.
+        With ``keep=False`` take part in the gather, and return step counts only.
         """
         state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
         for name, engine in self.engines().items():

@@ -44,9 +44,7 @@ class Meter:
     def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
         """Count the tokens of linear layers and the query-key pairs of attention, and how many are dummies or padding.
 
-        Args:
-            micro_batches: those of this rank.
-            in_blocks: whether attention computes the padded pairs of blocks; else those of the sequences only.
+        With ``in_blocks``, attention computes the padded pairs of blocks; else those of the sequences only.
         """
         for micro_batch in micro_batches:
             self._add("_computed", float(micro_batch.num_tokens))
@@ -137,12 +135,11 @@ class Meter:
 
 def _reduce(values: Mapping[str, torch.Tensor | float], device: torch.device, op: Any) -> dict[str, float]:
     """Reduce named numbers over all ranks. A rank with dummies only has fewer names than the others."""
+    keys = sorted(values)
     if dist.get_world_size() > 1:
         names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, sorted(values))
+        dist.all_gather_object(names, keys)
         keys = sorted(set().union(*names))
-    else:
-        keys = sorted(values)
     vector = torch.tensor([float(values.get(key, 0.0)) for key in keys], dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(vector, op=op)

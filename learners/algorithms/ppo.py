@@ -12,8 +12,7 @@ from learners.algorithms.options import LearnerOptions, PPOOptions
 from learners.algorithms.policy_gradient import PolicyGradientLearner
 from learners.batches.packing import MicroBatch
 from learners.batches.train_batch import TokenColumns, TrainBatch
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine
-from learners.deepspeed.lr_schedule import Schedule
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule
 from learners.losses import clipped_value_loss
 from learners.meter import Meter
 from learners.models.scoring import ValueModel
@@ -33,11 +32,9 @@ class PPOLearner(PolicyGradientLearner):
     def build(self) -> None:
         """Load the policy, and the critic from the same folder."""
         super().build()
-        checkpointing = self.config.learners.gradient_checkpointing
         with self.loading():
-            critic = ValueModel(self.policy_dir, self.dtype, checkpointing)
-        rests = "critic" in self.config.learners.offload
-        self.critic = self.make_engine(critic, self.schedule.adamw, rests=rests)
+            critic = ValueModel(self.policy_dir, self.dtype, self.config.learners.gradient_checkpointing)
+        self.critic = self.make_engine(critic, rests="critic" in self.config.learners.offload)
 
     @property
     def critic_schedule(self) -> Schedule:
@@ -73,12 +70,9 @@ class PPOLearner(PolicyGradientLearner):
         self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter
     ) -> None:
         for micro_batch in micro_batches:
-            old_values_M, returns_M = (
-                columns[name][micro_batch.column_index].to(self.device) for name in ("values", "returns")
-            )
-            values_M = self.critic(micro_batch)
-            loss_M = clipped_value_loss(values_M, old_values_M, returns_M, self.options.vf_clip)
+            chosen = columns.select(micro_batch.column_index, self.device)
+            values_M, returns_M = self.critic(micro_batch), chosen["returns"]
+            loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
             self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
             meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
-        critic_lr = self.critic_schedule.lr_at(self.step_index(meter))
-        meter.add_step(critic_grad_norm=self.critic.step(critic_lr))
+        meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(self.step_index(meter))))

@@ -10,7 +10,7 @@ import torch
 
 from learners.algorithms.options import LearnerOptions
 from learners.batches.train_batch import TokenColumns, TrainBatch
-from learners.deepspeed.lr_schedule import AdamWSettings, Schedule
+from learners.deepspeed.deepspeed_engine import AdamWSettings, Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs

@@ -228,17 +228,13 @@ def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING
     """Group neighbouring sequences into blocks. Sorted lengths give the fewest blocks; the result is the same."""
     blocks: list[Block] = []
     first, start, longest, used = 0, 0, 0, 0
-    for index in range(len(lengths) + 1):
-        if index < len(lengths):
-            new_longest = max(longest, lengths[index])
-            padded = (index - first + 1) * new_longest
-            if index == first or padded - used - lengths[index] <= max_padding * padded:
-                longest, used = new_longest, used + lengths[index]
-                continue
-        if index > first:
-            blocks.append(_block(start, lengths[first:index], longest))
-        if index < len(lengths):
-            first, start, longest, used = index, start + used, lengths[index], lengths[index]
+    for index, length in enumerate(lengths):
+        padded = (index - first + 1) * max(longest, length)
+        if index > first and padded - used - length > max_padding * padded:
+            blocks.append(_block(start, lengths[first:index]))
+            first, start, longest, used = index, start + used, 0, 0
+        longest, used = max(longest, length), used + length
+    blocks.append(_block(start, lengths[first:]))
     return PackedLayout(
         tuple(blocks),
         boundaries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
@@ -248,8 +244,8 @@ def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING
     )
 
 
-def _block(start: int, lengths: Sequence[int], longest: int) -> Block:
-    used = sum(lengths)
+def _block(start: int, lengths: Sequence[int]) -> Block:
+    used, longest = sum(lengths), max(lengths)
     slots = None
     if used != len(lengths) * longest:
         slots = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])

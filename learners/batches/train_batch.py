@@ -72,11 +72,7 @@ class TokenColumns:
         return columns[name]
 
     def with_columns(self, new: Mapping[str, torch.Tensor], source: str) -> TokenColumns:
-        """Return these columns and ``new`` ones.
-
-        Args:
-            new: tensors of shape ``[M]`` by name.
-            source: the method that returned them, for error messages: ``MyLearner.compute_advantages``.
+        """Return these columns and ``new`` ones; ``source`` is their method: ``MyLearner.compute_advantages``.
 
         Raises:
             ConfigError: ``new`` is not a dict, a value is not a tensor of ``[M]``, or a column is set already.
@@ -151,11 +147,8 @@ def make_batch(
 ) -> TrainBatch | None:
     """Leave out the trajectories that have no gradient; return None where no trajectory is left.
 
-    Args:
-        groups: of an update.
-        select_members: returns the trajectories to learn from, given those of a group that did not fail and have MODEL
-            tokens.
-        has_rollout_logprobs: whether an engine sampled the tokens.
+    ``select_members`` gets the trajectories of a group that did not fail and have MODEL tokens, and returns those to
+    learn from. ``has_rollout_logprobs`` tells whether an engine sampled the tokens.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []

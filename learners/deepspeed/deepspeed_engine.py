@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from learners.deepspeed.lr_schedule import AdamWSettings
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import DataError, LearnerError
 
@@ -38,6 +38,43 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAX_SKIPPED_STEPS = 10
 """Skipped steps in a row that end the run: the weights or the loss are broken, and later steps would be skipped too."""
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Settings of ``torch.optim.AdamW``; the learning rate is given with every step."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest norm of the gradient of one step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many optimizer steps an update takes, and how far each moves the weights."""
+
+    lr: float
+    warmup_steps: int = 0
+    num_steps: int = 0
+    """Optimizer steps over which the rate falls to zero along a cosine; 0 keeps it constant after the warm-up."""
+    num_epochs: int = 1
+    num_minibatches: int = 1
+    adamw: AdamWSettings = field(default_factory=AdamWSettings)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps of one update."""
+        return self.num_epochs * self.num_minibatches
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if not self.num_steps:
+            return self.lr
+        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class WholeTensor(NamedTuple):
@@ -66,9 +103,8 @@ def init_distributed(rank: int, world_size: int) -> torch.device:
         store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     if dist.get_world_size() != world_size:
-        raise RuntimeError(
-            f"this process is in a group of {dist.get_world_size()} ranks already, expected {world_size}"
-        )
+        num_ranks = dist.get_world_size()
+        raise RuntimeError(f"this process is in a group of {num_ranks} ranks already, expected {world_size}")
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
 
 
@@ -84,16 +120,10 @@ class DeepSpeedEngine:
         *,
         rests: bool = False,
     ) -> None:
-        """Give ``module`` to DeepSpeed. Call ``init_distributed`` first; all ranks call together.
+        """Train the parameters of ``module`` that require a gradient. All ranks call, after ``init_distributed``.
 
-        bf16 needs master weights and gradient sums in fp32, which stages 0 and 1 lack: they become stage 2.
-
-        Args:
-            module: its parameters that require a gradient are trained.
-            settings: those of the optimizer.
-            learners: the ZeRO stage, and whether ``optimizer`` and ``params`` are in the host's memory.
-            device: the device of this rank.
-            rests: whether all tensors are in the host's memory outside ``in_use``.
+        bf16 needs master weights and gradient sums in fp32, which stages 0 and 1 lack: they become stage 2. With
+        ``rests``, all tensors are in the host's memory outside ``in_use``.
         """
         deepspeed = _import_deepspeed()
         self.dtype = next(module.parameters()).dtype
@@ -105,9 +135,8 @@ class DeepSpeedEngine:
         self._grad_norm = 0.0
         self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        config = _deepspeed_config(
-            self.zero_stage, self.dtype, learners.offload, settings.grad_clip, num_elements(parameters)
-        )
+        num_trained = num_elements(parameters)
+        config = _deepspeed_config(self.zero_stage, self.dtype, learners.offload, settings.grad_clip, num_trained)
         _place(module, device, self.zero_stage, config)
         adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
@@ -238,14 +267,14 @@ class DeepSpeedEngine:
     def get_state(self, *, keep: bool = True) -> State:
         """Return the trained weights and their moments in fp32, and the step count. All ranks call together.
 
-        Args:
-            keep: False takes part in the gather only, and returns the step count only.
+        With ``keep=False`` take part in the gather, and return the step count only.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         self.reload_states()
         self._ensure_moments()
-        state: State = {"step": np.asarray(self._step_count(), dtype=np.int64)}
+        step = int(next(iter(self._adamw.state.values()))["step"])
+        state: State = {"step": np.asarray(step, dtype=np.int64)}
         for name, parameter in self._trained():
             if self.zero_stage == 0:
                 tensors = {"weight": parameter.detach(), **{key: self._adamw.state[parameter][key] for key in MOMENTS}}
@@ -321,9 +350,6 @@ class DeepSpeedEngine:
             return masters
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
-    def _step_count(self) -> int:
-        return int(next(iter(self._adamw.state.values()))["step"])
-
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the module; the engine cannot be used afterwards."""
         self._engine.destroy()
@@ -370,12 +396,9 @@ class ShardedModule:
     """A module that is not trained, sharded over the ranks (ZeRO stage 3); each layer is gathered when it runs."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, on_host: bool) -> None:
-        """Shard ``module``; all ranks call together.
+        """Shard ``module``, which is in evaluation mode, without gradients; all ranks call together.
 
-        Args:
-            module: in evaluation mode, without gradients.
-            device: the device of this rank.
-            on_host: whether a rank's share is in the host's memory between passes.
+        With ``on_host``, a rank's share is in the host's memory between passes.
         """
         deepspeed = _import_deepspeed()
         config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if on_host else [])
@@ -407,11 +430,7 @@ def shared_loading(zero_stage: int, dtype: torch.dtype, *, on_host: bool) -> Ite
     """Make transformers load models for ZeRO stage 3 in this context: a rank holds its share and one layer at most.
 
     Rank 0 reads a layer and sends the shares. All ranks load together. At other stages each rank reads the whole model.
-
-    Args:
-        zero_stage: stage of the engine that gets the model.
-        dtype: dtype of the model.
-        on_host: whether a rank's share is in the host's memory.
+    With ``on_host``, a rank's share is in the host's memory.
     """
     if zero_stage < 3:
         yield

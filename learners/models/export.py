@@ -24,10 +24,7 @@ def policy_tensors(
 ) -> Iterator[WholeTensor]:
     """Yield every parameter of the policy by Hugging Face name, a tied one once. All ranks gather in the same order.
 
-    Args:
-        engine: the engine of the policy.
-        lora: settings of its adapters, which are merged into their weights.
-        adapters_only: yield the adapters instead.
+    With ``lora``, adapters are merged into their weights; ``adapters_only`` yields the adapters instead.
     """
     tensors: Iterator[WholeTensor]
     if lora is None:

@@ -51,10 +51,8 @@ class PolicyModel(nn.Module):
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens of a packed row."""
         hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
-        return self._score(hidden_TC.index_select(0, batch.predict_positions), batch.target_ids)
-
-    def _score(self, hidden_MC: torch.Tensor, target_ids_M: torch.Tensor) -> TokenOutputs:
-        return TokenOutputs(*self.model.get_output_embeddings()(hidden_MC, target_ids_M, self.temperature))
+        hidden_MC = hidden_TC.index_select(0, batch.predict_positions)
+        return TokenOutputs(*self.model.get_output_embeddings()(hidden_MC, batch.target_ids, self.temperature))
 
 
 class ValueModel(nn.Module):
