@@ -90,9 +90,7 @@ class LearnerGroup:
     def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None) -> None:
         """Start the actors of ``config.learners``; with ``num_learners = 0`` the learner is in this process.
 
-        Args:
-            config: the configuration of the run.
-            actor_options: returns the Ray options of a rank's actor, such as its placement.
+        ``actor_options`` returns the Ray options of a rank's actor, such as its placement.
 
         Raises:
             FleetError: an actor did not start.

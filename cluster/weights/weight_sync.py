@@ -63,13 +63,9 @@ class WeightSync:
     """Publishes from learners to env runners."""
 
     def __init__(self, source: Publisher, sink: WeightSink, transport: TransportName, **delivery: Any) -> None:
-        """Publish by ``transport``; with ``ipc``, the runners are awake and have version 0.
+        """Publish from learners to env runners; with ``ipc``, the runners are awake and have version 0.
 
-        Args:
-            source: the learners.
-            sink: the env runners.
-            transport: drawn at the head of this file.
-            delivery: fields of ``Delivery`` other than version and receivers.
+        ``delivery`` has the fields of ``Delivery`` other than version and receivers.
         """
         self.num_fallbacks = 0
         """Versions that some runner got through the object store instead."""

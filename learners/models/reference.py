@@ -19,15 +19,12 @@ class Reference(Protocol):
 
     def in_use(self) -> AbstractContextManager[None]:
         """Make the reference ready to score in this context."""
-        ...
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return log-probs of the MODEL tokens, ``[M]``. All ranks call together, equally often."""
-        ...
 
     def close(self) -> None:
         """Release the reference."""
-        ...
 
 
 def make_reference(
@@ -62,15 +59,9 @@ class _PolicyWithoutAdapters:
 
 
 class _SecondPolicy:
-    """A policy that is not trained.
+    """A policy that is not trained; if it rests, it is in the host's memory between two uses.
 
-    ============ ============================== ==========================================
-    ZeRO stage   in use                         between two uses, if it rests
-    ============ ============================== ==========================================
-    0, 1, 2      whole on every rank's device   whole in the host's memory of every rank
-    3            sharded over the ranks,        sharded, in the host's memory
-                 gathered layer by layer
-    ============ ============================== ==========================================
+    It is whole on every rank, or at ZeRO stage 3 sharded over the ranks and gathered layer by layer.
     """
 
     def __init__(self, policy: PolicyModel, device: torch.device, *, zero_stage: int, rests: bool) -> None:

@@ -66,9 +66,8 @@ def _layers(adapters: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the layers that have an adapter: ``model.layers.0.self_attn.q_proj``."""
     parts = {(*name.rpartition(".lora_")[::2],) for name in adapters}
     layers = sorted({layer for layer, _ in parts})
-    missing = [
-        f"{layer}.lora_{part}" for layer in layers for part in ("A.weight", "B.weight") if (layer, part) not in parts
-    ]
+    expected = {(layer, part) for layer in layers for part in ("A.weight", "B.weight")}
+    missing = [".lora_".join(pair) for pair in expected - parts]
     if missing or not layers:
         raise EngineError(f"weight update lacks {len(missing)} adapters, {min(missing, default='all')} among them")
     return layers

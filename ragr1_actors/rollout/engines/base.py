@@ -53,11 +53,9 @@ class Engine(Protocol):
             EngineError: the engine cannot answer this request.
             EngineDeadError: the engine does not answer any more; its runner has to be replaced.
         """
-        ...
 
     def release(self, request_id: str) -> None:
         """Forget the trajectory ``request_id``; its cache may be reused."""
-        ...
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
@@ -66,15 +64,12 @@ class Engine(Protocol):
         engines in ``MERGING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
         merged into, see ``engines/adapters.py``. ``version`` is recorded with every token sampled from now on.
         """
-        ...
 
     async def check(self) -> None:
         """Return if the engine is alive, else raise ``EngineDeadError``. Quick, however busy the engine is."""
-        ...
 
     async def close(self) -> None:
         """Free the model."""
-        ...
 
 
 @runtime_checkable
@@ -88,11 +83,9 @@ class ReceivingEngine(Protocol):
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Join the senders of vLLM's backend ``nccl`` or ``ipc``; not called with ``host``."""
-        ...
 
     async def start_weight_update(self) -> None:
         """Prepare for the parts of an update."""
-        ...
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
         """Receive a part: as vLLM's backend does, or with ``host`` a safetensors file, ``blob``.
@@ -100,11 +93,9 @@ class ReceivingEngine(Protocol):
         With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON that the adapters are merged into (empty
         where they are weights), and ``is_last``.
         """
-        ...
 
     async def finish_weight_update(self, version: int) -> None:
         """Swap the weights in; otherwise ``Engine.update_weights``."""
-        ...
 
 
 @runtime_checkable
@@ -113,14 +104,12 @@ class ColocatedEngine(ReceivingEngine, Protocol):
 
     async def sleep(self) -> None:
         """Free the device's memory, weights and cache. Requests in flight, and new ones, wait."""
-        ...
 
     async def wake_up(self, tag: WakeTag) -> None:
         """Allocate memory again: for ``weights``, which are received next, and afterwards for the ``kv_cache``.
 
         With the cache the requests go on; their part of it is computed again. An engine that is awake stays as it is.
         """
-        ...
 
 
 EngineClass = Callable[..., Engine]

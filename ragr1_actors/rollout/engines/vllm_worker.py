@@ -22,10 +22,7 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    record_metadata_for_reloading,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
