@@ -149,34 +149,26 @@ def parse_options(options_class: type[OptionsT], options: Mapping[str, Any], alg
         raise ConfigError(f"training.options.{name}: got {found!r}; {problem}") from error
 
 
+_ALGORITHMS: dict[str, tuple[str, type[LearnerOptions]]] = {
+    "cispo": ("grpo:CISPOLearner", CISPOOptions),
+    "dapo": ("grpo:DAPOLearner", DAPOOptions),
+    "dpo": ("dpo:DPOLearner", PreferenceOptions),
+    "dr_grpo": ("grpo:DrGRPOLearner", DrGRPOOptions),
+    "grpo": ("grpo:GRPOLearner", GroupOptions),
+    "gspo": ("grpo:GSPOLearner", GSPOOptions),
+    "ipo": ("dpo:IPOLearner", PreferenceOptions),
+    "ppo": ("ppo:PPOLearner", PPOOptions),
+    "reinforce_pp": ("grpo:ReinforcePPLearner", ReinforcePPOptions),
+    "rloo": ("grpo:RLOOLearner", RLOOOptions),
+    "sft": ("sft:SFTLearner", LearnerOptions),
+}
+
 LEARNERS: dict[str, type[Learner] | str] = {
-    "cispo": "learners.algorithms.grpo:CISPOLearner",
-    "dapo": "learners.algorithms.grpo:DAPOLearner",
-    "dpo": "learners.algorithms.dpo:DPOLearner",
-    "dr_grpo": "learners.algorithms.grpo:DrGRPOLearner",
-    "grpo": "learners.algorithms.grpo:GRPOLearner",
-    "gspo": "learners.algorithms.grpo:GSPOLearner",
-    "ipo": "learners.algorithms.dpo:IPOLearner",
-    "ppo": "learners.algorithms.ppo:PPOLearner",
-    "reinforce_pp": "learners.algorithms.grpo:ReinforcePPLearner",
-    "rloo": "learners.algorithms.grpo:RLOOLearner",
-    "sft": "learners.algorithms.sft:SFTLearner",
+    name: f"learners.algorithms.{learner}" for name, (learner, _) in _ALGORITHMS.items()
 }
 """Learner classes by the value of ``training.algorithm``; a class is imported when it is used."""
 
-OPTIONS: dict[str, type[LearnerOptions]] = {
-    "cispo": CISPOOptions,
-    "dapo": DAPOOptions,
-    "dpo": PreferenceOptions,
-    "dr_grpo": DrGRPOOptions,
-    "grpo": GroupOptions,
-    "gspo": GSPOOptions,
-    "ipo": PreferenceOptions,
-    "ppo": PPOOptions,
-    "reinforce_pp": ReinforcePPOptions,
-    "rloo": RLOOOptions,
-    "sft": LearnerOptions,
-}
+OPTIONS = {name: options for name, (_, options) in _ALGORITHMS.items()}
 """``options_class`` of every learner, without importing the learner."""
 
 

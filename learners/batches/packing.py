@@ -112,15 +112,9 @@ class MicroBatch:
         """Copy to ``device``; return ``self`` if it is there already."""
         if device == self.token_ids.device:
             return self
-        return replace(
-            self,
-            token_ids=self.token_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            predict_positions=self.predict_positions.to(device),
-            target_ids=self.target_ids.to(device),
-            column_index=self.column_index.to(device),
-            layout=self.layout.to(device),
-        )
+        found = vars(self).items()
+        moved = {name: value.to(device) for name, value in found if isinstance(value, torch.Tensor | PackedLayout)}
+        return replace(self, **moved)
 
 
 def flatten(trajectories: Sequence[Trajectory]) -> FlatTrajectories:
