@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,8 +113,8 @@ class MicroBatch:
         """Copy to ``device``; return ``self`` if it is there already."""
         if device == self.token_ids.device:
             return self
-        found = vars(self).items()
-        moved = {name: value.to(device) for name, value in found if isinstance(value, torch.Tensor | PackedLayout)}
+        movable = (torch.Tensor, PackedLayout)
+        moved: dict[str, Any] = {k: value.to(device) for k, value in vars(self).items() if isinstance(value, movable)}
         return replace(self, **moved)
 
 
