@@ -9,7 +9,7 @@ A turn is the policy's reasoning followed by exactly one action::
 
 The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action, and nothing behind its closing tag is read.
 Text between ``<think>`` and the next ``</think>`` is never an action, and a ``<think>`` that is never closed
-reaches to the end of the turn. Everything here takes time linear in the text, whatever the text.
+reaches to the end of the turn. Everything here takes time linear in the length of any text.
 
 How queries are written inside ``<search>`` is ``environment.query_format``::
 

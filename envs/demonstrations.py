@@ -6,8 +6,8 @@ A demonstration is the list of a searcher's turns, written from the world's fact
     <think> found Ana Bell</think><search> Ana Bell</search>
     <think> found Riga</think><answer> Riga</answer>
 
-Where a turn has several queries, they stand in it as ``environment.query_format`` says. The ordinary rollout plays it
-against the ordinary retriever, so that what the policy learns from is what it will meet.
+The queries of a turn are written in ``environment.query_format``. Scripts run in the same trajectory loop and against
+the same retriever as a policy, so the policy learns from the observations that it will get.
 
 Demonstrations are a mixture of good and bad searching, as a small policy's own first attempts are: they teach the
 format, to copy, to read and to compare, but the commonest habit of some categories is a bad one. Which habits pay is
@@ -73,7 +73,7 @@ class Demonstrator:
     world: World
     max_queries_per_turn: int = 3
     query_format: QueryFormat = "lines"
-    """Of the turns; ``single`` asks one query a turn, whatever the limit."""
+    """How the queries of a turn are written; ``single`` asks one query per turn, even if the limit is higher."""
     mixture: Mapping[str, Mapping[Habit, float]] = field(default_factory=lambda: DEFAULT_MIXTURE)
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:

@@ -45,13 +45,13 @@ class TaskReport:
     num_duplicates: int = 0
     """Left out: the question stands earlier in the file."""
     num_conflicting: int = 0
-    """Of the duplicates, those whose answers differ from the ones that were kept."""
+    """Duplicates whose answers differ from those that were kept."""
     num_empty_questions: int = 0
     """Left out."""
     num_empty_answers: int = 0
     """Left out: no answer, or none that is left once articles and punctuation are removed, so nothing can match it."""
     num_questions_with_comma: int = 0
-    """Of the tasks kept, as are the next two. A policy that separates its queries by commas splits such a question."""
+    """Counted over the tasks kept, like the next two. A policy that separates queries by commas splits the question."""
     num_answers_with_comma: int = 0
     num_yes_no: int = 0
     """Every answer is yes or no: half of them are guessed."""
@@ -147,13 +147,13 @@ def question_key(question: str) -> str:
 
 
 def overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> list[str]:
-    """Return the evaluation questions that also stand in ``train``, in the order of ``evaluation``."""
+    """Return the evaluation questions that are also in ``train``, in the order of ``evaluation``."""
     seen = {question_key(task.question) for task in train}
     return [task.question for task in evaluation if question_key(task.question) in seen]
 
 
 def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[Task, ...]:
-    """Return the training tasks whose question does not stand in ``evaluation``.
+    """Return the training tasks whose question is not in ``evaluation``.
 
     The training side gives way, so that figures on a published evaluation set stay comparable.
     """

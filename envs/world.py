@@ -1,6 +1,6 @@
 """A small seeded world to search in: people, films, companies and cities, and questions about them.
 
-It stands in for Wikipedia where there is no network and no GPU. Every entity has one passage, titled with its name::
+It replaces Wikipedia on machines without a network or a GPU. Every entity has one passage, titled with its name::
 
     Ana Bell was born in Riga in the year 1931.             Silent River was filmed by Ana Bell in the year 1974.
     Novacor Mills was founded by Bo Cole in the year 1953.  Riga is a city in Latvia.
@@ -117,7 +117,7 @@ class Entity:
     place_or_maker: str
     """A person's city, a city's country, a film's director, a company's founder."""
     year: int | None = None
-    """Of birth, filming or founding; a city has none."""
+    """Year of birth, filming or founding; None for a city."""
 
     def passage(self) -> Passage:
         """Return the entity's passage."""
@@ -190,7 +190,7 @@ _Fact = tuple[frozenset[str], str, str]
 
 
 def _fact(task: Task) -> _Fact:
-    """Return what a question asks whatever its wording: its passages and its answer, or else its text."""
+    """Return a key of what a question asks, independent of its wording: passages and answer, or else its text."""
     return frozenset(task.supporting_ids), task.golden_answers[0], "" if task.supporting_ids else task.question
 
 

@@ -1,7 +1,7 @@
 """Advantages as pure functions over MODEL tokens.
 
 A token that the policy did not sample is no time step: the state after a MODEL token is the state before the next MODEL
-token, whatever retrieved text lies between them. (RAG-R1 runs GAE, whitening and the value loss over the retrieved
+token, with or without retrieved text between them. (RAG-R1 runs GAE, whitening and the value loss over the retrieved
 tokens too.)
 
 Notation: N trajectories; M MODEL tokens of all trajectories, one trajectory after another.

@@ -372,8 +372,8 @@ def has_costly_work(directory: Path) -> bool:
 def work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> Iterator[Path]:
     """Lock ``building_dir(out_dir)``, and rename it to ``out_dir`` once the block has filled it.
 
-    Whatever ends the block, a directory with costly work in it stays. One with only a whole corpus stays where the
-    block was interrupted; where it was refused, or there is not even that, nothing does.
+    If the block fails, a directory with vectors in it is kept, so that the next build continues. A directory with only
+    the corpus is kept if the block was interrupted, and removed if the build was refused.
 
     Raises:
         DataError: another process builds there, it is of a build with other arguments, or ``out_dir`` holds something.

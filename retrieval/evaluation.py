@@ -252,9 +252,9 @@ class Audit:
 def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
     """Look up every gold answer and every supporting id in a corpus, in one pass.
 
-    Answers and passages are normalised as for exact match (``normalize_answer``), and an answer stands in a passage
-    where all its words do, one after the other: "art" does not stand in "party". That it stands there does not say that
-    the passage answers the question: short answers stand in many. A supporting passage that was split is there too.
+    Answers and passages are normalised as for exact match (``normalize_answer``), and a passage contains
+    an answer if it has all its words in order: "party" does not contain "art". A passage that contains an answer need
+    not answer the question: many passages contain a short answer. A supporting passage that was split counts as found.
     """
     answers = {answer for task in tasks for answer in _answers(task) - _YES_NO}
     wanted_ids = {passage_id for task in tasks for passage_id in task.supporting_ids}

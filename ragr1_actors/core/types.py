@@ -46,7 +46,7 @@ class TokenKind(IntEnum):
     NOTICE = 3
     """The environment's own words: a malformed turn, the last turn."""
     INJECTED = 4
-    """Written into the policy's turn by somebody else (a forced prefix, say)."""
+    """Written into the policy's turn by code, such as a forced prefix."""
 
 
 class StopReason(StrEnum):
@@ -149,13 +149,13 @@ class RetrievalRecord:
     titles: tuple[str, ...]  # [<= k]
     texts: tuple[str, ...]  # [<= k]
     latency_s: float
-    """Of the query's own search, from asking to having."""
+    """From the request to the answer of this query."""
     waited_s: float = 0.0
-    """How much of it the trajectory stood waiting for, its turn being over; 0 where the search began early enough."""
+    """The part of it in which the trajectory waited after its turn ended; 0 if the search began early enough."""
     is_cached: bool = False
     """Answered from the searching process's cache."""
     index_version: str = ""
-    """Of the evidence, as in the index's manifest; empty where the retriever names none."""
+    """Version of the index, from its manifest; empty if the retriever has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
       .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
-Nothing is pickled: loading a checkpoint from somebody else cannot run code.
+Nothing is pickled: loading a checkpoint from another source cannot run code.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 TIME_PREFIX = "time/"
 TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/")
-"""Of metrics that depend on timing: wall times, and load and health of the fleets."""
+"""Prefixes of metrics that depend on timing: wall times, and load and health of the fleets."""
 _RESERVED = ("iteration", "stage")
 
 

@@ -12,7 +12,7 @@ r"""Corpus files in the formats they are published in, read as a stream of passa
 =============  ===================================================================================================
 
 All of them may be compressed with gzip. A record keeps the id it has; without one its title is the id, and from the
-title's second use on ``title#2``, ``title#3``. A paragraph that stands in many questions is one passage, and the same
+title's second use on ``title#2``, ``title#3``. A paragraph of many questions is one passage, and the same
 title with another text is ``title#2``.
 """
 
@@ -118,7 +118,7 @@ def _plain(record: Record, namer: Namer) -> Iterator[Passage]:
 
 
 def _contents(record: Record, namer: Namer) -> Iterator[Passage]:
-    """Search-R1's ``"Riga"\\nRiga lies in Latvia.``: the title stands in quotes on the first line."""
+    """Search-R1's ``"Riga"\\nRiga lies in Latvia.``: the first line is the title in quotes."""
     title, text = _title(record), record["contents"]
     head, newline, rest = text.partition("\n")
     head = head.strip()

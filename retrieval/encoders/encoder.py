@@ -36,7 +36,7 @@ from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Of an encoder's weights, beside ``auto``; vectors are always handed out as float32."""
+"""Types of an encoder's weights, beside ``auto``; the vectors it returns are always float32."""
 
 _CHUNK = 1024
 """Texts among which batches are formed."""
@@ -62,7 +62,7 @@ def passage_text(passage: Passage, title_repeats: int = 1) -> str:
 
 class _Batch(NamedTuple):
     positions: list[int]
-    """Of the texts."""
+    """Positions of the texts in the request."""
     features: dict[str, torch.Tensor]
     """What the model's first module takes: tensors of ``len(positions)`` rows."""
 

@@ -48,7 +48,7 @@ class Family:
 
     name: str
     pattern: str
-    """Of a model's name in lower case."""
+    """Regular expression over a model's name in lower case."""
     pooling: str
     query_prompt: str = ""
     passage_prompt: str = ""

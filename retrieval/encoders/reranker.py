@@ -20,7 +20,7 @@ from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.encoder import DTYPES, batch_by_length
 
 MAX_TOKENS = 512
-"""Of a query and a passage together; longer pairs are cut, the longer text first."""
+"""Length of a query and a passage together; longer pairs are cut, the longer text first."""
 
 _ARCHITECTURE = "ForSequenceClassification"
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}

@@ -417,7 +417,7 @@ class PoolSettings:
     """How a pool uses its replicas; keys of the recipe's ``retrieval`` section."""
 
     timeout_s: float = 30.0
-    """Of one attempt at one replica, and of the wait until any replica is up."""
+    """Limit of one attempt at one replica, and of the wait until any replica is up."""
     max_retries: int = 2
     """Attempts after the first one."""
     cache_size: int = 0

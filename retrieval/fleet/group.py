@@ -83,7 +83,7 @@ class RetrieverGroup:
 
     @property
     def num_healthy(self) -> int:
-        """Of ``handles``, those that answer a ping within 5 seconds. Blocks for as long as they are busy."""
+        """Number of actors in ``handles`` that answer a ping within 5 seconds. Blocks while they are busy."""
         return self._retrievers.num_healthy() if self._retrievers else 0
 
     def wait_until_ready(self) -> None:

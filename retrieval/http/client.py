@@ -231,7 +231,7 @@ class HttpClient:
     async def send(
         self, method: str, url: URL, *, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> HttpAnswer:
-        """Send one request with ``body`` as JSON and return the whole answer, whatever its status.
+        """Send one request with ``body`` as JSON and return the whole answer, with any status.
 
         Redirections are not followed: the headers may contain a key for this server only.
 

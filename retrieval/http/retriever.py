@@ -130,7 +130,7 @@ class HttpReplica:
     max_queries: int
     """Per request."""
     version: str
-    """Of the index, if the server does not report one."""
+    """Version of the index, if the server does not report one."""
     busy_tries: int
     """Requests while the server answers that it is busy."""
 

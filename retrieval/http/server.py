@@ -55,7 +55,7 @@ _PATHS = {"/retrieve", "/healthz", "/metrics"}
 _CLIENT_CLOSED = 499
 """Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Of the buckets of the duration histogram."""
+"""Upper bounds of the buckets of the duration histogram."""
 _MAX_QUOTED = 40
 _EXAMPLE = 'expected {"queries": ["a question"], "topk": 3}'
 
@@ -370,7 +370,7 @@ class BackgroundRetriever:
         return await self._pool.search(queries, k)
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
-        """Search one batch in the thread, for the pool; raises only ``RetrievalError``, whatever the cause."""
+        """Search one batch in the thread, for the pool; raises only ``RetrievalError``, for every cause."""
         try:
             found = await self._call(lambda: self._retriever.search_batch(queries, k))
         except RetrievalError:

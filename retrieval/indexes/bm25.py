@@ -94,7 +94,7 @@ class BM25Ranker:
         hashes = np.array([hash_text(stem) for stem in stems], np.uint64)
         positions = np.searchsorted(self._words, hashes)
         is_known = self._words[np.minimum(positions, len(self._words) - 1)] == hashes
-        # In one order whatever the order of the query's words: so are the additions, and the last bit of the sum.
+        # In one order for any order of the query's words, so that the additions give the same last bit.
         return np.sort(positions[is_known])
 
 

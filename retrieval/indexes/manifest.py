@@ -38,7 +38,7 @@ HYBRID = "hybrid"
 FLAT = "flat"
 
 STRICT = ConfigDict(extra="forbid")
-"""Of what is read from an index directory: an unknown key is an error."""
+"""For records read from an index directory: an unknown key is an error."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -105,7 +105,7 @@ class Manifest:
     """A folder relative to the index directory, a folder elsewhere, or a hub name."""
     encoder_fingerprint: str = ""
     pooling: str = ""
-    """Of the encoder: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
+    """Pooling of the encoder: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
     query_prompt: str = ""
     passage_prompt: str = ""
     dimension: int = 0

@@ -17,7 +17,7 @@ ABSENT = -1
 SPARE = 8
 """Candidates beyond ``k`` that are scored again, so that rounding cannot push one of the best ``k`` out."""
 RRF_CONSTANT = 60
-"""Of reciprocal rank fusion, as Cormack et al. (2009) set it."""
+"""The constant of reciprocal rank fusion, as Cormack et al. (2009) set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
 
 
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
-    """Make one ranking of several over the same rows by reciprocal rank fusion, whatever their scores mean.
+    """Make one ranking of several over the same rows by reciprocal rank fusion, which does not read their scores.
 
     A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1. A ranking that
     found nothing for a query adds nothing. The result is as deep as ``k`` and the longest union of rows allow.
@@ -82,7 +82,7 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     parts = np.where(rows == ABSENT, 0.0, 1.0 / (RRF_CONSTANT + ranks[order]))
     is_first = np.ones(rows.shape, bool)
     is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    # Sums of runs of equal rows: a row stands in each ranking once, so a run is at most len(rankings) long. Stable
+    # Sums of runs of equal rows: each ranking has a row once, so a run is at most len(rankings) long. Stable
     # sorting keeps the order of the rankings, hence the order of the additions and the last bit of the sum.
     totals = parts.copy()
     for distance in range(1, len(rankings)):

@@ -17,7 +17,7 @@ from retrieval.indexes.ranking import SPARE, best_of
 _MAX_QUERIES = 1024
 """Searched at once; more are searched in turns."""
 _EXTRA_SHARE = 0.04
-"""Of the matrix: a block of scores. What selects the best of it takes as much again."""
+"""Size of a block of scores, as a share of the matrix. Selecting the best of a block takes as much again."""
 _LEAST_EXTRA_BYTES = 2**24
 
 
@@ -73,7 +73,7 @@ class TorchFlatIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrix, on the device."""
+        """Bytes of the matrix on the device."""
         return self._matrix.numel() * self._matrix.element_size()
 
     @torch.inference_mode()

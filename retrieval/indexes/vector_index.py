@@ -38,9 +38,9 @@ Rows = NDArray[np.int64]
 BLOCK_ROWS = 8192
 """Vectors decoded at once; in float32 they stay in the processor's cache."""
 _RESCORED_NUMBERS = 2**20
-"""Decoded at once when candidates are scored again: 12 MB, whatever batch and ``k`` are."""
+"""Decoded at once when candidates are scored again: 12 MB for any batch and ``k``."""
 LEAST_CANDIDATES = 64
-"""Of a compressed index, however small ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
+"""Least candidates of a compressed index for any ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
 _BLAS_FROM = 4
 """Queries from which a matrix product beats one scan per query (by 10 times at 64)."""
 _SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
@@ -282,7 +282,7 @@ class _FaissSearch(Unturned):
         return Ranking(*self._index.search(queries, k))
 
     def vectors(self, rows: Rows) -> Floats:
-        # Of consecutive rows: faiss's lists know no row numbers, so it looks through all of them once.
+        # The rows are consecutive: faiss's lists have no row numbers, so it reads all of them once.
         decoded: Floats = self._index.reconstruct_n(int(rows[0]), len(rows))
         return decoded
 
@@ -394,7 +394,7 @@ def _rescore(scanner: Scanner, queries: Floats, rows: Rows) -> Floats:
     step = max(1, _RESCORED_NUMBERS // (rows.shape[1] * dimension))
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
-        # Row 0 in place of absent ones, which lose whatever their score is.
+        # Row 0 replaces absent rows; their scores are not used.
         vectors = scanner.vectors(np.maximum(some, 0).ravel()).reshape(*some.shape, dimension)
         wide = queries[start : start + step].astype(np.float64)
         scores[start : start + step] = np.einsum("qcd,qd->qc", vectors.astype(np.float64), wide)
@@ -492,7 +492,7 @@ class DenseRanker:
         vectors = self._check(self.encode(queries) if vectors is None else vectors, len(queries))
         found = [_search(shard, vectors, k, self._num_threads) for shard in self._shards]
         ranking = merge_rankings(found, k)
-        # Of the zero vector every row is as near as any other: no evidence is better than the first k rows.
+        # Every row is equally near to the zero vector: no evidence is better than the first k rows.
         unknown = ~np.any(vectors, axis=1)
         if unknown.any():
             ranking.rows[unknown] = ABSENT

@@ -248,7 +248,7 @@ def _arguments(policy_dir: str | Path, settings: EngineSettings) -> dict[str, An
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.max_rows,
         "enable_prefix_caching": True,
-        # of the distribution that was sampled from, temperature included: what the learner computes
+        # log-probs of the sampling distribution, temperature included, as the learner computes them
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": f"ragr1_{'ipc' if settings.weight_backend == 'ipc' else 'nccl'}"},
