@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from learners.algorithms.options import OPTIONS  # noqa: E402
+from learners.options import OPTIONS  # noqa: E402
 from ragr1_actors.core.config import LoraSettings, RunConfig  # noqa: E402
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402

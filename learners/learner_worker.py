@@ -79,7 +79,7 @@ class LearnerWorker:
 
     def build(self, learner_name: str, policy_dir: Path) -> None:
         """Build the learner of a stage, and close the previous one."""
-        from learners.algorithms.options import LEARNERS
+        from learners.options import LEARNERS
         from ragr1_actors.core.resolve import load_object
 
         self.close()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import logsigmoid
 
-from learners.algorithms.options import Aggregation, KLEstimator
+from learners.options import Aggregation, KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is finite in every dtype in use; the losses clip a ratio that is this far from 1."""

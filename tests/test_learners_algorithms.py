@@ -23,13 +23,13 @@ from learners_common import (
     pickle_by_value,
 )
 
-from learners.algorithms.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
 from learners.algorithms.ppo import PPOLearner
 from learners.batches.packing import pack
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
+from learners.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_names
@@ -332,7 +332,7 @@ from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.losses import TokenLoss
-from learners.algorithms.options import LearnerOptions
+from learners.options import LearnerOptions
 
 
 class Signs(GRPOLearner):

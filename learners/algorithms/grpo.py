@@ -27,7 +27,10 @@ from learners.advantages import (
     overlong_penalty,
     whiten,
 )
-from learners.algorithms.options import (
+from learners.algorithms.policy_gradient import PolicyGradientLearner
+from learners.batches.train_batch import TokenColumns, TrainBatch
+from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
+from learners.options import (
     CISPOOptions,
     DAPOOptions,
     DrGRPOOptions,
@@ -37,9 +40,6 @@ from learners.algorithms.options import (
     ReinforcePPOptions,
     RLOOOptions,
 )
-from learners.algorithms.policy_gradient import PolicyGradientLearner
-from learners.batches.train_batch import TokenColumns, TrainBatch
-from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
 from ragr1_actors.core.types import Trajectory
 
 

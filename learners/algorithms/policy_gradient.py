@@ -14,7 +14,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from learners.algorithms.options import LearnerOptions, PolicyGradientOptions
 from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
 from learners.losses import (
@@ -25,6 +24,7 @@ from learners.losses import (
     truncated_importance_weights,
 )
 from learners.models.scoring import TokenOutputs
+from learners.options import LearnerOptions, PolicyGradientOptions
 
 
 class PolicyGradientLearner(Learner):

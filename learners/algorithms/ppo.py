@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from learners.advantages import generalized_advantages, whiten
-from learners.algorithms.options import LearnerOptions, PPOOptions
 from learners.algorithms.policy_gradient import PolicyGradientLearner
 from learners.batches.packing import MicroBatch
 from learners.batches.train_batch import TokenColumns, TrainBatch
@@ -16,6 +15,7 @@ from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule
 from learners.losses import clipped_value_loss
 from learners.meter import Meter
 from learners.models.scoring import ValueModel
+from learners.options import LearnerOptions, PPOOptions
 
 
 class PPOLearner(PolicyGradientLearner):

@@ -244,7 +244,7 @@ class TrainingSettings(Section):
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per token; Search-R1 and RAG-R1 take 0.001."""
     options: dict[str, Any] = {}
-    """Options of the algorithm, by its names: for ``ppo`` ``{vf_clip: 0.5}``; see ``algorithms/options.py``."""
+    """Options of the algorithm, by its names: for ``ppo`` ``{vf_clip: 0.5}``; see ``learners/options.py``."""
 
 
 class LearnerSettings(Section):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from learners.advantages import has_variance
-from learners.algorithms.options import GroupOptions, learner_options
+from learners.options import GroupOptions, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.runs.metrics import TIME_PREFIX, mean_over

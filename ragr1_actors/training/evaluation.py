@@ -25,7 +25,7 @@ from envs.tasks import load_tasks
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
-from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.core.resolve import override, read_recipe, recipe_names, resolve
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task, Trajectory
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
@@ -35,7 +35,6 @@ from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.data import WORLD, prepare_index, prepare_policy, split_tasks
 from ragr1_actors.training.preflight import check_sampler
 
@@ -234,19 +233,19 @@ def selection_config(
 ) -> SamplerConfig:
     """Return how a recipe, run or checkpoint samples, with its policy and index; ``UserError`` on an unknown one."""
     overrides = list(overrides)
-    for name in (override.partition("=")[0] for override in overrides):
+    for name in (assignment.partition("=")[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
     is_recipe = source in recipe_names() or Path(source).suffix in (".yaml", ".yml")
     own_index = ""
     if is_recipe or not (Path(source).is_dir() or "/" in source):
-        builder = AlgorithmConfig.from_recipe(source)
+        sections = read_recipe(source)
     else:
         run_dir, checkpoint = find_checkpoint(Path(source))
-        builder = AlgorithmConfig(open_run_directory(run_dir).model_dump())
-        builder.policy(model=str((checkpoint / POLICY_FOLDER).absolute()))
+        sections = open_run_directory(run_dir).model_dump()
+        sections["policy"]["model"] = str((checkpoint / POLICY_FOLDER).absolute())
         own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
-    config = builder.override(overrides).freeze()
+    config = resolve(override(sections, overrides))
     return SamplerConfig(
         environment=config.environment.model_copy(update={"max_turns": settings.max_turns}),
         policy=config.policy,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.base import ENVS, REWARDS, TextEnv
-from learners.algorithms.options import LEARNERS, learner_options
+from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
