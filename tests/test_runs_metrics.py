@@ -73,4 +73,5 @@ def test_reserved_names_and_broken_files(tmp_path: Path) -> None:
 def test_helpers() -> None:
     assert mean_over([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}
     assert mean_over([]) == {}
-    assert deterministic({"time/iteration_s": 1.0, "rollout/reward": 2.0}) == {"rollout/reward": 2.0}
+    timed = {"time/iteration_s": 1.0, "env_runners/load": 3.0, "retrieval/waiting": 4.0}
+    assert deterministic({**timed, "rollout/reward": 2.0}) == {"rollout/reward": 2.0}

@@ -347,7 +347,8 @@ def test_a_killed_runner_is_counted_in_the_metrics(ray_local: ModuleType, tmp_pa
             "env_runners": config.env_runners.model_copy(update=runners),
         }
     )
-    first, last = [row for row in run(config, tmp_path / "run") if row["stage"] == "rl"]
+    run(config, tmp_path / "run")
+    first, last = [row for row in read_metrics(tmp_path / "run") if row["stage"] == "rl"]
     assert first["env_runners/num_restarts"] == last["env_runners/num_restarts"] == 1
     assert first["env_runners/num_lost"] == 0
     assert 1 <= first["env_runners/num_healthy"] <= 2
