@@ -97,7 +97,7 @@ def started(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, process: subprocess.Popen[str] | None = None) -> bool:

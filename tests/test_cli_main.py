@@ -26,7 +26,7 @@ def ragr1(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=a_persons_environment() | {"COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 

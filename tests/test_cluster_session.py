@@ -68,7 +68,7 @@ def run_script(*arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

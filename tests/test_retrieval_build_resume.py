@@ -223,9 +223,9 @@ def test_a_process_that_is_ended_in_the_middle_is_continued(tmp_path: Path, numb
         str(write_modules(tmp_path / "model", "mean")),
     )
     store = building_dir(tmp_path / "index") / "embeddings"
-    assert wait_for(lambda: any(store.glob("shard-??????.npy")), 200, process), process.communicate()
+    assert wait_for(lambda: any(store.glob("shard-??????.npy")), 600, process), process.communicate()
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode != 0
     assert not (tmp_path / "index").exists()
     done = len(list(store.glob("shard-??????.npy")))
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_build_goes_on(tmp_path: Path) 
         """,
         str(tmp_path / "index"),
     )
-    stdout, stderr = process.communicate(timeout=200)
+    stdout, stderr = process.communicate(timeout=600)
     lines = stdout.splitlines()
     assert len(lines) == 5, stdout + stderr
     sentence = f"the index could not be written to {tmp_path / 'index'} ("

@@ -172,7 +172,7 @@ def run(script: str, *arguments: object) -> str:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

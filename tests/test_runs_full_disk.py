@@ -99,11 +99,11 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
     checkpoint = run_dir / "checkpoints" / f"step_{interval}"
 
     with started(str(recipe), "--run-dir", str(run_dir), cwd=tmp_path) as process:
-        assert wait_for(checkpoint.exists, 240, process)
+        assert wait_for(checkpoint.exists, 600, process)
         fill(disk)
         before = digests(checkpoint)
         children = descendants(process.pid)
-        _, stderr = process.communicate(timeout=240)
+        _, stderr = process.communicate(timeout=600)
     assert process.returncode == 2
     assert stderr.startswith("error: no room "), stderr
     assert stderr.count("\n") == 1  # one sentence, however long
@@ -114,7 +114,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
 
     (disk / FILLER).unlink()
     with started(str(recipe), "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:
-        stdout, stderr = process.communicate(timeout=240)
+        stdout, stderr = process.communicate(timeout=600)
     assert (process.returncode, stderr) == (0, "")
     assert f"RL iteration {interval}" in stdout
     check_whole(run_dir, num_iterations)

@@ -260,10 +260,10 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     run_dir = tmp_path / "run"
     trajectories = run_dir / "trajectories"
     with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
-        assert wait_for(lambda: len(list(trajectories.glob("iteration_*.arrow"))) >= 3, 240, process)
+        assert wait_for(lambda: len(list(trajectories.glob("iteration_*.arrow"))) >= 3, 600, process)
         children = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=600)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "--resume" in stderr
@@ -275,7 +275,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert wait_for(lambda: ended(children), 30)
 
     with started(recipe, "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:
-        stdout, stderr = process.communicate(timeout=240)
+        stdout, stderr = process.communicate(timeout=600)
     assert (process.returncode, stderr) == (0, "")
     assert f"RL iteration {state['iteration']}" in stdout
     num_tasks = 8 * num_iterations

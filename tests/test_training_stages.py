@@ -177,10 +177,10 @@ def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: 
     recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=1000))
     run_dir = tmp_path / "run"
     with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
-        assert wait_for(lambda: len(list((run_dir / "trajectories").glob("iteration_*.arrow"))) >= 2, 240, process)
+        assert wait_for(lambda: len(list((run_dir / "trajectories").glob("iteration_*.arrow"))) >= 2, 600, process)
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=600)
     assert process.returncode == 143, stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr and "Stack" not in stderr, stderr
