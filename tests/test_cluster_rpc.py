@@ -243,7 +243,7 @@ async def test_a_client_without_keys_is_refused(actor: Actor) -> None:
 async def test_an_impostor_on_the_port_of_a_dead_actor_learns_nothing_and_runs_no_code(
     actor: Actor, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers whatever it is asked: with a pickle as the former protocol had it, or over ZeroMQ."""
+    """It answers every request: with a pickle, as in the former protocol, or over ZeroMQ."""
     monkeypatch.setattr("cluster.rpc._CONNECT_TIMEOUT_S", 2.0)
     actor.may_go_on.set()
     actor.server.drain()

@@ -175,7 +175,7 @@ def test_python_compiles(name: str) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("name", [n for n in CHECKED if any(info == "python" for info, _ in code_blocks(read(n)))])
 def test_python_runs(name: str, tmp_path: Path) -> None:
-    """The blocks of a page run in one process, each with names of its own."""
+    """The blocks of a page run in one process, each in a separate namespace."""
     blocks = [code for info, code in code_blocks(read(name)) if info == "python"]
     program = "".join(
         f"exec(compile({code!r}, 'block {number}', 'exec'), {{}})\n" for number, code in enumerate(blocks)

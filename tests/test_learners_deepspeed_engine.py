@@ -52,7 +52,7 @@ def test_the_learning_rate_warms_up(build: Build, stage: int) -> None:
     before = learner.get_weights()
     assert learner.update(make_groups(0))["lr"] == pytest.approx(0.25e-3)
     after = learner.get_weights()
-    # AdamW's first step moves each weight by the rate, whatever the gradient
+    # AdamW's first step moves each weight by the rate, for any gradient
     assert max(np.abs(after[name] - before[name]).max() for name in before) == pytest.approx(0.25e-3, rel=1e-2)
     assert [learner.update(make_groups(0))["lr"] for _ in range(4)] == pytest.approx([0.5e-3, 0.75e-3, 1e-3, 1e-3])
 

@@ -1,4 +1,4 @@
-"""Learners learn from MODEL tokens only, whatever the packing; states resume to the bit."""
+"""Learners learn from MODEL tokens only, with any packing; states resume to the bit."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None
 
 
 class Blocking:
-    """A batch retriever that blocks whatever thread it is called in, until its ``gate`` is opened."""
+    """A batch retriever that blocks the calling thread until its ``gate`` is opened."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

@@ -32,7 +32,7 @@ from ragr1_actors.training.tiny_policy import make_tiny_policy
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 SCALING = 2.0
 TARGETS = ("q_proj.weight", "v_proj.weight", "up_proj.weight", "down_proj.weight")
-"""Of what vLLM joins, queries with keys and values, one part has an adapter and another has none."""
+"""vLLM joins queries with keys and values; here one part has an adapter and another has none."""
 
 
 @pytest.fixture(scope="module")
