@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ragr1_actors.core.errors import FleetError, UserError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import FleetError, UserError, one_line
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Object store of a local session; it holds trajectories and the weights of small policies."""

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 
-from ragr1_actors.core.text import normalize_answer
-from ragr1_actors.core.types import EncodeFn, Message, RetrievalRecord, Task
+from ragr1_actors.core.types import EncodeFn, Message, RetrievalRecord, Task, normalize_answer
 from retrieval.base import Retriever
 
 

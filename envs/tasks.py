@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.text import normalize_answer
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Task, normalize_answer
 
 _ID_KEYS = ("_id", "id")
 _ANSWER_KEYS = ("golden_answers", "answers", "answer")

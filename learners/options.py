@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, first_problem, nearest
 from ragr1_actors.core.resolve import load_object
-from ragr1_actors.core.text import first_problem, nearest
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
 from ragr1_actors.core.files import fingerprint_file, write_file
-from ragr1_actors.core.text import nearest
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
 from retrieval.corpora.text import valid_unicode

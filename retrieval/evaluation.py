@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.text import normalize_answer
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import whole_id

@@ -12,8 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
 from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import Hits, Passage
 from retrieval.fleet.batching import normalise

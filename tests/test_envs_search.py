@@ -13,8 +13,7 @@ from envs.base import EnvContext, Search, StepResult, exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.text import normalize_answer
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.tasks import load_tasks
-from ragr1_actors.core.text import normalize_answer
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import NUM_EXAMPLES, MissingTask, audit_corpus

@@ -29,8 +29,7 @@ from torch import nn
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, WholeTensor
 from ragr1_actors.core.config import LoraSettings
-from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.text import nearest
+from ragr1_actors.core.errors import ConfigError, nearest
 
 _ADAPTER = "default"
 _BASE = ".base_layer."

@@ -1,1 +1,60 @@
-"""The command line `ragr1`."""
+"""The command line ``ragr1``, and what its commands share: consoles, common options, and JSON for programs.
+
+The modules of this package import only typer and rich at the top, so that ``ragr1 --help`` answers within a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+console = Console()
+errors = Console(stderr=True)
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(help="A run directory (its newest checkpoint is used), or one of its checkpoints.")
+]
+IndexOption = Annotated[Path | None, typer.Option("--index", help="An index directory; default: the run's own.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs: one object, on one line.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs: one object per line.")]
+RerankerOption = Annotated[
+    str, typer.Option("--reranker", help="A cross-encoder (folder or hub name) that ranks the passages again.")
+]
+_STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
+
+
+def print_line(text: str) -> None:
+    """Print a line as it is: not wrapped, without colours and markup."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_error(text: str, style: str = "red") -> None:
+    """Print a line to standard error."""
+    errors.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_values(values: Mapping[str, float | str]) -> None:
+    """Print a name and a value per line, such as ``em  0.925``."""
+    for name, value in values.items():
+        shown = f"{value:.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        print_line(f"{name:>20}  {shown}")
+
+
+def print_state(state: str, name: str, rest: str) -> None:
+    """Print the result of a check, such as ``ok  torch: 2.13.0, expected ==2.13.0``, the state in its colour."""
+    line = Text(f"{state:>8}", style=_STYLES[state])
+    line.append(f"  {name}: {rest}" if rest else f"  {name}", style="default")
+    console.print(line, soft_wrap=True, highlight=False)

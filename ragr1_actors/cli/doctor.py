@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ragr1_actors.cli.output import JsonLinesOption, print_json, print_state
-from ragr1_actors.core.errors import RagR1Error
-from ragr1_actors.core.text import one_line
+from ragr1_actors.cli import JsonLinesOption, print_json, print_state
+from ragr1_actors.core.errors import RagR1Error, one_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

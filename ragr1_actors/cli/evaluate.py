@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ragr1_actors.cli.output import (
+from ragr1_actors.cli import (
     CheckpointArgument,
     IndexOption,
     JsonOption,
@@ -132,8 +132,8 @@ def example_question(run_dir: Path) -> str:
     """Return a question of the last batch, answered with searches if any is; ``DataError`` if its file is damaged."""
     import pyarrow as pa
 
+    from ragr1_actors.core.errors import one_line
     from ragr1_actors.core.schema import read_trajectories
-    from ragr1_actors.core.text import one_line
 
     files = sorted((run_dir / "trajectories").glob("iteration_*.arrow"))
     if not files:

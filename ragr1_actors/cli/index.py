@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragr1_actors.cli.output import JsonOption, RerankerOption, console, print_json, print_line, print_values
+from ragr1_actors.cli import JsonOption, RerankerOption, console, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, UserError
 
 app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)

@@ -15,8 +15,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ragr1_actors.cli import doctor, evaluate, index
-from ragr1_actors.cli.output import JsonLinesOption, JsonOption, console, print_error, print_line, print_state
+from ragr1_actors.cli import (
+    JsonLinesOption,
+    JsonOption,
+    console,
+    doctor,
+    evaluate,
+    index,
+    print_error,
+    print_line,
+    print_state,
+)
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
@@ -182,7 +191,7 @@ doctor.register(app)
 
 def describe_start(recipe: str, config: RunConfig, run_dir: Path) -> Panel:
     """Return what ``ragr1 train`` prints first: the keys that differ from the defaults, and the run directory."""
-    from ragr1_actors.core.text import shortened
+    from ragr1_actors.core.errors import shortened
 
     rows = Table.grid(padding=(0, 2))
     for key, value in config.changes().items():

@@ -15,8 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.text import first_problem, nearest
+from ragr1_actors.core.errors import ConfigError, first_problem, nearest
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "

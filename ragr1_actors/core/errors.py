@@ -1,4 +1,4 @@
-"""All exceptions that the project raises on purpose.
+"""All exceptions that the project raises on purpose, and the words that their messages share.
 
 ::
 
@@ -19,6 +19,13 @@ All of them pickle (Ray sends them between processes): they take one message and
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # so that envs and retrieval do not load pydantic for this module
+    from pydantic import ValidationError
 
 
 class RagR1Error(Exception):
@@ -67,3 +74,33 @@ class LearnerError(RagR1Error):
 
 class FleetError(RagR1Error):
     """A fleet without any live actor."""
+
+
+def one_line(error: BaseException, max_length: int = 500) -> str:
+    r"""Return the message of an error on one line, cut to ``max_length`` characters; its type if it has no message.
+
+    ``one_line(ValueError("bad\n  header")) == "bad header"``
+    """
+    return shortened(" ".join(str(error).split()) or type(error).__name__, max_length)
+
+
+def shortened(text: str, max_length: int = 80) -> str:
+    """Return the text, cut to ``max_length`` characters of which the last three are dots."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message on an unknown name: the most similar known name, or all known names.
+
+    ``nearest("group_sze", ["lr", "group_size"]) == "; did you mean 'group_size'?"``
+    """
+    known = list(known)
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
+
+
+def first_problem(error: ValidationError) -> tuple[str, Any, str]:
+    """Return the first key that pydantic refused, such as ``training.lr``, the value it got, and what is wrong."""
+    first = error.errors()[0]
+    message = first["msg"]
+    return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"

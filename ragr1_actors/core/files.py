@@ -19,8 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.text import first_problem
+from ragr1_actors.core.errors import DataError, first_problem
 
 POLICY_FOLDER = "policy"
 """In a checkpoint: the policy as a Hugging Face folder."""

@@ -20,8 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from ragr1_actors.core.config import RunConfig, read_lora
-from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.text import first_problem, nearest, one_line, shortened
+from ragr1_actors.core.errors import ConfigError, first_problem, nearest, one_line, shortened
 from ragr1_actors.core.weight_transport import check_transport
 
 T = TypeVar("T")
@@ -108,7 +107,7 @@ def read_recipe(name_or_path: str) -> Sections:
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with the project."""
-    files = resources.files("ragr1_actors.recipes").iterdir()
+    files = resources.files("ragr1_actors").joinpath("recipes").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
@@ -118,7 +117,7 @@ def recipe_descriptions() -> dict[str, str]:
 
 
 def _recipe_text(name: str) -> str:
-    return resources.files("ragr1_actors.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _check_settings(config: RunConfig) -> None:

@@ -25,6 +25,8 @@ the engine sampled.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -32,6 +34,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class TokenKind(IntEnum):
@@ -82,13 +87,21 @@ class Task:
     """Unique over all sources, ``source/local id``; the group of a trajectory is its task."""
     question: str
     golden_answers: tuple[str, ...]
-    """Any one of them counts."""
+    """Any one of them counts; an answer is compared with them after ``normalize_answer``."""
     category: str = ""
     """What sort of question (``comparison``, ``two_hop``), for metrics only."""
     supporting_ids: tuple[str, ...] = ()
     """Passage ids that hold the evidence, where known; recall is measured against them."""
     plan: tuple[tuple[str, ...], ...] = ()
     """The queries a perfect searcher asks, a tuple a round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
+
+
+def normalize_answer(text: str) -> str:
+    """Apply SQuAD's normalisation (arXiv:1606.05250): lower case, no ASCII punctuation, no articles, single spaces.
+
+    ``normalize_answer("The  U.S.") == "us"``
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 @dataclass(frozen=True, slots=True)

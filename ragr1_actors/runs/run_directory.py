@@ -13,11 +13,10 @@ import pyarrow as pa
 import yaml
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError, RunDirectoryError
+from ragr1_actors.core.errors import ConfigError, RunDirectoryError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.core.schema import write_trajectories
-from ragr1_actors.core.text import one_line, shortened
 from ragr1_actors.runs.checkpoint import CheckpointStore
 
 if TYPE_CHECKING:

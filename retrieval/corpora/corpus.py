@@ -25,8 +25,7 @@ import pyarrow as pa
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import DataError, one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import hash_text, valid_unicode
 

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.text import nearest, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
 

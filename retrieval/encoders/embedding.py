@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
+from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, first_problem, one_line
 from ragr1_actors.core.files import WRITING, is_no_room, sync, sync_tree, write_file
-from ragr1_actors.core.text import first_problem, one_line
 from retrieval.corpora.corpus import Corpus
 
 if TYPE_CHECKING:

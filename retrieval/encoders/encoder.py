@@ -28,9 +28,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling, StaticEm
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers.utils import logging as transformers_logging
 
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.text import one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder

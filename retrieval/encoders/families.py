@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import DataError, one_line
 
 MODULES_FILE = "modules.json"
 STATIC_POOLING = "static"

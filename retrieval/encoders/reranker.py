@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from ragr1_actors.core.errors import DataError, RetrievalError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import DataError, RetrievalError, one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.encoder import DTYPES, batch_by_length

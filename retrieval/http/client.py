@@ -24,8 +24,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from yarl import URL
 
 from ragr1_actors.core.config import Section
-from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.text import first_problem, nearest, shortened
+from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, nearest, shortened
 from retrieval.fleet.batching import normalise
 
 MAX_ANSWER_BYTES = 64 * 2**20

@@ -39,8 +39,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import from_json, to_json
 
-from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.text import first_problem, shortened
+from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
 from retrieval.base import BatchRetriever, Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.http.client import is_token

@@ -25,9 +25,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.text import first_problem, nearest
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2

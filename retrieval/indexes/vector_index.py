@@ -22,8 +22,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError, RetrievalError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import DataError, RetrievalError, one_line
 from retrieval.base import Passage
 from retrieval.indexes.faiss_build import CODED, CodedParts, build_faiss_index, codes_of, decode_bytes
 from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, Manifest, Shard, parse_options

@@ -51,8 +51,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError
-from ragr1_actors.core.text import one_line
+from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError, one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
 from ragr1_actors.rollout.engines.adapters import base_names

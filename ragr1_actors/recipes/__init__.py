@@ -1,1 +1,0 @@
-"""The recipes: one YAML file each, ``section.key`` as in ``ragr1_actors.config``, every one loaded by a test."""
