@@ -35,8 +35,8 @@ def measure_side(side: str, policy_dir: Path, num_tokens: int) -> float:
 def _ours(policy_dir: Path, num_tokens: int) -> None:
     import torch
 
-    from learners.batches.packing import MicroBatch, packed_layout
     from learners.models.scoring import PolicyModel
+    from learners.packing import MicroBatch, packed_layout
 
     length = num_tokens // NUM_SEQUENCES
     ids = torch.randint(0, 1000, (NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(0))

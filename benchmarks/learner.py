@@ -96,7 +96,7 @@ PEAK_TFLOPS = {"H100 80GB HBM3": 989.0, "H200": 989.0}
 
 SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
 PAIR_COST = 1 / 30_500
-"""Of Qwen2.5-1.5B, by ``learners.models.pair_cost``."""
+"""Of Qwen2.5-1.5B, by ``learners.models.scoring.pair_cost``."""
 NUM_PLANNED = 512
 SCALE = 4
 """By which updates on a CPU are shorter."""

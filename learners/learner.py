@@ -32,9 +32,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from learners.batches.packing import FlatTrajectories, MicroBatch, pack, plan
-from learners.batches.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
-from learners.deepspeed.deepspeed_engine import (
+from learners.deepspeed_engine import (
     AdamWSettings,
     DeepSpeedEngine,
     Schedule,
@@ -50,6 +48,8 @@ from learners.models.export import PolicyCopy, gather, policy_tensors
 from learners.models.reference import Reference, make_reference
 from learners.models.scoring import PolicyModel, TokenOutputs, ValueModel, pair_cost
 from learners.options import LearnerOptions, parse_options
+from learners.packing import FlatTrajectories, MicroBatch, pack, plan
+from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learners.batches.packing import MicroBatch
 from learners.losses import MAX_LOG_RATIO, TokenLoss, k3_kl, ratios
 from learners.models.scoring import TokenOutputs
+from learners.packing import MicroBatch
 
 OUTLIER_RATIO = 0.1
 """If a ratio is further than this from 1 before the first step, engine and learner disagree."""

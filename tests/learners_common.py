@@ -18,8 +18,8 @@ from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, Tra
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 if TYPE_CHECKING:
-    from learners.batches.train_batch import TrainBatch
     from learners.learner import Learner
+    from learners.train_batch import TrainBatch
 
 VOCAB = 64
 Build = Callable[..., "Learner"]

@@ -24,9 +24,9 @@ from learners.algorithms.grpo import (
     ReinforcePPLearner,
     RLOOLearner,
 )
-from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
 from learners.models.scoring import TokenOutputs
+from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import TrajectoryGroup
 
 LIMIT = 24

@@ -24,12 +24,12 @@ from learners_common import (
 )
 
 from learners.algorithms.ppo import PPOLearner
-from learners.batches.packing import pack
-from learners.deepspeed.deepspeed_engine import Schedule
+from learners.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
 from learners.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
+from learners.packing import pack
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_names
@@ -330,7 +330,7 @@ OWN_LEARNERS = '''
 import torch
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.deepspeed.deepspeed_engine import Schedule
+from learners.deepspeed_engine import Schedule
 from learners.losses import TokenLoss
 from learners.options import LearnerOptions
 

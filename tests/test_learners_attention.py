@@ -12,13 +12,13 @@ import torch
 from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners.batches.packing import flatten, pack, packed_layout
-from learners.deepspeed.deepspeed_engine import init_distributed
+from learners.deepspeed_engine import init_distributed
 from learners.losses import TokenLoss
 from learners.meter import Meter
 from learners.models import attention
 from learners.models.attention import block_attention, flash_attention, takes_rows
 from learners.models.scoring import PolicyModel, TokenOutputs, packed_hidden_states
+from learners.packing import flatten, pack, packed_layout
 
 pytestmark = pytest.mark.engine
 

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner, segment
-from learners.batches.train_batch import TrainBatch
-from learners.deepspeed.deepspeed_engine import Schedule
+from learners.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.meter import Meter
+from learners.train_batch import TrainBatch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 

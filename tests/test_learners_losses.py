@@ -35,9 +35,9 @@ from learners.algorithms.grpo import (
     RLOOLearner,
 )
 from learners.algorithms.ppo import PPOLearner
-from learners.batches.train_batch import TrainBatch
 from learners.learner import Learner
 from learners.losses import KL_ESTIMATORS, clipped_policy_loss, clipped_value_loss, k1_kl, k3_kl, ratios
+from learners.train_batch import TrainBatch
 
 # -- policy losses -----------------------------------------------------------------------------------------------------
 

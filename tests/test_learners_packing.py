@@ -13,8 +13,8 @@ from learners_common import make_config, make_groups, make_policy, make_trajecto
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.sft import segment
-from learners.batches.packing import flatten, pack, plan
 from learners.models.scoring import PolicyModel, pair_cost
+from learners.packing import flatten, pack, plan
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 

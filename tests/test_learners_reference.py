@@ -9,9 +9,9 @@ import torch
 from learners_common import Build, make_batch, make_config, make_groups
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.batches.packing import pack
 from learners.models.reference import make_reference
 from learners.models.scoring import PolicyModel
+from learners.packing import pack
 from ragr1_actors.core.config import LearnerSettings
 
 pytestmark = pytest.mark.engine

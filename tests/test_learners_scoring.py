@@ -10,8 +10,8 @@ import torch
 from learners_common import VOCAB, make_groups, make_policy
 from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from learners.batches.packing import flatten, pack
 from learners.models.scoring import PolicyModel, ValueModel
+from learners.packing import flatten, pack
 from ragr1_actors.core.errors import ConfigError, LearnerError
 
 pytestmark = pytest.mark.engine

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from learners.advantages import has_variance
-from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
 from learners.losses import TokenLoss, dpo_loss, ipo_loss
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions, PreferenceOptions
+from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory
 
 

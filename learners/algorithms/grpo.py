@@ -28,7 +28,6 @@ from learners.advantages import (
     whiten,
 )
 from learners.algorithms.policy_gradient import PolicyGradientLearner
-from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
 from learners.options import (
     CISPOOptions,
@@ -40,6 +39,7 @@ from learners.options import (
     ReinforcePPOptions,
     RLOOOptions,
 )
+from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory
 
 

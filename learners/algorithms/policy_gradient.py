@@ -14,7 +14,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from learners.batches.train_batch import TokenColumns, TrainBatch
 from learners.learner import Learner
 from learners.losses import (
     KL_ESTIMATORS,
@@ -25,6 +24,7 @@ from learners.losses import (
 )
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions, PolicyGradientOptions
+from learners.train_batch import TokenColumns, TrainBatch
 
 
 class PolicyGradientLearner(Learner):

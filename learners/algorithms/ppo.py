@@ -9,13 +9,13 @@ import torch
 
 from learners.advantages import generalized_advantages, whiten
 from learners.algorithms.policy_gradient import PolicyGradientLearner
-from learners.batches.packing import MicroBatch
-from learners.batches.train_batch import TokenColumns, TrainBatch
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule
+from learners.deepspeed_engine import DeepSpeedEngine, Schedule
 from learners.losses import clipped_value_loss
 from learners.meter import Meter
 from learners.models.scoring import ValueModel
 from learners.options import LearnerOptions, PPOOptions
+from learners.packing import MicroBatch
+from learners.train_batch import TokenColumns, TrainBatch
 
 
 class PPOLearner(PolicyGradientLearner):

@@ -8,12 +8,12 @@ from enum import StrEnum
 import numpy as np
 import torch
 
-from learners.batches.train_batch import TokenColumns, TrainBatch
-from learners.deepspeed.deepspeed_engine import AdamWSettings, Schedule
+from learners.deepspeed_engine import AdamWSettings, Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions
+from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import TokenKind, Trajectory
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from learners.batches.packing import Block, PackedLayout
+from learners.packing import Block, PackedLayout
 from ragr1_actors.core.errors import LearnerError
 
 PACKED_ATTENTION = "ragr1_packed"

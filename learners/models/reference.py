@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from learners.batches.packing import MicroBatch
-from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, ShardedModule, shared_loading
+from learners.deepspeed_engine import DeepSpeedEngine, ShardedModule, shared_loading
 from learners.models.scoring import PolicyModel
+from learners.packing import MicroBatch
 from ragr1_actors.core.config import LearnerSettings
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from learners.batches.packing import FlatTrajectories, flatten
+from learners.packing import FlatTrajectories, flatten
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 

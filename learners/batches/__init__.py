@@ -1,1 +1,0 @@
-"""Trajectories to training batches: packing without padding."""

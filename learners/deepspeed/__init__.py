@@ -1,1 +1,0 @@
-"""The one door to DeepSpeed: engine, offloading, learning-rate schedule."""
