@@ -12,7 +12,7 @@ from small_world import a_persons_environment, invoke, make_config, make_files
 
 from ragr1_actors.cli.main import compare, describe_start, render_comparison
 from ragr1_actors.runs.metrics import read_metrics
-from ragr1_actors.runs.report import EvalResult, RunReport, StageReport
+from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -189,7 +189,8 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def report(em: float, rounds: float) -> RunReport:
     result = EvalResult(em, em, rounds, 1.0, rounds, 20.0, 200)
-    return RunReport((StageReport("sft", report_of(0.5), 1.0), StageReport("rl", result, 1.0)), 2.0, 1)
+    stages = (StageReport("sft", report_of(0.5), 1.0), StageReport("rl", result, 1.0))
+    return RunReport(stages, 2.0, 1, TaskCounts(32, 32, 0, 0, 0))
 
 
 def report_of(em: float) -> EvalResult:

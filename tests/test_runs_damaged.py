@@ -140,7 +140,9 @@ def test_a_damaged_trajectories_file_is_named_and_hinders_nothing(run_dir: Path,
     assert "lamp" in invoke("ask", str(run_dir), "Where is the lamp ?")
 
 
-REPORTS = [b"", b"\xff\x00", b"[1", b"{}", b"3", b'{"stages": [], "wall_s": 1, "peak_rss_bytes": 1}', b"[" * 100_000]
+NO_TASKS = dict.fromkeys(("issued", "trained", "failed", "lost", "doubled"), 0)
+NO_STAGES = json.dumps({"stages": [], "wall_s": 1, "peak_rss_bytes": 1, "tasks": NO_TASKS}).encode()
+REPORTS = [b"", b"\xff\x00", b"[1", b"{}", b"3", NO_STAGES, b"[" * 100_000]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=range(len(REPORTS)))
@@ -166,5 +168,6 @@ def test_a_checkpoint_of_other_tasks_is_refused() -> None:
 def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, num_to_keep=3)
     for step in (2, 9, 10):
-        store.save(step, lambda directory: None)
+        store.begin(step, lambda directory: None)
+        store.commit(step)
     assert store.without(tmp_path / "step_10").endswith("goes on from step_9")

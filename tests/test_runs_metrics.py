@@ -58,11 +58,7 @@ def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     assert row["learner/norm"] == math.inf
 
 
-def test_reserved_names_and_broken_files(tmp_path: Path) -> None:
-    logger = MetricsLogger(tmp_path)
-    with pytest.raises(ValueError, match="stage"):
-        logger.log("rl", 0, {"stage": 1.0})
-    logger.close()
+def test_files_that_are_not_there_or_broken(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no"):
         read_metrics(tmp_path / "absent")
     (tmp_path / "metrics.jsonl").write_text("{broken\n{}\n")

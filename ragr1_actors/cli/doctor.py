@@ -40,11 +40,6 @@ class Finding:
     found: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``ragr1``."""
-    app.command()(doctor)
-
-
 def doctor(
     with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Start Ray too; this takes seconds.")] = True,
     as_json: JsonLinesOption = False,
@@ -68,12 +63,8 @@ def examine(with_ray: bool = True) -> Iterator[Finding]:
     yield _faiss()
     yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
     yield _gpus()
-    yield _room(
-        "/dev/shm",
-        Path("/dev/shm"),
-        MIN_SHM_BYTES,
-        "Ray keeps trajectories there, and on the slower disk if it is too small",
-    )
+    what_for = "Ray keeps trajectories there, and on the slower disk if it is too small"
+    yield _room("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, what_for)
     yield _room("disk", Path.cwd(), MIN_DISK_BYTES, "runs are written here: checkpoints, trajectories, indexes")
     if with_ray:
         yield _ray()
@@ -87,9 +78,7 @@ def requirements() -> list[Requirement]:
         texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        texts = (
-            tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"] if project.exists() else []
-        )
+        texts = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     found = [Requirement(text) for text in texts]
     return [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
 
@@ -98,12 +87,11 @@ def packages(needed: list[Requirement]) -> Iterator[Finding]:
     """Compare the installed versions with the needed ones; imports nothing."""
     for need in needed:
         version = _version(need.name)
-        if version is None:
-            yield Finding(need.name, "missing", f"not installed, expected {need.specifier}; pip install '{need}'")
-        elif need.specifier.contains(version.partition("+")[0], prereleases=True):
-            yield Finding(need.name, "ok", f"{version}, expected {need.specifier}")
+        found = f"{version or 'not installed'}, expected {need.specifier}"
+        if version is not None and need.specifier.contains(version.partition("+")[0], prereleases=True):
+            yield Finding(need.name, "ok", found)
         else:
-            yield Finding(need.name, "missing", f"{version}, expected {need.specifier}; pip install '{need}'")
+            yield Finding(need.name, "missing", f"{found}; pip install '{need}'")
 
 
 def _python() -> Finding:

@@ -28,13 +28,6 @@ if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
 NO_EXAMPLE = "YOUR QUESTION"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``ragr1``."""
-    app.command()(evaluate)
-    app.command()(ask)
-    app.command()(select)
-
-
 def evaluate(
     checkpoint: CheckpointArgument,
     tasks: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import sys
 import time
@@ -26,7 +25,7 @@ from ragr1_actors.cli import (
     print_line,
     print_state,
 )
-from ragr1_actors.core.errors import DataError, RagR1Error, UserError
+from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
@@ -78,7 +77,12 @@ def train(
         create_run_directory(config, run_dir)
     console.print(describe_start(recipe, config, run_dir))
     _run(config, run_dir, f"ragr1 train {recipe} --run-dir {run_dir} --resume")
-    print_line(f'try: ragr1 ask {run_dir} "{_example_question(run_dir)}"')
+    try:
+        question = evaluate.example_question(run_dir)
+    except DataError as error:  # the run is complete all the same
+        print_error(f"note: {error}", style="yellow")
+        question = evaluate.NO_EXAMPLE
+    print_line(f'try: ragr1 ask {run_dir} "{question}"')
 
 
 @app.command()
@@ -104,7 +108,8 @@ def claims(
         raise typer.Exit(1)
 
 
-evaluate.register(app)
+for command in (evaluate.evaluate, evaluate.ask, evaluate.select):
+    app.command()(command)
 
 
 @app.command()
@@ -186,13 +191,11 @@ def _load_benchmark(name: str) -> Any:
     return importlib.import_module(known[name])
 
 
-doctor.register(app)
+app.command()(doctor.doctor)
 
 
 def describe_start(recipe: str, config: RunConfig, run_dir: Path) -> Panel:
     """Return what ``ragr1 train`` prints first: the keys that differ from the defaults, and the run directory."""
-    from ragr1_actors.core.errors import shortened
-
     rows = Table.grid(padding=(0, 2))
     for key, value in config.changes().items():
         rows.add_row(key, Text(shortened(" ".join(str(value).split()) or '""', 60)))
@@ -257,7 +260,9 @@ def main() -> None:
         print_error(f"failed: {error}")
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        from ragr1_actors.core.files import is_no_room
+
+        if not is_no_room(error):
             raise
         print_error(f"error: no room on the disk to write {error.filename or 'a file'}; free some and try again")
         sys.exit(2)
@@ -281,18 +286,5 @@ def _new_run_dir(name: str) -> Path:
     return Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _example_question(run_dir: Path) -> str:
-    """Return a question of the run; the run is complete even if the file that holds it is damaged."""
-    try:
-        return evaluate.example_question(run_dir)
-    except DataError as error:
-        print_error(f"note: {error}", style="yellow")
-        return evaluate.NO_EXAMPLE
-
-
 def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
-
-
-if __name__ == "__main__":
-    main()

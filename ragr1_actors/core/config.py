@@ -41,17 +41,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], key: str) -> Self:
-        """Check a mapping that a recipe holds under ``key``, such as ``retrieval.options``.
-
-        Raises:
-            ConfigError: an unknown name (with the most similar known one), a wrong type or a value out of range.
-        """
+    def check_keys(cls, options: Mapping[str, Any], key: str) -> None:
+        """Refuse a name in ``options`` that is no key, with a ``ConfigError`` that has the most similar known one."""
         known = list(cls.model_fields)
         for name in options:
             if name not in known:
                 instead = nearest(str(name), known) if known else f"; it has no keys: leave {key} empty"
                 raise ConfigError(f"unknown key {key}.{name}{instead}")
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], key: str) -> Self:
+        """Check a mapping that a recipe holds under ``key``, such as ``retrieval.options``.
+
+        Raises:
+            ConfigError: an unknown name, a wrong type or a value out of range.
+        """
+        cls.check_keys(options, key)
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:

@@ -29,8 +29,6 @@ LEARNER_FILE = "learner.safetensors"
 """In a checkpoint: the learners' state."""
 WRITING = ".writing_"
 """Prefix of files and folders that are being written, or were left by a crash: never read."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a disk that is full, a quota that is used up, and a limit on the size of files."""
 
 T = TypeVar("T")
 _WHOLE_UP_TO = 64 * 2**20
@@ -76,8 +74,9 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Return whether an error of Python or safetensors says that there is no room for a file."""
-    return isinstance(error, OSError | SafetensorError) and error_number(error) in NO_ROOM
+    """Return whether an error of Python or safetensors says that a disk, a quota or a limit on files is used up."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError | SafetensorError) and error_number(error) in full
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:

@@ -17,10 +17,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
 
-from ragr1_actors.core.config import RunConfig, read_lora
-from ragr1_actors.core.errors import ConfigError, first_problem, nearest, one_line, shortened
+from ragr1_actors.core.config import RunConfig, Section, read_lora
+from ragr1_actors.core.errors import ConfigError, nearest, one_line, shortened
 from ragr1_actors.core.weight_transport import check_transport
 
 T = TypeVar("T")
@@ -39,11 +38,7 @@ def resolve(sections: Sections) -> RunConfig:
     """
     for section, settings in sections.items():
         check_keys(section, settings)
-    try:
-        config = RunConfig.model_validate(sections)
-    except ValidationError as error:
-        name, found, problem = first_problem(error)
-        raise ConfigError(f"{name}: got {found!r}; {problem}") from error
+    config = RunConfig(**{section: _settings_of(section).read(keys, section) for section, keys in sections.items()})
     _check_settings(config)
     return config
 
@@ -54,16 +49,15 @@ def check_keys(section: str, settings: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the nearest known key.
     """
-    known = RunConfig.model_fields
-    if section not in known:
-        raise ConfigError(f"unknown section {section!r}{nearest(str(section), list(known))}")
-    section_class = known[section].annotation
-    assert section_class is not None
-    keys = list(section_class.model_fields)
+    if section not in RunConfig.model_fields:
+        raise ConfigError(f"unknown section {section!r}{nearest(str(section), RunConfig.model_fields)}")
+    _settings_of(section).check_keys(settings, section)
     for key, value in settings.items():
-        if key not in keys:
-            raise ConfigError(f"unknown key {section}.{key}{nearest(str(key), keys)}")
         check_value(f"{section}.{key}", value)
+
+
+def _settings_of(section: str) -> type[Section]:
+    return type(RunConfig.model_fields[section].default)
 
 
 def override(sections: Sections, assignments: Iterable[str]) -> Sections:
@@ -85,7 +79,7 @@ def override(sections: Sections, assignments: Iterable[str]) -> Sections:
 
 
 def read_recipe(name_or_path: str) -> Sections:
-    """Return the sections of a recipe of the project, by name, or of a YAML file, by path.
+    """Return the sections of a recipe of the project, by name, or of a YAML file, by path; keys are not checked yet.
 
     Raises:
         ConfigError: there is no such recipe, or the file does not hold sections of keys.
@@ -100,8 +94,6 @@ def read_recipe(name_or_path: str) -> Sections:
     sections = {} if sections is None else sections
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
-    for section, settings in sections.items():
-        check_keys(section, settings)
     return sections
 
 
@@ -227,7 +219,10 @@ def _check_kind(where: str, item: Any) -> None:
             if not isinstance(key, str):
                 raise ConfigError(f"{where}: got the key {key!r}, expected text; quote it")
     elif isinstance(item, float | int):
-        _check_number(where, item)
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ConfigError(f"{where}: got {item}, expected a finite number")
+        if isinstance(item, int) and item.bit_length() > _MAX_BITS:
+            raise ConfigError(f"{where}: got a number of {item.bit_length()} bits, expected one of at most {_MAX_BITS}")
     elif isinstance(item, str):
         if any("\ud800" <= char <= "\udfff" or char == "\0" for char in item):
             raise ConfigError(f"{where}: got {shortened(repr(item))}, expected text without lone surrogates and NUL")
@@ -236,13 +231,6 @@ def _check_kind(where: str, item: Any) -> None:
             f"{where}: got {shortened(str(item))}, a {type(item).__name__}, expected text, a number, true, false, a "
             "list or a mapping; quote it if it is text"
         )
-
-
-def _check_number(where: str, number: float | int) -> None:
-    if isinstance(number, float) and not math.isfinite(number):
-        raise ConfigError(f"{where}: got {number}, expected a finite number")
-    if isinstance(number, int) and number.bit_length() > _MAX_BITS:
-        raise ConfigError(f"{where}: got a number of {number.bit_length()} bits, expected one of at most {_MAX_BITS}")
 
 
 def load_object(name: str, known: Mapping[str, T | str]) -> T:

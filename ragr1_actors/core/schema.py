@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 _STRINGS = pa.list_(pa.string())
 TASK_TYPE = pa.struct(
@@ -77,28 +78,27 @@ TRAJECTORY_SCHEMA = pa.schema(
     metadata={"ragr1_actors.format": "2"},
 )
 _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
+# pydantic converts between dataclasses and dicts faster than Python does, and makes lists tuples again
+_TASK = TypeAdapter(Task)
+_TURNS = TypeAdapter(tuple[Turn, ...])
 
 
 def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     """Lay groups out as one record batch of ``TRAJECTORY_SCHEMA``, a row a trajectory."""
-    rows = [(index, trajectory) for index, group in enumerate(groups) for trajectory in group.trajectories]
-    trajectories = [trajectory for _, trajectory in rows]
-    columns: dict[str, pa.Array] = {
-        "group": pa.array([index for index, _ in rows], pa.int32()),
-        "trajectory_id": pa.array([t.trajectory_id for t in trajectories], pa.string()),
-        "task": pa.array([_task_fields(t.task) for t in trajectories], TASK_TYPE),
-        "token_ids": _flat_list([t.token_ids for t in trajectories], pa.int32()),
-        "kinds": _flat_list([t.kinds for t in trajectories], pa.uint8()),
-        "logprobs": _flat_list([t.logprobs for t in trajectories], pa.float32()),
-        "policy_versions": _flat_list([t.policy_versions for t in trajectories], pa.int32()),
-        "turns": pa.array([[_turn_fields(turn) for turn in t.turns] for t in trajectories], pa.list_(TURN_TYPE)),
-        "stop_reason": pa.array([t.stop_reason.value for t in trajectories], pa.string()),
-        "reward": pa.array([t.reward for t in trajectories], pa.float64()),
-        "answer": pa.array([t.answer for t in trajectories], pa.string()),
-        "error": pa.array([t.error for t in trajectories], pa.string()),
-        "metrics": pa.array([list(t.metrics.items()) for t in trajectories], TRAJECTORY_SCHEMA.field("metrics").type),
-    }
-    return pa.RecordBatch.from_arrays([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    columns = {name: [getattr(t, name) for t in trajectories] for name in TRAJECTORY_SCHEMA.names if name != "group"}
+    columns["group"] = [index for index, group in enumerate(groups) for _ in group.trajectories]
+    # warnings: a custom retriever's scores may be numpy's floats, which Arrow takes
+    columns["task"] = [_TASK.dump_python(task, warnings=False) for task in columns["task"]]
+    columns["turns"] = [_TURNS.dump_python(turns, warnings=False) for turns in columns["turns"]]
+    columns["metrics"] = [list(metrics.items()) for metrics in columns["metrics"]]
+    arrays = [
+        _flat_list(columns[field.name], field.type.value_type)
+        if field.name in _TOKEN_COLUMNS
+        else pa.array(columns[field.name], field.type)
+        for field in TRAJECTORY_SCHEMA
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORY_SCHEMA)
 
 
 def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True) -> list[TrajectoryGroup]:
@@ -114,10 +114,10 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
     for row, fields in enumerate(others):
         members = by_group.setdefault(fields.pop("group"), [])
         fields |= {name: views[row] for name, views in tokens.items()}
-        fields["task"] = members[0].task if members else _task(batch.column("task")[row].as_py())
+        fields["task"] = members[0].task if members else _TASK.validate_python(batch.column("task")[row].as_py())
         fields["stop_reason"] = StopReason(fields["stop_reason"])
         if decode_texts:
-            fields["turns"] = tuple(_turn(turn) for turn in fields["turns"])
+            fields["turns"] = _TURNS.validate_python(fields["turns"])
             fields["metrics"] = dict(fields["metrics"])
             members.append(Trajectory(**fields))
         else:
@@ -139,7 +139,7 @@ class _LazyTrajectory(Trajectory):
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(_turn(turn) for turn in self._batch.column("turns")[self._row].as_py())
+        return _TURNS.validate_python(self._batch.column("turns")[self._row].as_py())
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -178,43 +178,3 @@ def _views(column: pa.LargeListArray) -> list[NDArray[Any]]:
     values = column.flatten().to_numpy(zero_copy_only=True)
     offsets = column.offsets.to_numpy(zero_copy_only=True) - column.offsets[0].as_py()
     return [values[start:end] for start, end in pairwise(offsets)]
-
-
-# dataclasses.asdict copies every value deeply, which costs more than all the rest of the conversion
-
-
-def _task_fields(task: Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in TASK_TYPE.names}
-
-
-def _turn_fields(turn: Turn) -> dict[str, Any]:
-    fields = {name: getattr(turn, name) for name in TURN_TYPE.names}
-    names = RETRIEVAL_TYPE.names
-    return fields | {"retrievals": [{name: getattr(record, name) for name in names} for record in turn.retrievals]}
-
-
-def _task(fields: dict[str, Any]) -> Task:
-    return Task(
-        task_id=fields["task_id"],
-        question=fields["question"],
-        golden_answers=tuple(fields["golden_answers"]),
-        category=fields["category"],
-        supporting_ids=tuple(fields["supporting_ids"]),
-        plan=tuple(tuple(queries) for queries in fields["plan"]),
-    )
-
-
-def _retrieval(fields: dict[str, Any]) -> RetrievalRecord:
-    lists = {name: tuple(fields[name]) for name in ("passage_ids", "scores", "titles", "texts")}
-    return RetrievalRecord(**(fields | lists))
-
-
-def _turn(fields: dict[str, Any]) -> Turn:
-    return Turn(
-        completion_text=fields["completion_text"],
-        num_model_tokens=fields["num_model_tokens"],
-        action=fields["action"],
-        queries=tuple(fields["queries"]),
-        retrievals=tuple(_retrieval(record) for record in fields["retrievals"]),
-        observation=fields["observation"],
-    )

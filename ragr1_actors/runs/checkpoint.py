@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import NO_ROOM, WRITING, error_number, read_json_as, sync, sync_tree, validated, write_json
-from ragr1_actors.runs.report import StageReport
+from ragr1_actors.core.files import (
+    WRITING,
+    error_number,
+    is_no_room,
+    read_json_as,
+    sync,
+    sync_tree,
+    validated,
+    write_json,
+)
+from ragr1_actors.runs.report import StageReport, TaskCounts
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"
@@ -47,16 +56,6 @@ class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Counts(_Stored):
-    """The return value of ``TaskSampler.counts``."""
-
-    issued: int = Field(ge=0)
-    trained: int = Field(ge=0)
-    failed: int = Field(ge=0)
-    lost: int
-    doubled: int = Field(ge=0)
-
-
 class Books(_Stored):
     """The return value of ``TaskSampler.get_state``."""
 
@@ -64,7 +63,7 @@ class Books(_Stored):
     cursor: int = Field(ge=0)
     outstanding: list[tuple[str, int, int]]
     """Task id, epoch and attempt of each task that was issued and not yet trained."""
-    counts: Counts
+    counts: TaskCounts
 
 
 class RunState(_Stored):
@@ -88,7 +87,7 @@ class Standing(_Stored):
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged, as of ``read_json_as``."""
+    """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged."""
     return read_json_as(RunState, checkpoint / STATE_FILE)
 
 
@@ -101,23 +100,13 @@ class CheckpointStore:
     """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them and the best one."""
 
     def __init__(self, directory: Path, num_to_keep: int = 2, best_metric: str = "") -> None:
-        """Keep the newest ``num_to_keep`` checkpoints in ``directory``, and that with the best ``best_metric``.
+        """Keep the newest ``num_to_keep`` (at least 1) checkpoints in ``directory``, and that with the best metric.
 
         The first ``begin`` makes the directory. An empty ``best_metric`` is no scores.
-
-        Raises:
-            ValueError: ``num_to_keep`` is below 1.
         """
-        if num_to_keep < 1:
-            raise ValueError(f"got num_to_keep={num_to_keep}, expected at least 1")
         self._directory = directory
         self._num_to_keep = num_to_keep
         self._best_metric = best_metric
-
-    def save(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
-        """Call ``begin`` and ``commit``; return the checkpoint's folder."""
-        self.begin(step, write, score)
-        return self.commit(step)
 
     def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
         """Make the folder that ``commit`` will name ``step_<step>``, call ``write`` with it, and return it.
@@ -172,15 +161,15 @@ class CheckpointStore:
             yield
             is_whole = True
         except (OSError, SafetensorError) as error:
-            raise _as_user_error(error, self._directory) from error
+            if not is_no_room(error):
+                raise UserError(f"cannot write a checkpoint into {self._directory}: {error}") from error
+            raise UserError(
+                f"no room to write a checkpoint into {self._directory} ({os.strerror(error_number(error))}); free some "
+                "space and go on with --resume: earlier checkpoints are whole"
+            ) from error
         finally:
             if not is_whole:
                 self._clean()
-
-    def best(self) -> Path | None:
-        """Return the checkpoint with the highest score, the newest one on a tie; None if no checkpoint has a score."""
-        best = self._best()
-        return best[1] if best else None
 
     def is_best(self, score: float) -> bool:
         """Return whether a checkpoint with this score would be the best; False without a ``best_metric``."""
@@ -188,10 +177,10 @@ class CheckpointStore:
         return bool(self._best_metric) and (best is None or score > best[0])
 
     def _best(self) -> tuple[float, Path] | None:
-        scores = [
-            (score, path) for _, path in sorted(self._whole().items()) if (score := self._score(path)) is not None
-        ]
-        return max(reversed(scores), key=lambda scored: scored[0], default=None)
+        """Return the highest score and the newest checkpoint with it; None if no checkpoint has a score."""
+        newest_first = [path for _, path in sorted(self._whole().items(), reverse=True)]
+        scored = [(score, path) for path in newest_first if (score := self._score(path)) is not None]
+        return max(scored, key=lambda entry: entry[0], default=None)
 
     def _score(self, checkpoint: Path) -> float | None:
         path = checkpoint / SCORE_FILE
@@ -208,17 +197,13 @@ class CheckpointStore:
         """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
         return max(self._whole().items(), default=(0, None))[1]
 
-    def steps(self) -> list[int]:
-        """Return the steps of the whole checkpoints, oldest first."""
-        return sorted(self._whole())
-
     def without(self, checkpoint: Path) -> str:
         """Return the end of a message on a damaged checkpoint.
 
         ``"delete the folder runs/mine/checkpoints/step_20 and --resume goes on from step_10"``
         """
-        before = [path for path in self._whole().values() if path != checkpoint]
-        rest = f"goes on from {max(before, key=_step).name}" if before else "starts again: there is no other checkpoint"
+        before = [step for step, path in self._whole().items() if path != checkpoint]
+        rest = f"goes on from step_{max(before)}" if before else "starts again: there is no other checkpoint"
         return f"delete the folder {checkpoint} and --resume {rest}"
 
     def _whole(self) -> dict[int, Path]:
@@ -235,15 +220,15 @@ class CheckpointStore:
 
     def _prune(self, saved: int) -> None:
         whole = self._whole()
-        not_newer = [step for step in sorted(whole) if step <= saved]
-        for step in set(whole) - set(not_newer):
-            whole[step].rename(self._directory / f"{WRITING}removed_{whole[step].name}")
-        best = self.best()
-        self._link(best)
-        for step in not_newer[: -self._num_to_keep]:
-            if whole[step] != best:
-                # Renamed first: an interrupted removal must not leave half a checkpoint under a valid name.
-                whole[step].rename(self._directory / f"{WRITING}removed_{whole[step].name}")
+        self._remove(path for step, path in whole.items() if step > saved)
+        best = self._best()
+        self._link(best[1] if best else None)
+        older = [path for step, path in sorted(whole.items()) if step <= saved][: -self._num_to_keep]
+        self._remove(path for path in older if best is None or path != best[1])
+
+    def _remove(self, checkpoints: Iterable[Path]) -> None:
+        for path in checkpoints:  # renamed first: an interrupted removal must not leave half a checkpoint under a name
+            path.rename(self._directory / f"{WRITING}removed_{path.name}")
 
     def _link(self, best: Path | None) -> None:
         link, writing = self._directory / BEST, self._directory / f"{WRITING}{BEST}"
@@ -272,17 +257,3 @@ class CheckpointStore:
 class _Score:
     metric: str
     value: float
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("_")[2])
-
-
-def _as_user_error(error: OSError | SafetensorError, directory: Path) -> UserError:
-    number = error_number(error)
-    if number in NO_ROOM:
-        return UserError(
-            f"no room to write a checkpoint into {directory} ({os.strerror(number)}); free some space and go on with "
-            "--resume: earlier checkpoints are whole"
-        )
-    return UserError(f"cannot write a checkpoint into {directory}: {error}")

@@ -20,7 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.errors import RunDirectoryError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
 from ragr1_actors.core.files import write_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,7 +30,15 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 TIME_PREFIX = "time/"
 TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/")
 """Prefixes of metrics that depend on timing: wall times, and load and health of the fleets."""
-_RESERVED = ("iteration", "stage")
+
+
+class _Row(BaseModel):
+    """A line of ``metrics.jsonl``: every other key is a metric."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float]
+    stage: str
+    iteration: int
 
 
 class MetricsLogger:
@@ -51,19 +61,14 @@ class MetricsLogger:
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
 
         Raises:
-            ValueError: a metric is named ``stage`` or ``iteration``.
             OSError: a file cannot be written; ``ENOSPC`` if there is no room.
         """
-        reserved = [name for name in metrics if name in _RESERVED]
-        if reserved:
-            raise ValueError(
-                f"got a metric named {reserved[0]!r}, a key that every line has; name it group/{reserved[0]}"
-            )
         values = {name: float(value) for name, value in metrics.items()}
-        events = self._event_file(stage, iteration)
+        if stage not in self._events:
+            self._begin(stage, iteration)
         self._file.write(_line({"stage": stage, "iteration": iteration, **values}))
         self._file.flush()
-        events.write(iteration, values)
+        self._events[stage].write(iteration, values)
 
     def close(self) -> None:
         """Close every file, even if writing the last bytes of one fails; may be called twice."""
@@ -73,22 +78,17 @@ class MetricsLogger:
                 files.callback(events.close)
             self._events = {}
 
-    def _event_file(self, stage: str, iteration: int) -> _EventFile:
-        # One TensorBoard run per stage: iterations start at 0 in each, and TensorBoard can overlay the curves.
-        if stage not in self._events:
-            resumed = self._drop(stage, iteration)
-            directory = self._run_dir / TENSORBOARD_DIRECTORY / stage
-            self._events[stage] = _EventFile(directory, purge_from=iteration if resumed else None)
-        return self._events[stage]
-
-    def _drop(self, stage: str, first_iteration: int) -> bool:
+    def _begin(self, stage: str, iteration: int) -> None:
         rows = read_metrics(self._run_dir)
-        kept = [row for row in rows if row["stage"] != stage or row["iteration"] < first_iteration]
+        kept = [row for row in rows if row["stage"] != stage or row["iteration"] < iteration]
         if len(kept) < len(rows):
             self._file.close()
             self._rewrite(kept)
             self._file = self._path.open("a", encoding="utf-8")
-        return any(row["stage"] == stage for row in rows)
+        is_resumed = any(row["stage"] == stage for row in rows)
+        # One TensorBoard run per stage: iterations start at 0 in each, and TensorBoard can overlay the curves.
+        directory = self._run_dir / TENSORBOARD_DIRECTORY / stage
+        self._events[stage] = _EventFile(directory, purge_from=iteration if is_resumed else None)
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         text = "".join(_line(row) for row in rows)
@@ -104,7 +104,7 @@ class _EventFile:
 
     def __init__(self, directory: Path, purge_from: int | None) -> None:
         """Start a file. TensorBoard ignores steps from ``purge_from`` on in earlier files of the folder."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -112,26 +112,26 @@ class _EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("xb")
         self._records = RecordWriter(self._file)
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(file_version="brain.Event:2")
         if purge_from is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=purge_from, session_log=start))
+            self._add(step=purge_from, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of one step; the file has them when this returns."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(values.items())]
-        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._add(step=step, summary=Summary(value=scalars))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _add(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -143,32 +143,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise RunDirectoryError(f"{run_dir} holds no {METRICS_FILE}; give the directory of a run")
-    try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(
-            f"{path} is damaged (not UTF-8 text at byte {error.start}); delete the file: the run continues, without "
-            "the metrics logged so far"
-        ) from error
+    rows = []
     # the text after the last newline is empty or cut off
-    return [_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1)]
-
-
-def _read_line(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RunDirectoryError(f"{where}: not JSON ({error.msg}); delete the line") from error
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise RunDirectoryError(f"{where}: not a line of metrics ({error}); delete the line") from error
-    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int) or not isinstance(row.get("stage"), str):
-        raise RunDirectoryError(
-            f"{where}: got {line[:60]!r}, expected an object with stage and iteration; delete the line"
-        )
-    try:
-        return {name: float(value) if name not in _RESERVED else value for name, value in row.items()}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RunDirectoryError(f"{where}: a metric is not a number ({error}); delete the line") from error
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            rows.append(_Row.model_validate_json(line).model_dump())
+        except ValidationError as error:
+            name, found, problem = first_problem(error)
+            where = f"{path}, line {number}: {name or 'the whole line'}"
+            raise RunDirectoryError(f"{where}: got {shortened(repr(found))}; {problem}; delete the line") from error
+    return rows
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:

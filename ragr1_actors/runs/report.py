@@ -15,11 +15,13 @@ from __future__ import annotations
 import html
 import math
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import psutil
+from pydantic import NonNegativeInt
 from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
@@ -30,6 +32,8 @@ REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
 StageName = Literal["start", "sft", "rl"]
 STAGE_TITLES: dict[StageName, str] = {"start": "before SFT", "sft": "after SFT", "rl": "after RL"}
+SAMPLE_INTERVAL_S = 3.0
+"""Between two samples of the memory; one of a dozen processes takes about 0.05 s of one core."""
 CURVES = ("rollout/reward", "eval/em")
 """Metrics that ``report.html`` draws, one curve per stage."""
 
@@ -69,13 +73,13 @@ class StageReport:
 class TaskCounts:
     """How many training tasks were issued and how they ended. ``lost`` and ``doubled`` are 0 unless there is a bug."""
 
-    issued: int = 0
-    trained: int = 0
-    failed: int = 0
+    issued: NonNegativeInt
+    trained: NonNegativeInt
+    failed: NonNegativeInt
     """Failed in every attempt."""
-    lost: int = 0
+    lost: int
     """Issued, but neither trained nor failed."""
-    doubled: int = 0
+    doubled: NonNegativeInt
     """Trained more than once in an epoch."""
 
 
@@ -87,7 +91,7 @@ class RunReport:
     wall_s: float
     peak_rss_bytes: int
     """Memory of the driver and its descendants, see ``PeakMemory``."""
-    tasks: TaskCounts = TaskCounts()
+    tasks: TaskCounts
     ratios: dict[str, float] = field(default_factory=dict)
     """Further figures, such as ``{"recall@3": 0.61}``."""
 
@@ -139,59 +143,49 @@ class PeakMemory:
     figure covers a run on one machine; actors on other machines are not in it.
     """
 
-    def __init__(self, interval_s: float = 3.0) -> None:
-        """Sample every ``interval_s`` seconds; a sample of a dozen processes takes about 0.05 s of one core."""
-        self._interval_s = interval_s
+    def __init__(self) -> None:
+        """Sample nothing yet."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
         self.peak_bytes = 0
         """The largest sample so far."""
 
     def __enter__(self) -> Self:
-        """Take the first sample and start the thread."""
-        self._sample()
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Take a last sample and stop."""
+        """Wait for the last sample."""
         self._stop.set()
         self._thread.join()
-        self._sample()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self._sample()
+        is_last = False
+        while not is_last:
+            is_last = self._stop.is_set()
+            self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
+            self._stop.wait(SAMPLE_INTERVAL_S)
 
-    def _sample(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
 
-
-def tree_memory_bytes(root: int | None = None) -> int:
-    """Return the memory of process ``root`` (default: this one) and its descendants in bytes.
+def tree_memory_bytes() -> int:
+    """Return the memory of this process and its descendants in bytes.
 
     A process counts with its proportional set size where the system has one (Linux), so that memory shared between
     processes, such as Ray's object store, counts once; elsewhere with its resident set size.
     """
-    process = psutil.Process(root)
+    process = psutil.Process()
     return sum(_process_bytes(one) for one in (process, *process.children(recursive=True)))
 
 
 def _process_bytes(process: psutil.Process) -> int:
-    try:
-        memory = process.memory_full_info()
-        return int(memory.pss if psutil.LINUX else memory.rss)
-    except psutil.AccessDenied:  # a process of another user
-        return _resident_bytes(process)
-    except psutil.NoSuchProcess:  # it has ended
-        return 0
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:
-        return 0
+    with suppress(psutil.Error):  # it has ended
+        try:
+            memory = process.memory_full_info()
+            return int(memory.pss if psutil.LINUX else memory.rss)
+        except psutil.AccessDenied:  # a process of another user
+            return int(process.memory_info().rss)
+    return 0
 
 
 def _num_tasks(report: RunReport) -> str:

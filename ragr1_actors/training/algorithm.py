@@ -362,7 +362,7 @@ class Algorithm:
         learner = "sft" if in_sft else self.config.training.algorithm
         self._build_learner(learner, self._stage_dir)
         if state.learner == learner:  # else it was saved between the stages, and the folder is the whole state
-            self._saver.restore(directory)
+            self._learners.load_state(directory / LEARNER_FILE)
         self.policy_version = state.policy_version - 1
         self._publish()
         return state.extra
@@ -427,7 +427,3 @@ class CheckpointSaver:
                 f"{self._writing} does not hold what learner rank 0 wrote there; put --run-dir on a file system that "
                 "its node and this one share"
             )
-
-    def restore(self, checkpoint: Path) -> None:
-        """Load a checkpoint, over any number of ranks; ``DataError`` if a file is damaged or of another model."""
-        self._learners.load_state(checkpoint / LEARNER_FILE)

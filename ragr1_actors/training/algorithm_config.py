@@ -15,6 +15,7 @@ An unknown key, a wrong type or a value out of range raises a ``ConfigError``; i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,8 +26,17 @@ if TYPE_CHECKING:  # pulls in Ray and torch
     from ragr1_actors.training.algorithm import Algorithm
 
 
+def _section(name: str) -> Callable[..., AlgorithmConfig]:
+    def set_keys(self: AlgorithmConfig, **settings: Any) -> AlgorithmConfig:
+        return self._update(name, settings)
+
+    set_keys.__name__ = name
+    set_keys.__doc__ = f"Set keys of the section ``{name}``, as ``core/config.py`` describes them."
+    return set_keys
+
+
 class AlgorithmConfig:
-    """Builder of a ``RunConfig``, with one method per section; each returns ``self``, as in RLlib."""
+    """Builder of a ``RunConfig``, with one method per section; each takes keys and returns ``self``, as in RLlib."""
 
     def __init__(self, sections: resolve.Sections | None = None) -> None:
         """Start from the defaults, or from ``{section: {key: value}}``."""
@@ -49,45 +59,16 @@ class AlgorithmConfig:
         self._sections[section] = self._sections.get(section, {}) | settings
         return self
 
-    def environment(self, **settings: Any) -> Self:
-        """Set keys of ``EnvironmentSettings``."""
-        return self._update("environment", settings)
-
-    def policy(self, **settings: Any) -> Self:
-        """Set keys of ``PolicySettings``."""
-        return self._update("policy", settings)
-
-    def env_runners(self, **settings: Any) -> Self:
-        """Set keys of ``EnvRunnerSettings``."""
-        return self._update("env_runners", settings)
-
-    def retrieval(self, **settings: Any) -> Self:
-        """Set keys of ``RetrievalSettings``."""
-        return self._update("retrieval", settings)
-
-    def sft(self, **settings: Any) -> Self:
-        """Set keys of ``SFTSettings``."""
-        return self._update("sft", settings)
-
-    def training(self, **settings: Any) -> Self:
-        """Set keys of ``TrainingSettings``."""
-        return self._update("training", settings)
-
-    def learners(self, **settings: Any) -> Self:
-        """Set keys of ``LearnerSettings``."""
-        return self._update("learners", settings)
-
-    def evaluation(self, **settings: Any) -> Self:
-        """Set keys of ``EvaluationSettings``."""
-        return self._update("evaluation", settings)
-
-    def checkpointing(self, **settings: Any) -> Self:
-        """Set keys of ``CheckpointingSettings``."""
-        return self._update("checkpointing", settings)
-
-    def debugging(self, **settings: Any) -> Self:
-        """Set keys of ``DebuggingSettings``."""
-        return self._update("debugging", settings)
+    environment = _section("environment")
+    policy = _section("policy")
+    env_runners = _section("env_runners")
+    retrieval = _section("retrieval")
+    sft = _section("sft")
+    training = _section("training")
+    learners = _section("learners")
+    evaluation = _section("evaluation")
+    checkpointing = _section("checkpointing")
+    debugging = _section("debugging")
 
     def freeze(self) -> RunConfig:
         """Validate everything and return the resolved configuration."""

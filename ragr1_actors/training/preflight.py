@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +53,27 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
 
 def check_environment(name: str) -> type[TextEnv]:
     """Return the environment's class; ``ConfigError`` if it is no ``TextEnv``, lacks methods or takes other input."""
-    key = "environment.env"
-    env_class = _load(key, name, ENVS)
-    _check_class(key, name, env_class, TextEnv, "(settings, context)", 2)
-    found: type[TextEnv] = env_class
+    found: type[TextEnv] = _load("environment.env", name, ENVS)
+    _check_class("environment.env", name, found, TextEnv, "(settings, context)", 2)
     return found
 
 
 def _check_reward(name: str) -> None:
-    reward = _load("environment.reward", name, REWARDS)
+    key, reward = "environment.reward", _load("environment.reward", name, REWARDS)
     expected = "a function (task, answer) -> float"
     if not callable(reward) or isinstance(reward, type):
-        raise ConfigError(f"environment.reward: {name} is {_kind(reward)}, expected {expected}")
+        raise _wrong_kind(key, name, reward, expected)
     if inspect.iscoroutinefunction(reward):
-        raise ConfigError(f"environment.reward: {name} is a coroutine function, expected {expected}; leave async out")
-    _check_signature("environment.reward", name, reward, "(task, answer)", 2)
+        raise ConfigError(f"{key}: {name} is a coroutine function, expected {expected}; leave async out")
+    _check_signature(key, name, reward, "(task, answer)", 2)
 
 
 def _check_engine(name: str) -> None:
-    if name in ENGINES:
-        return
-    key, engine = "env_runners.engine", _load("env_runners.engine", name, ENGINES)
-    expected = f"a class with the methods {', '.join(_ENGINE_METHODS)}, see {Engine.__module__}"
-    if not isinstance(engine, type):
-        raise ConfigError(f"{key}: {name} is {_kind(engine)}, expected {expected}")
-    missing = [method for method in _ENGINE_METHODS if not callable(inspect.getattr_static(engine, method, None))]
-    if missing:
-        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}")
-    _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
+    if name not in ENGINES:
+        key, engine = "env_runners.engine", _load("env_runners.engine", name, ENGINES)
+        expected = f"a class with the methods {', '.join(_ENGINE_METHODS)}, see {Engine.__module__}"
+        _check_methods(key, name, engine, _ENGINE_METHODS, expected)
+        _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
 
 
 def _check_learner(training: TrainingSettings) -> None:
@@ -96,17 +89,13 @@ def _check_learner(training: TrainingSettings) -> None:
 
 
 def _check_retrieval_type(name: str) -> None:
-    if ":" not in name and name not in RETRIEVAL_TYPES:
+    if ":" in name:
+        expected = "a class with the method async search(queries, k), see retrieval.base.Retriever"
+        _check_methods("retrieval.type", name, _load("retrieval.type", name, {}), ("search",), expected)
+    elif name not in RETRIEVAL_TYPES:
         raise ConfigError(
             f"retrieval.type: got {name!r}, expected one of {', '.join(RETRIEVAL_TYPES)} or my_module:MyRetriever"
         )
-    if ":" in name:
-        retriever = _load("retrieval.type", name, {})
-        if not isinstance(retriever, type) or not callable(inspect.getattr_static(retriever, "search", None)):
-            raise ConfigError(
-                f"retrieval.type: {name} is {_kind(retriever)}, expected a class with the method "
-                "async search(queries, k), see retrieval.base.Retriever"
-            )
 
 
 def _check_policy(model: str) -> None:
@@ -144,11 +133,19 @@ def _load(key: str, name: str, known: Mapping[str, Any]) -> Any:
 
 def _check_class(key: str, name: str, found: Any, base: type, arguments: str, count: int) -> None:
     if not isinstance(found, type) or not issubclass(found, base):
-        raise ConfigError(f"{key}: {name} is {_kind(found)}, expected a subclass of {base.__name__}")
+        raise _wrong_kind(key, name, found, f"a subclass of {base.__name__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{key}: {name} lacks the methods {', '.join(missing)}; write them")
     _check_signature(key, name, found, arguments, count)
+
+
+def _check_methods(key: str, name: str, found: Any, methods: Sequence[str], expected: str) -> None:
+    if not isinstance(found, type):
+        raise _wrong_kind(key, name, found, expected)
+    missing = [method for method in methods if not callable(inspect.getattr_static(found, method, None))]
+    if missing:
+        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}")
 
 
 def _check_signature(key: str, name: str, function: Callable[..., Any], arguments: str, count: int) -> None:
@@ -160,9 +157,9 @@ def _check_signature(key: str, name: str, function: Callable[..., Any], argument
         return
 
 
-def _kind(found: Any) -> str:
+def _wrong_kind(key: str, name: str, found: Any, expected: str) -> ConfigError:
     if isinstance(found, type):
-        return f"the class {found.__name__}"
-    if inspect.isroutine(found):
-        return "a function"
-    return f"a {type(found).__name__}"
+        kind = f"the class {found.__name__}"
+    else:
+        kind = "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
+    return ConfigError(f"{key}: {name} is {kind}, expected {expected}")
