@@ -133,7 +133,7 @@ def fleet(index_dir: Path, settings: RetrievalSettings) -> Iterator[Any]:
     """The product's own fleet."""
     from retrieval.fleet.group import RetrieverGroup
 
-    group = RetrieverGroup.create(index_dir, settings)
+    group = RetrieverGroup(index_dir, settings)
     try:
         group.wait_until_ready()
         yield group
@@ -250,7 +250,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
         async def bare() -> Any:
             found = await handle.call.remote("rank_batch", asked, TOP_K, None)
-            return to_hits(Ranking(found.scores, found.rows), corpus, found.index_version)
+            return to_hits(Ranking(found.scores, found.rows), corpus.fields, found.index_version)
 
         ours, theirs = [], []
         for _ in range(3 if quick else 10):

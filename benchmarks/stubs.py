@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
-from retrieval.fleet.actor import RpcActor
-from retrieval.fleet.wire import RowHits
+from retrieval.fleet.actor import RowHits, RpcActor
 from retrieval.indexes.manifest import FileRecord, Manifest
 
 
@@ -45,9 +43,9 @@ class StubActor(RpcActor):
         manifest = Manifest.read(index_dir)
         self._count, self._version = manifest.count, manifest.version
         self._service_s = service_s
-        self._server.open({"rank_batch": self._rank_batch})
+        self.serve(self.rank_batch)
 
-    def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
+    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         if self._service_s:
             time.sleep(self._service_s * len(queries))
         firsts = np.array([zlib.crc32(query.encode()) for query in queries])
@@ -67,17 +65,9 @@ def make_stub_index(directory: Path) -> Path:
 
 def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
     """Return an ``ActorFleet`` of stubs that a ``RetrieverClient`` searches as any other."""
-    import ray
+    from retrieval.fleet.group import ActorFleet
 
-    from cluster.actor_fleet import ActorFleet
-
-    actor_class: Any = ray.remote(StubActor)
-
-    def start(member: str) -> Mapping[str, Any]:
-        name = f"{member}.0"
-        return {name: actor_class.options(name=name, num_cpus=0).remote(str(index_dir), service_s)}
-
-    fleet = ActorFleet("retriever", start)
+    fleet = ActorFleet("retriever", StubActor, [(str(index_dir), service_s)])
     fleet.scale_to(num_actors)
     fleet.wait_until_ready(300)
     return fleet

@@ -21,6 +21,7 @@ import itertools
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -69,14 +70,13 @@ class RpcAddress(NamedTuple):
 class RpcServer:
     """The actor's side. One thread receives, runs methods and answers, one call at a time.
 
-    OpenMP's number of threads is a property of the calling thread, so all work must run in the same one. A thread for
-    each step would add a switch that a short search waits for.
+    OpenMP's number of threads is a property of the calling thread, so all work must run in the same one.
     """
 
     def __init__(self) -> None:
         """Start the thread. No client can connect before ``open``."""
         self.address: RpcAddress | None = None
-        """None before ``open`` and where this node's address cannot be listened at: then only Ray's calls work."""
+        """None before ``open``, and where this node's address cannot be listened at: then only Ray's calls work."""
         self._methods: Mapping[str, Callable[..., Any]] = {}
         self._context = zmq.Context()
         self._router: zmq.Socket[bytes] | None = None
@@ -174,7 +174,11 @@ class RpcClient:
     def __init__(self, address: RpcAddress) -> None:
         """Hold the address; nothing is connected yet."""
         self._address = address
-        self._connection: _Connection | None = None
+        self._peer = f"{address.host}:{address.port}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that reads the socket's events; None while no socket is open."""
+        self._calls: dict[bytes, asyncio.Future[bytes]] = {}
+        self._call_ids = map(b"%d".__mod__, itertools.count())
 
     async def connect(self) -> None:
         """Connect, if not connected, and return once both sides have proved their keys.
@@ -182,11 +186,20 @@ class RpcClient:
         Raises:
             RpcError: no server answers there, it has another key, or it refuses this client's key.
         """
-        connection = self._connection
-        if connection is None or not connection.is_usable:
-            self._close()
-            connection = self._connection = _Connection(self._address)
-        await connection.wait_until_open()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._close("the client is used in another event loop")
+            self._open(loop)
+        opened = self._opened
+        if opened.done():
+            return opened.result()
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await asyncio.shield(opened)  # other calls wait for it too
+        except TimeoutError:
+            if opened is self._opened:
+                self._close("no answer")
+            raise RpcError(f"cannot connect to {self._peer}: no answer") from None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor. If the caller is cancelled, the method still runs, and its answer is dropped.
@@ -195,94 +208,62 @@ class RpcClient:
             RpcError: the connection failed or was lost, or the method raised; the message has the cause.
         """
         await self.connect()
-        assert self._connection is not None
-        is_answer, answer = decode(await self._connection.exchange(encode((method, arguments))))
-        if not is_answer:
-            raise RpcError(answer)
-        return answer
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close("the client closed it")
-
-    __del__ = _close  # a running event loop would keep the socket
-
-
-class _Connection:
-    """A DEALER socket whose events the running event loop reads."""
-
-    def __init__(self, address: RpcAddress) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._peer = f"{address.host}:{address.port}"
-        self._is_closed = False
-        self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._calls: dict[bytes, asyncio.Future[bytes]] = {}
-        self._call_ids = map(b"%d".__mod__, itertools.count())
-        self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, address.host)
-        self._socket.linger = 0
-        # An actor that restarts has another address. With -1 libzmq would drop answers that arrived before the end.
-        self._socket.reconnect_ivl = _NEVER_MS
-        self._socket.connect_timeout = round(_CONNECT_TIMEOUT_S * 1000)
-        self._socket.curve_serverkey = address.server_key
-        self._socket.curve_publickey = address.client_public_key
-        self._socket.curve_secretkey = address.client_secret_key
-        self._events = self._socket.get_monitor_socket(sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._readers = {self._socket.FD: self._read_answers, self._events.FD: self._read_events}
-        for descriptor, read in self._readers.items():
-            self._loop.add_reader(descriptor, read)
-            read()  # libzmq signals only to a reader that has found nothing
-        self._socket.connect(f"tcp://{_bracketed(address.host)}:{address.port}")
-
-    @property
-    def is_usable(self) -> bool:
-        return not self._is_closed and self._loop is asyncio.get_running_loop()
-
-    async def wait_until_open(self) -> None:
-        if self._opened.done():
-            return self._opened.result()
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await asyncio.shield(self._opened)  # other calls wait for it too
-        except TimeoutError:
-            self.close("no answer")
-            raise RpcError(f"cannot connect to {self._peer}: no answer") from None
-
-    async def exchange(self, request: bytes) -> bytes:
-        """Send a request and return the answer to it."""
-        call_id = next(self._call_ids)
-        answer: asyncio.Future[bytes] = self._loop.create_future()
-        self._calls[call_id] = answer
+        loop, call_id, request = asyncio.get_running_loop(), next(self._call_ids), encode((method, arguments))
+        answer = self._calls[call_id] = loop.create_future()
         try:
             self._socket.send_multipart([call_id, request], zmq.NOBLOCK)
-            self._loop.call_soon(self._read_answers)  # a send may take the signal of an answer that has arrived
-            return await answer
+            loop.call_soon(self._read_answers)  # a send may take the signal of an answer that has arrived
+            is_result, result = decode(await answer)
         except zmq.ZMQError as error:
             raise RpcError(f"lost the connection to {self._peer}: {error}") from error
         finally:
             self._calls.pop(call_id, None)
+        if not is_result:
+            raise RpcError(result)
+        return result
 
-    def close(self, reason: str) -> None:
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._opened: asyncio.Future[None] = loop.create_future()
+        self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, self._address.host)
+        self._socket.linger = 0
+        # An actor that restarts has another address. With -1 libzmq would drop answers that arrived before the end.
+        self._socket.reconnect_ivl = _NEVER_MS
+        self._socket.connect_timeout = round(_CONNECT_TIMEOUT_S * 1000)
+        self._socket.curve_serverkey = self._address.server_key
+        self._socket.curve_publickey = self._address.client_public_key
+        self._socket.curve_secretkey = self._address.client_secret_key
+        self._events = self._socket.get_monitor_socket(sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        for descriptor, read in ((self._socket.FD, self._read_answers), (self._events.FD, self._read_events)):
+            loop.add_reader(descriptor, _call_if_alive, weakref.WeakMethod(read))
+            read()  # libzmq signals only to a reader that has found nothing
+        self._socket.connect(f"tcp://{_bracketed(self._address.host)}:{self._address.port}")
+
+    def _close(self, reason: str = "the client closed it") -> None:
         """Fail the calls that are out, and close the socket."""
-        if self._is_closed:
+        if self._loop is None:
             return
-        self._is_closed = True
-        for descriptor in self._readers:
-            self._loop.remove_reader(descriptor)
+        loop, calls = self._loop, self._calls
+        self._loop, self._calls = None, {}
+        for opened in (self._socket, self._events):
+            loop.remove_reader(opened.FD)
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(0)
-        if self._loop.is_closed():
+        if loop.is_closed():
             return
         if not self._opened.done():
             self._opened.set_exception(RpcError(f"cannot connect to {self._peer}: {reason}"))
             self._opened.exception()  # it may be that no call waits for it any more
-        for answer in self._calls.values():
+        for answer in calls.values():
             if not answer.done():
                 answer.set_exception(RpcError(f"lost the connection to {self._peer}: {reason}"))
 
+    __del__ = _close
+
     def _read_answers(self) -> None:
         with contextlib.suppress(zmq.Again):
-            while not self._is_closed:
+            while self._loop is not None:
                 call_id, answer = self._socket.recv_multipart(zmq.NOBLOCK)
                 waiting = self._calls.get(call_id)
                 if waiting is not None and not waiting.done():
@@ -290,13 +271,19 @@ class _Connection:
 
     def _read_events(self) -> None:
         with contextlib.suppress(zmq.Again):
-            while not self._is_closed:
+            while self._loop is not None:
                 event = recv_monitor_message(self._events, zmq.NOBLOCK)
                 if event["event"] in _ENDS:
                     self._read_answers()  # those that arrived before the end
-                    self.close(_ENDS[event["event"]])
+                    self._close(_ENDS[event["event"]])
                 elif not self._opened.done():
                     self._opened.set_result(None)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method of a client; a running event loop keeps what it calls, and must not keep a client."""
+    if (read := method()) is not None:
+        read()
 
 
 def encode(content: Any) -> bytes:
@@ -329,6 +316,12 @@ def _decode_array(kind: int, data: bytes) -> NDArray[Any]:
         raise ValueError(f"got a message with extension type {kind}, expected {_ARRAY}")
     dtype, shape, values = msgpack.unpackb(data)
     return np.frombuffer(bytearray(values), dtype).reshape(shape)
+
+
+def last_line(error: Exception) -> str:
+    """Return an error's class and the last line of its message, the cause: Ray puts remote tracebacks before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def _admit(admission: zmq.Socket[bytes], client_key: bytes) -> None:

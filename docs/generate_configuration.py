@@ -122,8 +122,8 @@ def _model_table(models: Iterable[type[BaseModel]], prefix: str, only: set[str] 
 
 def _index_table() -> str:
     lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
-    for name, index_type in INDEX_TYPES.items():
-        lines += _option_rows(f"`{name}`", index_type.options)
+    for name, options in INDEX_TYPES.items():
+        lines += _option_rows(f"`{name}`", options)
     lines += _option_rows("every type", RETRIEVER_OPTIONS)
     return "\n".join([*lines, ""])
 

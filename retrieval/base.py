@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,6 @@ class PacedRetriever(Protocol):
 
     async def wait_for_room(self) -> None:
         """Return once fewer queries wait than the retriever holds."""
-        ...
-
-
-class BatchRetriever(Protocol):
-    """A retriever in one process, without an event loop: what retrieval actors and the HTTP door hold."""
-
-    def search_batch(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return up to ``k`` passages for each query, best first: ``[len(queries)][<= k]``."""
-        ...
-
-    def info(self) -> dict[str, Any]:
-        """Return facts about the retriever for logs; ``version`` names the evidence."""
         ...
 
 

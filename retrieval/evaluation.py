@@ -130,7 +130,7 @@ def _exact_recall(
         return {}
     if not ranker.is_lossless and not is_asked and manifest.count > EXACT_UP_TO:
         return {}
-    vectors = ranker.encode(questions)
+    vectors = ranker.encoder.encode_queries(questions)
     vectors = vectors[np.any(vectors, axis=1)]
     if not len(vectors):
         return {}
@@ -145,7 +145,7 @@ def _exact_recall(
 def _encoded(directory: Path, ranker: DenseRanker) -> Iterator[NDArray[np.float32]]:
     corpus = Corpus.open(directory)
     for start in range(0, len(corpus), _BLOCK):
-        yield ranker.encode_passages(corpus.take(range(start, min(start + _BLOCK, len(corpus)))))
+        yield ranker.encoder.encode_passages(corpus.take(range(start, min(start + _BLOCK, len(corpus)))))
 
 
 def _search_exactly(

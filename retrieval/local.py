@@ -132,7 +132,7 @@ class LocalRetriever:
             RetrievalError: vectors with NaN or infinity.
         """
         ranking = self.rank(queries, k, vectors)
-        return ranking, list(to_hits(ranking, self._corpus, self.version))
+        return ranking, list(to_hits(ranking, self._corpus.fields, self.version))
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
         """Return what ``search_rows`` does, without the passages."""
@@ -142,7 +142,7 @@ class LocalRetriever:
         """Return the vectors of queries: float32 ``[len(queries), dimension]``; ``ValueError`` without an encoder."""
         if self.dense is None:
             raise ValueError(f"an index of type {self._manifest.index_type!r} has no encoder")
-        return self.dense.encode(queries)
+        return self.dense.encoder.encode_queries(queries)
 
     def _open_dense(self) -> DenseRanker | None:
         if not self._manifest.is_dense:

@@ -221,12 +221,10 @@ def test_a_damaged_folder_is_refused(copy: Path, tmp_path: Path, name: str, dama
         shutil.copy(tmp_path / "other/bm25" / name, path)
     else:
         path.write_bytes({"empty": b"", "truncated": content[: len(content) * 3 // 4], "text": b"[1, 2]"}[damage])
-    with pytest.raises(DataError, match=r"build (the index|it) again") as caught:
-        BM25Ranker(copy, Manifest.read(copy))
+    with pytest.raises(DataError, match=r"build it again") as caught:
+        Manifest.read(copy).check_files(copy)
     assert str(copy) in str(caught.value)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError):
-        Manifest.read(copy).check_files(copy)
 
 
 def test_other_settings_and_another_corpus_are_refused(copy: Path, directory: Path) -> None:
@@ -239,8 +237,6 @@ def test_other_settings_and_another_corpus_are_refused(copy: Path, directory: Pa
         BM25Ranker(copy, Manifest.read(copy))
     with pytest.raises(DataError, match="num_passages"):
         BM25Ranker(directory, Manifest("bm25", 7, FileRecord("corpus.arrow", 0, ""), ()))
-    with pytest.raises(DataError, match="no inverted index"):
-        BM25Ranker(directory / "bm25", Manifest.read(directory))
 
 
 def test_the_title_stands_twice() -> None:

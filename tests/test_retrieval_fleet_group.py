@@ -38,7 +38,7 @@ def group(ray_local: ModuleType, index_dir: Path) -> Iterator[RetrieverGroup]:
     settings = RetrievalSettings(
         num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4, cache_size=0
     )
-    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+    group = RetrieverGroup(index_dir, settings)
     group.wait_until_ready()
     yield group
     group.stop()
@@ -58,7 +58,7 @@ def _pid(handle: Any) -> int:
 
 @pytest.mark.ray
 async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGroup, index_dir: Path) -> None:
-    assert group.num_healthy == len(group.handles) == 2
+    assert group.metrics()["retrieval/retriever_actors"] == len(group.handles) == 2
     client = group.retriever()
     queries = [*NAMES[:30], "nonsense", "", "\x00\ud800", "Pérson3"]
     assert await client.search(queries, 3) == LocalRetriever(index_dir).search_batch(queries, 3)
@@ -70,7 +70,6 @@ async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGro
 async def test_a_client_reads_the_passages_itself_where_its_node_has_the_index(
     group: RetrieverGroup, index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert group._retrievers is not None
     other = build_index(PASSAGES[::-1], tmp_path / "other", index_type="bm25", progress=False)
     expected = LocalRetriever(index_dir).search_batch(NAMES[:5], 3)
     num_read = 0
@@ -86,7 +85,7 @@ async def test_a_client_reads_the_passages_itself_where_its_node_has_the_index(
     num_read_here = num_read
     assert num_read_here
     for place in ("", str(tmp_path / "nowhere"), str(other)):
-        client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(), place)
+        client = RetrieverClient(group._fleets[0].name, 1, "", PoolSettings(), place)
         assert await client.search(NAMES[:5], 3) == expected
     assert num_read == num_read_here
 
@@ -139,14 +138,13 @@ async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGrou
     async with asyncio.timeout(120):
         await asyncio.gather(killer(), *[caller(number) for number in range(16)])
     assert killed.is_set()
-    assert group.num_healthy == 2
+    assert group.metrics()["retrieval/retriever_actors"] == 2
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
-    assert group._retrievers is not None
-    client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings(timeout_s=4.0, max_retries=2))
+    client = RetrieverClient(group._fleets[0].name, 1, "", PoolSettings(timeout_s=4.0, max_retries=2))
     pid = await asyncio.to_thread(_pid, group.handles[0])
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -154,7 +152,7 @@ async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: 
             assert (await client.search([name], 1))[0][0].title == name
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert group.num_healthy == 2
+    assert group.metrics()["retrieval/retriever_actors"] == 2
 
 
 @pytest.mark.ray
@@ -165,8 +163,7 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
         raise RpcError("cannot connect to 10.0.0.1:4000")
 
     monkeypatch.setattr(RpcClient, "connect", refuse)
-    assert group._retrievers is not None
-    client = RetrieverClient(group._retrievers.name, 1, "", PoolSettings())
+    client = RetrieverClient(group._fleets[0].name, 1, "", PoolSettings())
     for name in NAMES[:10]:
         assert (await client.search([name], 1))[0][0].title == name
     assert "searches use Ray calls, which take longer: cannot connect to 10.0.0.1:4000" in caplog.text
@@ -176,12 +173,12 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index_dir: Path) -> None:
-    group = RetrieverGroup.create(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=4, max_retries=1))
+    group = RetrieverGroup(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=4, max_retries=1))
     group.wait_until_ready()
     client = group.retriever()
     assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"
     group.stop()
-    assert (group.handles, group.num_healthy) == ([], 0)
+    assert group.handles == []
     with pytest.raises(
         RetrievalError, match=r"after 1 attempts on 1 of 1 replicas: (lost the connection|cannot connect)"
     ):
@@ -197,19 +194,19 @@ def test_a_replica_that_cannot_open_the_index_is_one_sentence(
     ray_local: ModuleType, index_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="no index in"):
-        RetrieverGroup.create(tmp_path, RetrievalSettings())
+        RetrieverGroup(tmp_path, RetrievalSettings())
     (tmp_path / "manifest.json").write_bytes((index_dir / "manifest.json").read_bytes())
     with pytest.raises(FleetError, match="corpus") as caught:
-        RetrieverGroup.create(tmp_path, RetrievalSettings(num_cpus_per_retriever=0.1)).wait_until_ready()
+        RetrieverGroup(tmp_path, RetrievalSettings(num_cpus_per_retriever=0.1)).wait_until_ready()
     assert "\n" not in str(caught.value)
 
 
 async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
-    group = RetrieverGroup.create(index_dir, RetrievalSettings(num_retrievers=0))
+    group = RetrieverGroup(index_dir, RetrievalSettings(num_retrievers=0))
     retriever = group.retriever()
     assert isinstance(retriever, LocalRetriever)
     assert (await retriever.search([NAMES[3]], 1))[0][0].id == "p3"
-    assert (group.handles, group.num_healthy) == ([], 0)
+    assert group.handles == []
     group.stop()
 
 
@@ -221,7 +218,7 @@ async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
     settings = RetrievalSettings(
         num_retrievers=1, num_shards=3, num_encoders=1, num_cpus_per_retriever=0.1, num_cpus_per_encoder=0.1
     )
-    group = RetrieverGroup.create(index_dir, settings)
+    group = RetrieverGroup(index_dir, settings)
     try:
         group.wait_until_ready()
         assert len(group.handles) == 3
@@ -245,7 +242,7 @@ async def test_shards_and_encoders_on_actors_of_their_own_answer_the_same(
 @pytest.mark.slow
 async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1, cache_size=100, timeout_s=10)
-    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+    group = RetrieverGroup(index_dir, settings)
 
     async def until(name: str, value: float) -> dict[str, float]:
         async with asyncio.timeout(60):
@@ -284,7 +281,7 @@ async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local
 @pytest.mark.slow
 async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
-    group = RetrieverGroup.create(index_dir, settings, num_threads=1)
+    group = RetrieverGroup(index_dir, settings)
     group.wait_until_ready()
     client = group.retriever()
     assert isinstance(client, RetrieverClient)
@@ -323,13 +320,13 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
 @pytest.mark.ray
 def test_what_an_index_cannot_do_is_said_before_any_actor_starts(ray_local: ModuleType, index_dir: Path) -> None:
     with pytest.raises(ConfigError, match="got 4, but the index has 3"):
-        RetrieverGroup.create(index_dir, RetrievalSettings(num_shards=4))
+        RetrieverGroup(index_dir, RetrievalSettings(num_shards=4))
 
 
 @pytest.mark.ray
 async def test_a_fleet_over_words_needs_no_encoder(ray_local: ModuleType, tmp_path: Path) -> None:
     directory = build_index(PASSAGES, tmp_path / "words", index_type="bm25", progress=False)
-    group = RetrieverGroup.create(directory, RetrievalSettings(type="bm25", num_cpus_per_retriever=0.1))
+    group = RetrieverGroup(directory, RetrievalSettings(type="bm25", num_cpus_per_retriever=0.1))
     try:
         group.wait_until_ready()
         found = await group.retriever().search(NAMES[:20], 2)
@@ -337,4 +334,4 @@ async def test_a_fleet_over_words_needs_no_encoder(ray_local: ModuleType, tmp_pa
     finally:
         group.stop()
     with pytest.raises(ConfigError, match="has no vectors; set it to 0"):
-        RetrieverGroup.create(directory, RetrievalSettings(type="bm25", num_encoders=1))
+        RetrieverGroup(directory, RetrievalSettings(type="bm25", num_encoders=1))

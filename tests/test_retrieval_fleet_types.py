@@ -34,7 +34,7 @@ def reranker_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(index_dir: Path, local: LocalRetriever, **settings: Any) -> list[list[str]]:
     """Answer ``QUERIES`` through a fleet; compare with ``local``, and return the ids that were found."""
-    group = RetrieverGroup.create(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, **settings))
+    group = RetrieverGroup(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, **settings))
     try:
         group.wait_until_ready()
         client = group.retriever()

@@ -14,9 +14,8 @@ from http_stub import always, breaking, free_port, port_of, silent, stub_server,
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.http.client import MAX_ANSWER_BYTES
-from retrieval.http.retriever import HttpRetriever
-from retrieval.http.server import Limits, RetrievalServer
+from retrieval.http.retriever import MAX_ANSWER_BYTES, HttpRetriever
+from retrieval.http.server import MAX_QUERY_CHARS, RetrievalServer
 
 TOKEN = "t0ken+/with=odd"
 
@@ -149,14 +148,14 @@ async def test_an_answer_without_end_is_cut_off() -> None:
 
 async def test_only_the_query_to_blame_is_refused() -> None:
     echo = Echo()
-    async with RetrievalServer(echo, port=0, limits=Limits(max_query_chars=20)) as server:
+    async with RetrievalServer(echo, port=0) as server:
         retriever = http(server.url)
-        queries = [f"q{n}" for n in range(30)] + ["far too long a query for this server"]
+        queries = [f"q{n}" for n in range(30)] + ["x" * (MAX_QUERY_CHARS + 1)]
         found = await asyncio.gather(*[retriever.search([query], 1) for query in queries], return_exceptions=True)
     assert [hits[0][0].text for hits in found[:-1] if isinstance(hits, list)] == queries[:-1]
     assert isinstance(found[-1], RetrievalError)
     assert "answered 422: " in str(found[-1])
-    assert "36 characters, expected at most 20" in str(found[-1])
+    assert f"at most {MAX_QUERY_CHARS} characters" in str(found[-1])
 
 
 async def test_a_wrong_token_fails_at_once_and_stays_secret() -> None:
@@ -195,10 +194,10 @@ async def test_a_busy_server_is_asked_again_and_a_failing_one_too() -> None:
         retriever = http(url)
         assert (await retriever.search(["a"], 1))[0][0].text == "a"
         assert served == statuses[:3]
-        assert retriever.counts().failed_attempts == 0
+        assert retriever._pool.load().failed_attempts == 0
         assert (await retriever.search(["b"], 1))[0][0].text == "b"  # 500, a ping, and again
     assert served == statuses
-    assert retriever.counts().failed_attempts == 1
+    assert retriever._pool.load().failed_attempts == 1
 
 
 async def test_no_server_and_a_silent_server_are_a_sentence() -> None:
@@ -219,7 +218,7 @@ async def test_a_server_that_breaks_an_answer_off_and_comes_back_is_asked_again(
         retriever = http(url)
         searching = asyncio.create_task(retriever.search(["a"], 1))
         await broken.wait()
-    await until(lambda: retriever.counts().failed_attempts > 0)  # and nothing listens
+    await until(lambda: retriever._pool.load().failed_attempts > 0)  # and nothing listens
     async with RetrievalServer(Echo(), port=port_of(url)):
         assert (await searching)[0][0].text == "a"
         assert (await retriever.search(["b"], 1))[0][0].text == "b"
@@ -251,8 +250,8 @@ def test_one_retriever_serves_one_loop_after_another_and_leaves_nothing_open() -
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({}, "retrieval.options.url .*field required"),
-        ({"url": "http://h", "tokenenv": "X"}, "unknown option 'tokenenv' .*did you mean 'token_env'"),
+        ({}, "retrieval.options.url: .*field required"),
+        ({"url": "http://h", "tokenenv": "X"}, "unknown key retrieval.options.tokenenv; did you mean 'token_env'"),
         ({"url": "http://h", "max_retries": -1}, "max_retries"),
         ({"url": "http://h", "timeout_s": "soon"}, "timeout_s"),
         ({"url": "http://h", "token_env": "NOT_THERE"}, "'NOT_THERE' is not set"),

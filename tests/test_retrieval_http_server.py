@@ -24,7 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.http.server import BackgroundRetriever, Limits, RetrievalServer
+from retrieval.fleet.batching import PooledRetriever, PoolSettings
+from retrieval.http import server as http_server
+from retrieval.http.server import RetrievalServer, SearchThread
 
 ROOT = Path(__file__).resolve().parent.parent
 RIGA = Passage("7", "Rīga", "Rīga lies in Latvia.\nIt is old.", 0.75)
@@ -123,16 +125,16 @@ MALFORMED = {
     "topk 1e999": (b'{"queries": ["a"], "topk": 1e999}', 422),
     "topk true": (b'{"queries": ["a"], "topk": true}', 422),
     "topk text": (b'{"queries": ["a"], "topk": "' + b"3" * 1000 + b'"}', 422),
-    "topk over": (b'{"queries": ["a"], "topk": 11}', 422),
+    "topk over": (b'{"queries": ["a"], "topk": 1001}', 422),
     "scores 1": (b'{"queries": ["a"], "return_scores": 1}', 422),
-    "queries over": (b'{"queries": ["a", "a", "a", "a"]}', 422),
-    "query over": (b'{"queries": ["aaaaaaaaaaaaaaaaaaaaa"]}', 422),
+    "queries over": (b'{"queries": [' + b'"a", ' * 512 + b'"a"]}', 422),
+    "query over": (b'{"queries": ["' + b"a" * 100_001 + b'"]}', 422),
 }
 
 
 async def test_every_malformed_body_is_one_sentence_and_the_server_stays_up() -> None:
     retriever = TwoPassages()
-    async with served(retriever, limits=Limits(max_topk=10, max_queries=3, max_query_chars=20)) as session:
+    async with served(retriever) as session:
         for name, (body, expected) in MALFORMED.items():
             status, answer = await ask(session, body)
             assert status == expected, name
@@ -143,8 +145,9 @@ async def test_every_malformed_body_is_one_sentence_and_the_server_stays_up() ->
         assert (await ask(session, {"queries": ["a"]}))[0] == 200
 
 
-async def test_wrong_methods_types_paths_and_sizes_are_refused() -> None:
-    async with served(TwoPassages(), limits=Limits(max_body_bytes=1000)) as session:
+async def test_wrong_methods_types_paths_and_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
+    async with served(TwoPassages()) as session:
         async with session.get("/retrieve") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
             assert "error" in await response.json()
@@ -166,10 +169,13 @@ async def test_wrong_methods_types_paths_and_sizes_are_refused() -> None:
         assert (await ask(session, {"queries": ["a"]}))[0] == 200
 
 
-async def test_garbage_and_half_requests_on_the_socket_leave_the_server_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_garbage_and_half_requests_on_the_socket_leave_the_server_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.5)
     retriever = TwoPassages()
     async with (
-        RetrievalServer(retriever, port=0, limits=Limits(body_timeout_s=0.5)) as server,
+        RetrievalServer(retriever, port=0) as server,
         aiohttp.ClientSession(base_url=server.url) as session,
     ):
         address = "127.0.0.1", port_of(server.url)
@@ -229,10 +235,11 @@ async def test_health_is_probed_past_caches_and_not_for_every_question() -> None
     assert len(retriever.asked) == 1
 
 
-async def test_overload_is_503_at_once_and_a_client_that_leaves_is_forgotten() -> None:
+async def test_overload_is_503_at_once_and_a_client_that_leaves_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_REQUESTS", 2)
     retriever = TwoPassages()
     retriever.gate.clear()
-    async with served(retriever, limits=Limits(max_requests=2)) as session:
+    async with served(retriever) as session:
         waiting = [asyncio.create_task(ask(session, {"queries": [name]})) for name in "ab"]
         await until(lambda: len(retriever.asked) == 2)
         async with session.post("/retrieve", json={"queries": ["c"]}) as response:
@@ -418,7 +425,9 @@ async def test_a_local_index_is_searched_beside_the_loop(tmp_path: Path) -> None
 
 
 class Blocking:
-    """A batch retriever that blocks the calling thread until its ``gate`` is opened."""
+    """Blocks the calling thread as a ``LocalRetriever`` does, until its ``gate`` is opened."""
+
+    version = "v7"
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -434,18 +443,16 @@ class Blocking:
             raise self.error
         return [[Passage(query, query, query)] for query in queries]
 
-    def info(self) -> dict[str, Any]:
-        return {"version": "v7"}
-
 
 async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_on() -> None:
     blocking = Blocking()
-    background = BackgroundRetriever(blocking)
-    asking = [asyncio.create_task(background.search([f"q{number}"], 1)) for number in range(30)]
+    thread = SearchThread(blocking)  # type: ignore[arg-type]
+    pool = PooledRetriever({"thread": thread}, PoolSettings(max_retries=1))
+    asking = [asyncio.create_task(pool.search([f"q{number}"], 1)) for number in range(30)]
     await until(lambda: bool(blocking.batches))
     blocking.gate.set()
     found = [(await task)[0] for task in asking]
-    background.close()
+    thread.close()
     assert [hits[0].id for hits in found] == [f"q{number}" for number in range(30)]
     assert all(isinstance(hits, Hits) and hits.index_version == "v7" for hits in found)
     assert len(blocking.batches) < 10
@@ -457,11 +464,12 @@ async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_o
 async def test_a_blocking_retriever_that_fails_is_a_sentence_and_goes_on(error: Exception) -> None:
     blocking = Blocking()
     blocking.gate.set()
-    background = BackgroundRetriever(blocking)
+    thread = SearchThread(blocking)  # type: ignore[arg-type]
+    pool = PooledRetriever({"thread": thread}, PoolSettings(max_retries=1))
     blocking.error = error
     with pytest.raises(RetrievalError, match=str(error)):
-        await background.search(["a"], 1)
+        await pool.search(["a"], 1)
     assert len(blocking.batches) == 2  # one retry
     blocking.error = None
-    assert (await background.search(["a"], 1))[0][0].id == "a"
-    background.close()
+    assert (await pool.search(["a"], 1))[0][0].id == "a"
+    thread.close()

@@ -310,7 +310,7 @@ GOOD: dict[str, Any] = {"url": "http://h/search", "results_path": "organic"}
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"results_paht": "x"}, "unknown option 'results_paht' .*did you mean 'results_path'"),
+        ({"results_paht": "x"}, "unknown key retrieval.options.results_paht; did you mean 'results_path'"),
         ({"results_path": ""}, "results_path"),
         ({"url": "nowhere"}, "expected an address"),
         ({"method": "PUT"}, "method"),

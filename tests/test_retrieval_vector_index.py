@@ -40,10 +40,9 @@ def indexes(hard: tuple[Floats, Floats]) -> dict[str, VectorIndex]:
     }
 
 
-def saved(index: VectorIndex, directory: Path) -> tuple[Path, Shard]:
-    path = directory / "shard-0000.faiss"
-    index.save(path)
-    return path, Shard(0, index.count, FileRecord.of(directory, path.name))
+def saved(index: VectorIndex, directory: Path) -> Shard:
+    index.save(directory / "shard-0000.faiss")
+    return Shard(0, index.count, FileRecord.of(directory, "shard-0000.faiss"))
 
 
 def recall(found: NDArray[np.int64], hard: tuple[Floats, Floats]) -> float:
@@ -84,17 +83,15 @@ def test_every_type_finds_in_any_batch_and_after_loading(
     vectors, queries = hard
     index = indexes[name]
     scores, rows = index.search(queries, 5, 1)
-    assert (index.index_type, index.count) == (name, COUNT)
+    assert index.count == COUNT
     assert (scores.dtype, rows.dtype, rows.shape) == (np.float32, np.int64, (len(queries), 5))
     products = np.take_along_axis(queries @ vectors.T, rows, axis=1)
-    assert np.allclose(scores, products, atol=1e-5 if index.is_lossless else 5e-3)
+    assert np.allclose(scores, products, atol=1e-5 if index.scanner.is_lossless else 5e-3)
     assert (np.diff(scores, axis=1) <= 0).all()
     alone = [index.search(query[None], 5, 1) for query in queries[:20]]
     assert np.array_equal(np.concatenate([found for _, found in alone]), rows[:20])
     assert np.allclose(np.concatenate([found for found, _ in alone]), scores[:20], atol=1e-6)
-    path, shard = saved(index, tmp_path)
-    loaded = VectorIndex.load(path, shard, DIMENSION)
-    assert loaded.index_type == name
+    loaded = VectorIndex.load(tmp_path, saved(index, tmp_path), name, DIMENSION)
     for before, after in zip((scores, rows), loaded.search(queries, 5, 1), strict=True):
         assert np.array_equal(before, after)
 
@@ -110,7 +107,7 @@ def test_recall_of_scans_and_their_bytes(
     assert recall(indexes[name].search(hard[1], 3, 1)[1], hard) >= at_3
     assert recall(indexes[name].search(hard[1], 10, 1)[1], hard) >= at_10
     fixed = 4 * DIMENSION**2 + 100_000 if name == "pq" else 5_000  # rotation and codebook, however many vectors
-    assert saved(indexes[name], tmp_path)[1].file.num_bytes <= COUNT * DIMENSION * num_bytes + fixed
+    assert saved(indexes[name], tmp_path).file.num_bytes <= COUNT * DIMENSION * num_bytes + fixed
 
 
 def test_more_probes_and_candidates_find_more(
@@ -122,21 +119,21 @@ def test_more_probes_and_candidates_find_more(
         ("hnsw", {"ef_search": 2000}),
     ):
         (tmp_path / name).mkdir()
-        path, shard = saved(indexes[name], tmp_path / name)
-        few = recall(indexes[name].search(hard[1], 10, 1)[1], hard)
-        many = recall(VectorIndex.load(path, shard, DIMENSION, options=options).search(hard[1], 10, 1)[1], hard)
+        shard = saved(indexes[name], tmp_path / name)
+        few = recall(indexes[name].search(hard[1], 10, 1).rows, hard)
+        loaded = VectorIndex.load(tmp_path / name, shard, name, DIMENSION, options=options)
+        many = recall(loaded.search(hard[1], 10, 1).rows, hard)
         assert many > few, name
         assert many >= 0.97, name
 
 
 def test_options_of_the_build_stay_with_the_file(hard: tuple[Floats, Floats], tmp_path: Path) -> None:
     built = VectorIndex.build([hard[0][:800]], DIMENSION, "ivf", options={"num_lists": 20, "num_probes": 20})
-    path, shard = saved(built, tmp_path)
+    shard = saved(built, tmp_path)
     few = (hard[0][:800], hard[1])
-    assert recall(VectorIndex.load(path, shard, DIMENSION).search(hard[1], 10, 1)[1], few) == 1
-    assert (
-        recall(VectorIndex.load(path, shard, DIMENSION, options={"num_probes": 1}).search(hard[1], 10, 1)[1], few) < 1
-    )
+    assert recall(VectorIndex.load(tmp_path, shard, "ivf", DIMENSION).search(hard[1], 10, 1).rows, few) == 1
+    one_probe = VectorIndex.load(tmp_path, shard, "ivf", DIMENSION, options={"num_probes": 1})
+    assert recall(one_probe.search(hard[1], 10, 1).rows, few) < 1
 
 
 @pytest.mark.parametrize("name", INDEX_TYPES)
@@ -220,32 +217,33 @@ def test_options_are_checked_by_name_and_value() -> None:
 
 
 def test_truncated_foreign_and_other_files_are_refused(indexes: dict[str, VectorIndex], tmp_path: Path) -> None:
-    path, shard = saved(indexes["flat"], tmp_path)
+    shard = saved(indexes["flat"], tmp_path)
+    path = tmp_path / shard.file.name
     content = path.read_bytes()
     with pytest.raises(DataError, match=r"got 3000 vectors of dimension 384, expected 3000 of 385"):
-        VectorIndex.load(path, shard, 385)
+        VectorIndex.load(tmp_path, shard, "flat", 385)
     with pytest.raises(DataError, match=r"expected 2999 of 384"):
-        VectorIndex.load(path, replace(shard, count=2999), DIMENSION)
+        VectorIndex.load(tmp_path, replace(shard, count=2999), "flat", DIMENSION)
     with pytest.raises(ConfigError, match="unknown option 'm' of index type 'flat'"):
-        VectorIndex.load(path, shard, DIMENSION, options={"m": 3})
+        VectorIndex.load(tmp_path, shard, "flat", DIMENSION, options={"m": 3})
     for damage, said in [
         (content[:-100], r"got \d+ bytes, expected \d+"),
         (b"x" * len(content), "got fingerprint"),
     ]:
         path.write_bytes(damage)
         with pytest.raises(DataError, match=said):
-            VectorIndex.load(path, shard, DIMENSION)
+            VectorIndex.load(tmp_path, shard, "flat", DIMENSION)
     for foreign in (b"not an index at all", content[:5000]):  # with a manifest that fits
         path.write_bytes(foreign)
         with pytest.raises(DataError, match="faiss cannot read it") as caught:
-            VectorIndex.load(path, replace(shard, file=FileRecord.of(tmp_path, path.name)), DIMENSION)
+            VectorIndex.load(tmp_path, replace(shard, file=FileRecord.of(tmp_path, path.name)), "flat", DIMENSION)
         assert "\n" not in str(caught.value)
     faiss.write_index(faiss.index_factory(8, "LSH"), str(path))
     with pytest.raises(DataError, match="faiss index of kind IndexLSH"):
-        VectorIndex.load(path, Shard(0, 0, FileRecord.of(tmp_path, path.name)), 8)
+        VectorIndex.load(tmp_path, Shard(0, 0, FileRecord.of(tmp_path, path.name)), "flat", 8)
     path.unlink()
     with pytest.raises(DataError, match=r"no .*faiss"):
-        VectorIndex.load(path, shard, DIMENSION)
+        VectorIndex.load(tmp_path, shard, "flat", DIMENSION)
 
 
 def test_flat_and_fp16_move_to_a_device_through_torch(
@@ -254,18 +252,18 @@ def test_flat_and_fp16_move_to_a_device_through_torch(
     """``cpu:0`` stands for a GPU that faiss has no say in: the same path but for the device."""
     for name in ("flat", "fp16", "pq"):
         (tmp_path / name).mkdir()
-        path, shard = saved(indexes[name], tmp_path / name)
-        moved = VectorIndex.load(path, shard, DIMENSION, device="cpu:0")
+        shard = saved(indexes[name], tmp_path / name)
+        moved = VectorIndex.load(tmp_path / name, shard, name, DIMENSION, device="cpu:0")
         for before, after in zip(indexes[name].search(hard[1], 5, 1), moved.search(hard[1], 5, 1), strict=True):
             assert np.allclose(before, after, atol=1e-5)
-        assert moved.is_lossless == (name == "flat")
-        assert np.array_equal(next(iter(moved.blocks())), next(iter(indexes[name].blocks())))
+        assert moved.scanner.is_lossless == (name == "flat")
+        assert np.array_equal(next(iter(moved.scanner.blocks())), next(iter(indexes[name].scanner.blocks())))
 
 
 def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats]) -> None:
-    assert {name for name, index in indexes.items() if index.is_lossless} == {"flat", "ivf", "hnsw"}
+    assert {name for name, index in indexes.items() if index.scanner.is_lossless} == {"flat", "ivf", "hnsw"}
     for name in ("flat", "ivf", "hnsw"):
-        assert np.array_equal(np.concatenate(list(indexes[name].blocks())), hard[0])
+        assert np.array_equal(np.concatenate(list(indexes[name].scanner.blocks())), hard[0])
 
 
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ from retrieval.indexes.manifest import FileRecord, Shard
 def private():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
 def load(name):
-    index = VectorIndex.load(folder / name, Shard(0, 60_000, FileRecord.of(folder, name)), 128)
+    index = VectorIndex.load(folder, Shard(0, 60_000, FileRecord.of(folder, name)), name, 128)
     index.search(np.ones((8, 128), np.float32), 3, 1)
     return index
 folder = Path(sys.argv[1])

@@ -179,10 +179,10 @@ def serve(
         num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
     )
     if not num_retrievers:
-        run_server(RetrieverGroup.create(index, settings).retriever(), host=host, port=port, token=token)
+        run_server(RetrieverGroup(index, settings).retriever(), host=host, port=port, token=token)
         return
     with Session(num_retrievers + num_encoders):
-        group = RetrieverGroup.create(index, settings)
+        group = RetrieverGroup(index, settings)
         try:
             group.wait_until_ready()
             run_server(group.retriever(), host=host, port=port, token=token)

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.actor_fleet import last_line
 from cluster.placement import ActorOptions, anywhere
+from cluster.rpc import last_line
 from cluster.weights.weight_sender import Receiver
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error

@@ -57,7 +57,7 @@ class Sampler:
         """
         self._config = config
         self._policy_dir = policy_dir
-        self._retrievers = RetrieverGroup.create(index_dir, config.retrieval)
+        self._retrievers = RetrieverGroup(index_dir, config.retrieval)
         try:
             retriever = self._retrievers.retriever()
             self.env_runners = EnvRunnerGroup(config, policy_dir, retriever, actor_options=actor_options)

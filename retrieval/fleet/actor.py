@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from cluster.rpc import RpcAddress, RpcServer
-from retrieval.fleet.wire import PackedHits, RowHits, pack
+from cluster.rpc import RpcAddress, RpcServer, encode
+from retrieval.base import Passage
+from retrieval.fleet.batching import ClientLoad
 from retrieval.indexes.manifest import Manifest
 
-if TYPE_CHECKING:
-    from retrieval.local import LocalRetriever
+CODEC = pa.Codec("zstd", compression_level=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +30,48 @@ class ActorSettings:
     device: str
     """``cpu`` or ``cuda``."""
     reranker: str = ""
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[int, ...] | None = None
     """Numbers of the index's shards that this actor holds; None is all."""
     encodes: bool = True
     """Whether the actor encodes queries itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLoad:
-    """What a ``RetrieverClient`` reports: counts since its start, and its load now."""
+class RowHits(NamedTuple):
+    """The rows that a batch of queries found, for a client whose node has the corpus too."""
 
-    queries: int
-    cached: int
-    """Queries answered from its cache."""
-    failed_attempts: int
-    """Batches that a replica did not answer."""
-    waiting: int
-    """Queries in its queue."""
-    outstanding: int
-    """Queries at replicas."""
+    index_version: str
+    scores: NDArray[np.float32]
+    """``[num_queries, depth]``"""
+    rows: NDArray[np.int64]
+    """``[num_queries, depth]``, of the corpus; ``ABSENT`` where fewer were found."""
+
+
+class PackedHits(NamedTuple):
+    """The passages that a batch of queries found, for a client without the corpus."""
+
+    index_version: str
+    num_bytes: int
+    """Before compression."""
+    data: bytes
+    """``[num_queries][<= depth]`` of row, id, title, text and score: a message of ``rpc``, compressed by ``CODEC``."""
+
+
+def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_version: str) -> PackedHits:
+    """Pack the passages found for each query.
+
+    Args:
+        found: ``[num_queries][<= depth]``
+        rows: ``[num_queries, depth]``, the passages' corpus rows, or any numbers that order equal scores.
+        index_version: of the index that was searched.
+    """
+    message = encode(
+        [
+            [(row, p.id, p.title, p.text, p.score) for row, p in zip(query_rows, passages, strict=False)]
+            for query_rows, passages in zip(rows.tolist(), found, strict=True)
+        ]
+    )
+    return PackedHits(index_version, len(message), CODEC.compress(message, asbytes=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +88,12 @@ class ActorLoad:
     """The last report of each client that reports to this actor, and its age in seconds."""
 
 
-class RpcActor:
-    """An actor whose methods clients call over ``RpcServer``, or by Ray where they cannot connect."""
+class RpcActor(RpcServer):
+    """An actor whose methods clients call over ZeroMQ, or by Ray where they cannot connect."""
 
     def __init__(self) -> None:
-        """Start the thread that loads and answers. ``_serve`` lets clients connect."""
-        self._server = RpcServer()
+        """Start the thread that loads and answers; no client can connect before ``open``."""
+        super().__init__()
         self._started = time.time()
         self._num_queries = self._num_batches = 0
         self._busy_s = 0.0
@@ -77,19 +101,11 @@ class RpcActor:
 
     def ping(self) -> None:
         """Return once everything is loaded and the calls before this one are answered."""
-        self._server.run(int)
+        self.run(int)
 
     def rpc_address(self) -> RpcAddress | None:
         """Return where clients connect, or None where this node's address cannot be listened at."""
-        return self._server.address
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Run a method that was called by Ray as one that was called over ``RpcServer``."""
-        return self._server.call(method, *arguments)
-
-    def drain(self) -> None:
-        """Answer the calls that have arrived, close every connection and return."""
-        self._server.drain()
+        return self.address
 
     def report(self, client: str, load: ClientLoad) -> None:
         """Keep a client's report for ``load``."""
@@ -107,10 +123,17 @@ class RpcActor:
             {client: (now - at, report) for client, (at, report) in self._reports.items()},
         )
 
-    def _count(self, num_queries: int, started: float) -> None:
-        self._num_queries += num_queries
+    def serve(self, *methods: Callable[..., Any]) -> None:
+        """Let clients connect, and call methods that take a batch of queries first; their load is counted."""
+        self.open({method.__name__: partial(self._run_batch, method) for method in methods})
+
+    def _run_batch(self, method: Callable[..., Any], queries: list[str], *arguments: Any) -> Any:
+        started = time.monotonic()
+        found = method(queries, *arguments)
+        self._num_queries += len(queries)
         self._num_batches += 1
         self._busy_s += time.monotonic() - started
+        return found
 
 
 class RetrieverActor(RpcActor):
@@ -124,36 +147,44 @@ class RetrieverActor(RpcActor):
         """
         super().__init__()
         self._reranks = bool(settings.reranker)
-        self._server.run(self._load_index, settings)
-        self._server.open({"search_batch": self._search_batch, "rank_batch": self._rank_batch})
+        self.run(self._load_index, settings)
+        self.serve(self.search_batch, self.rank_batch)
 
     def _load_index(self, settings: ActorSettings) -> None:
-        self._retriever = _open(settings)
+        from retrieval.local import LocalRetriever
+
+        if settings.encodes:  # otherwise torch is not imported at all
+            from retrieval.encoders.encoder import set_encoder_threads
+
+            set_encoder_threads(settings.num_threads)
+        self._retriever = LocalRetriever(
+            settings.index_dir,
+            settings.num_threads,
+            device=settings.device,
+            reranker=settings.reranker,
+            options=settings.options,
+            shards=settings.shards,
+            load_encoder=settings.encodes,
+        )
         manifest = Manifest.read(settings.index_dir)
         vectors = None
         if manifest.is_dense and not settings.encodes:
             vectors = np.eye(1, manifest.dimension, dtype=np.float32)
         self._retriever.search_rows(["warm up"], 1, vectors)
 
-    def _search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> PackedHits:
+    def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> PackedHits:
         """Return the passages; ``vectors`` are the encoded queries, float32 ``[len(queries), dimension]``, if any."""
-        started = time.monotonic()
         if self._reranks:
             found = self._retriever.search_batch(queries, k, vectors)
             rows = np.zeros((len(queries), max(map(len, found), default=0)), np.int64)
         else:
             ranking, found = self._retriever.search_rows(queries, k, vectors)
             rows = ranking.rows
-        hits = pack(found, rows, self._retriever.version)
-        self._count(len(queries), started)
-        return hits
+        return pack(found, rows, self._retriever.version)
 
-    def _rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
-        """Return the rows of the passages that ``_search_batch`` finds, before reranking."""
-        started = time.monotonic()
-        ranking = self._retriever.rank(queries, k, vectors)
-        self._count(len(queries), started)
-        return RowHits(self._retriever.version, ranking.scores, ranking.rows)
+    def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
+        """Return the rows of the passages that ``search_batch`` finds, before reranking."""
+        return RowHits(self._retriever.version, *self._retriever.rank(queries, k, vectors))
 
 
 class EncoderActor(RpcActor):
@@ -166,8 +197,8 @@ class EncoderActor(RpcActor):
             DataError: the encoder is not the one of the index.
         """
         super().__init__()
-        self._server.run(self._load_encoder, settings)
-        self._server.open({"encode": self._encode})
+        self.run(self._load_encoder, settings)
+        self.serve(self.encode)
 
     def _load_encoder(self, settings: ActorSettings) -> None:
         from retrieval.encoders.encoder import set_encoder_threads
@@ -178,27 +209,6 @@ class EncoderActor(RpcActor):
         self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
         self._encoder.encode_queries(["warm up"])
 
-    def _encode(self, queries: list[str]) -> NDArray[np.float32]:
+    def encode(self, queries: list[str]) -> NDArray[np.float32]:
         """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
-        started = time.monotonic()
-        vectors = self._encoder.encode_queries(queries)
-        self._count(len(queries), started)
-        return vectors
-
-
-def _open(settings: ActorSettings) -> LocalRetriever:
-    from retrieval.local import LocalRetriever
-
-    if settings.encodes:  # otherwise torch is not imported at all
-        from retrieval.encoders.encoder import set_encoder_threads
-
-        set_encoder_threads(settings.num_threads)
-    return LocalRetriever(
-        settings.index_dir,
-        settings.num_threads,
-        device=settings.device,
-        reranker=settings.reranker,
-        options=settings.options or {},
-        shards=settings.shards,
-        load_encoder=settings.encodes,
-    )
+        return self._encoder.encode_queries(queries)

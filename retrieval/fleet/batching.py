@@ -2,7 +2,7 @@
 
 ::
 
-    PooledRetriever.search ──► normalise ──► AnswerCache ──hit──► Hits(is_cached=True)
+    PooledRetriever.search ──► normalise ──► answer cache ─hit──► Hits(is_cached=True)
                                              │ miss
     Batcher.ask ─┐                           ▼      ┌► replica 0   1 batch out, 2 where it has two stages
     Batcher.ask ─┼► queue, one entry ──► batch ─────┤
@@ -21,7 +21,7 @@ import contextlib
 import random
 from collections import OrderedDict, deque
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from ragr1_actors.core.errors import RetrievalError
@@ -64,29 +64,41 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class BatcherCounts:
-    """What a batcher has done since it was created, and its load now."""
+class PoolSettings:
+    """How a pool uses its replicas; keys of the recipe's ``retrieval`` section."""
+
+    timeout_s: float = 30.0
+    """Limit of one attempt at one replica, and of the wait until any replica is up."""
+    max_retries: int = 2
+    """Attempts after the first one."""
+    cache_size: int = 0
+    """Answers kept; 0 is no cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLoad:
+    """What a ``PooledRetriever`` has done since its start, and its load now."""
 
     queries: int
-    coalesced: int
-    """Queries that shared the answer of an equal query that was already asked."""
-    batches: int
+    cached: int
+    """Queries answered from its cache."""
     failed_attempts: int
+    """Batches that a replica did not answer."""
     waiting: int
-    """Distinct queries in the queue now."""
+    """Distinct queries in its queue."""
     outstanding: int
-    """Distinct queries at replicas now."""
+    """Distinct queries at replicas."""
 
 
+@dataclass(slots=True, eq=False)
 class _Slots(Generic[A]):
     """A replica and the batches that are out at it."""
 
-    def __init__(self, replica: Replica[A], *, is_up: bool) -> None:
-        self.replica = replica
-        self.is_up = is_up
-        self.is_member = True
-        self.num_batches = 0
-        self.num_queries = 0
+    replica: Replica[A]
+    is_up: bool
+    is_member: bool = True
+    num_batches: int = 0
+    num_queries: int = 0
 
 
 class _Call(Generic[A]):
@@ -108,38 +120,32 @@ class _Call(Generic[A]):
             self.answered.set_exception(error)
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting(Generic[A]):
     """One query in the queue and the calls that wait for it."""
 
-    __slots__ = ("calls", "k", "query")
-
-    def __init__(self, query: str, k: int) -> None:
-        self.query = query
-        self.k = k
-        self.calls: list[tuple[_Call[A], int]] = []
-        """Each with the position of the query in that call."""
+    query: str
+    k: int
+    calls: list[tuple[_Call[A], int]] = field(default_factory=list)
+    """Each with the position of the query in that call."""
 
 
 class Batcher(Generic[A]):
     """Answers concurrent queries in batches, and hides replicas that fail."""
 
-    def __init__(
-        self, replicas: Mapping[str, Replica[A]], *, timeout_s: float, max_retries: int, has_stages: bool = False
-    ) -> None:
+    def __init__(self, replicas: Mapping[str, Replica[A]], settings: PoolSettings, *, has_stages: bool = False) -> None:
         """Serve from ``replicas``.
 
         Args:
             replicas: by name, at least one; each counts as up until it fails.
-            timeout_s: of one attempt at one replica, and of the wait until any replica is up.
-            max_retries: attempts after the first one.
+            settings: timeout and retries.
             has_stages: whether a replica can work on two batches at once; see ``HALVE_FROM``.
         """
         assert replicas, "a batcher needs a replica"
         self._has_stages = has_stages
         # A further batch would wait at the replica, where it can neither grow nor go to another replica.
         self._max_batches = 2 if has_stages else 1
-        self._timeout_s = timeout_s
-        self._max_retries = max_retries
+        self._timeout_s, self._max_retries = settings.timeout_s, settings.max_retries
         self._replicas = dict(replicas)
         self._random = random.Random()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -147,18 +153,14 @@ class Batcher(Generic[A]):
         self._slots: dict[str, _Slots[A]] = {}
         self._queue: deque[_Waiting[A]] = deque()
         self._asked: dict[tuple[str, int], _Waiting[A]] = {}
-        self._num_queries = self._num_coalesced = self._num_batches = self._num_failed = 0
+        self._num_queries = self._num_failed = 0
         self._num_waiting_again = 0
 
-    def counts(self) -> BatcherCounts:
-        """Return the counts since the start and the load now."""
-        return BatcherCounts(
-            self._num_queries,
-            self._num_coalesced,
-            self._num_batches,
-            self._num_failed,
-            waiting=len(self._queue),
-            outstanding=len(self._asked) - len(self._queue),
+    def load(self, num_cached: int) -> ClientLoad:
+        """Return the load now and the counts since the start, with ``num_cached`` queries that were not asked here."""
+        num_waiting = len(self._queue)
+        return ClientLoad(
+            self._num_queries + num_cached, num_cached, self._num_failed, num_waiting, len(self._asked) - num_waiting
         )
 
     async def ask(self, queries: Sequence[str], k: int) -> list[A]:
@@ -179,8 +181,6 @@ class Batcher(Generic[A]):
             if waiting is None:
                 waiting = self._asked[query, k] = _Waiting(query, k)
                 self._queue.append(waiting)
-            else:
-                self._num_coalesced += 1
             waiting.calls.append((call, index))
         if self._queue and not self._is_dispatching:
             self._is_dispatching = True
@@ -196,10 +196,10 @@ class Batcher(Generic[A]):
             await self._changed.wait()
 
     def set_replicas(self, replicas: Mapping[str, Replica[A]]) -> None:
-        """Use these replicas from now on.
+        """Use these replicas from now on; there must be one.
 
-        A known name keeps its state; a new one is used once it has answered a ping. A batch at a replica that left is
-        answered by it, or asked again at another one.
+        A known name keeps its replica and state; a new one is used once it has answered a ping. A batch at a replica
+        that left is answered by it, or asked again at another one.
         """
         assert replicas, "a batcher needs a replica"
         self._replicas = dict(replicas)
@@ -211,11 +211,6 @@ class Batcher(Generic[A]):
             slots = self._slots[name] = _Slots(replicas[name], is_up=False)
             self._start(self._probe(slots))
         self._announce()
-
-    @property
-    def replica_names(self) -> set[str]:
-        """Names of the replicas in use, up or down."""
-        return set(self._replicas)
 
     def _bind(self) -> None:
         """Bind to the running event loop, and drop the state that belongs to an earlier one."""
@@ -257,7 +252,6 @@ class Batcher(Generic[A]):
 
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
         """Answer one batch. ``slots`` is the replica to try first, with its slot taken; None if none was up."""
-        self._num_batches += 1
         failure = RetrievalError("the search was abandoned")  # if a bug or cancellation ends this: no call may hang
         answers: Sequence[A] | None = None
         try:
@@ -295,10 +289,14 @@ class Batcher(Generic[A]):
             except RetrievalError as error:
                 cause = str(error)
             finally:
-                self._release(slots, len(batch))
+                slots.num_batches -= 1
+                slots.num_queries -= len(batch)
+                self._announce()
             self._num_failed += 1
             tried.append(slots)
-            self._mark_down(slots)
+            if slots.is_up:
+                slots.is_up = False
+                self._start(self._probe(slots))
             if len(tried) > self._max_retries:
                 break
             slots = await self._acquire(tried, len(batch))
@@ -313,45 +311,29 @@ class Batcher(Generic[A]):
 
         Batches that failed before come first: their callers have waited longest.
         """
-        if not avoid:
-            return await self._wait_for_slot(avoid, num_queries)
-        self._num_waiting_again += 1
+        self._num_waiting_again += bool(avoid)
         try:
-            return await self._wait_for_slot(avoid, num_queries)
-        finally:
-            self._num_waiting_again -= 1
-            self._announce()
-
-    async def _wait_for_slot(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
-        while True:
-            up = [slots for slots in self._slots.values() if slots.is_up]
-            others = [slots for slots in up if slots not in avoid]
-            free = [slots for slots in others or up if slots.num_batches < self._max_batches]
-            if free and (avoid or not self._num_waiting_again):
-                idle = [slots for slots in free if slots.num_batches == 0]
-                # The less loaded of two random ones: close to the best, and clients do not all choose the same.
-                pair = self._random.sample(idle or free, min(2, len(idle or free)))
-                chosen = min(pair, key=lambda slots: slots.num_queries)
-                chosen.num_batches += 1
-                chosen.num_queries += num_queries
-                return chosen
-            changed = self._changed
-            try:
+            while True:
+                up = [slots for slots in self._slots.values() if slots.is_up]
+                others = [slots for slots in up if slots not in avoid]
+                free = [slots for slots in others or up if slots.num_batches < self._max_batches]
+                if free and (avoid or not self._num_waiting_again):
+                    idle = [slots for slots in free if slots.num_batches == 0]
+                    # The less loaded of two random ones: close to the best, and clients do not all choose the same.
+                    pair = self._random.sample(idle or free, min(2, len(idle or free)))
+                    chosen = min(pair, key=lambda slots: slots.num_queries)
+                    chosen.num_batches += 1
+                    chosen.num_queries += num_queries
+                    return chosen
                 # While replicas are up this wait ends: the batches that hold their slots time out.
                 async with asyncio.timeout(None if up else self._timeout_s):
-                    await changed.wait()
-            except TimeoutError:
-                return None
-
-    def _release(self, slots: _Slots[A], num_queries: int) -> None:
-        slots.num_batches -= 1
-        slots.num_queries -= num_queries
-        self._announce()
-
-    def _mark_down(self, slots: _Slots[A]) -> None:
-        if slots.is_up:
-            slots.is_up = False
-            self._start(self._probe(slots))
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        finally:
+            if avoid:
+                self._num_waiting_again -= 1
+                self._announce()
 
     async def _probe(self, slots: _Slots[A]) -> None:
         """Ping a replica until it answers, then use it again."""
@@ -386,44 +368,6 @@ def normalise(query: str) -> str:
     return " ".join(query.split())
 
 
-class AnswerCache:
-    """The ``max_queries`` most recently used answers, by query and ``k``, all of one index version."""
-
-    def __init__(self, max_queries: int) -> None:
-        """Keep up to ``max_queries`` answers; 0 keeps none."""
-        self._max_queries = max_queries
-        self._answers: OrderedDict[tuple[str, int], Hits] = OrderedDict()
-        self._version = ""
-
-    def get(self, query: str, k: int) -> Hits | None:
-        """Return the hits of the query, or None."""
-        found = self._answers.get((query, k))
-        if found is not None:
-            self._answers.move_to_end((query, k))
-        return found
-
-    def put(self, query: str, k: int, found: Hits) -> None:
-        """Keep an answer. An answer of another index version drops all that are kept."""
-        if found.index_version != self._version:
-            self._answers.clear()
-            self._version = found.index_version
-        self._answers[query, k] = found
-        if len(self._answers) > self._max_queries:
-            self._answers.popitem(last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """How a pool uses its replicas; keys of the recipe's ``retrieval`` section."""
-
-    timeout_s: float = 30.0
-    """Limit of one attempt at one replica, and of the wait until any replica is up."""
-    max_retries: int = 2
-    """Attempts after the first one."""
-    cache_size: int = 0
-    """Answers kept; 0 is no cache."""
-
-
 class PooledRetriever:
     """The retriever over replicas of any kind: it normalises, caches, merges equal queries, batches and retries."""
 
@@ -434,19 +378,13 @@ class PooledRetriever:
         *,
         has_stages: bool = False,
     ) -> None:
-        """Search ``replicas``.
-
-        Args:
-            replicas: by name, at least one; each answers a query with ``Hits`` or a ``Refusal``.
-            settings: timeouts, retries and cache.
-            has_stages: see ``Batcher``.
-        """
-        self.batcher: Batcher[Hits | Refusal] = Batcher(
-            replicas, timeout_s=settings.timeout_s, max_retries=settings.max_retries, has_stages=has_stages
-        )
-        self._cache = AnswerCache(settings.cache_size)
-        self.num_cached = 0
-        """Queries answered from the cache so far."""
+        """Search ``replicas``, at least one, by name; each answers a query with ``Hits`` or a ``Refusal``."""
+        self.batcher: Batcher[Hits | Refusal] = Batcher(replicas, settings, has_stages=has_stages)
+        self._cache_size = settings.cache_size
+        self._cache: OrderedDict[tuple[str, int], Hits] = OrderedDict()
+        """By query and ``k``, the least recently used first; all of one index version."""
+        self._version = ""
+        self._num_cached = 0
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return up to ``k`` passages per query, each list a new ``Hits``: ``[len(queries)][<= k]``.
@@ -459,24 +397,22 @@ class PooledRetriever:
             raise ValueError(f"got k={k}, expected at least 1")
         clean = [normalise(query) for query in queries]
         distinct = dict.fromkeys(clean)
-        known = {query: hits for query in distinct if (hits := self._cache.get(query, k)) is not None}
+        known = {query: self._cache[query, k] for query in distinct if (query, k) in self._cache}
+        for query in known:
+            self._cache.move_to_end((query, k))
         cached = set(known)
         missing = [query for query in distinct if query not in known]
         if missing:
             known |= await self._ask(missing, k)
-        self.num_cached += sum(query in cached for query in clean)
+        self._num_cached += sum(query in cached for query in clean)
         # calls that ask the same query must not share a list
         return [
             Hits(known[query], is_cached=query in cached, index_version=known[query].index_version) for query in clean
         ]
 
-    async def wait_for_room(self) -> None:
-        """Return once the replicas that are up have room for more queries; see ``Batcher.wait_for_room``."""
-        await self.batcher.wait_for_room()
-
-    def counts(self) -> BatcherCounts:
-        """Return the counts of the queries that the cache did not answer."""
-        return self.batcher.counts()
+    def load(self) -> ClientLoad:
+        """Return the counts since the start and the load now."""
+        return self.batcher.load(self._num_cached)
 
     async def _ask(self, queries: list[str], k: int) -> dict[str, Hits]:
         found: dict[str, Hits] = {}
@@ -486,7 +422,15 @@ class PooledRetriever:
                 refusals.append(answer)
             else:
                 found[query] = answer
-                self._cache.put(query, k, answer)
+                self._remember(query, k, answer)
         if refusals:
             raise RetrievalError(refusals[0].reason)
         return found
+
+    def _remember(self, query: str, k: int, found: Hits) -> None:
+        if found.index_version != self._version:
+            self._cache.clear()
+            self._version = found.index_version
+        self._cache[query, k] = found
+        if len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,12 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from cluster.actor_fleet import find_actors, last_line
-from cluster.rpc import RpcClient
+from cluster.rpc import RpcClient, decode, last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
-from retrieval.fleet.actor import ClientLoad
-from retrieval.fleet.batching import Batcher, PooledRetriever, PoolSettings
-from retrieval.fleet.wire import PackedHits, RowHits, merge
+from retrieval.fleet.actor import CODEC, PackedHits, RowHits
+from retrieval.fleet.batching import Batcher, ClientLoad, PooledRetriever, PoolSettings
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
 
@@ -65,14 +64,14 @@ class RetrieverClient:
             RetrievalError: the fleet has no complete replica.
         """
         self._arguments = (fleet, num_shards, encoder_fleet, settings, index_dir)
-        self._corpus = _LocalCorpus.open(index_dir) if index_dir else None
+        self._corpus = _open_corpus(index_dir) if index_dir else None
         self._fleet, self._num_shards, self._encoder_fleet = fleet, num_shards, encoder_fleet
         self._encoders: Batcher[Vector] | None = None
         if encoder_fleet:
             encoders = {name: _RemoteEncoder(name) for name in find_actors(encoder_fleet)}
             if not encoders:
                 raise RetrievalError(f"the fleet {encoder_fleet} has no actor that runs")
-            self._encoders = Batcher(encoders, timeout_s=settings.timeout_s, max_retries=settings.max_retries)
+            self._encoders = Batcher(encoders, settings)
         replicas = self._find_replicas(find_actors(fleet), {})
         if not replicas:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
@@ -100,26 +99,21 @@ class RetrieverClient:
 
     async def wait_for_room(self) -> None:
         """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
-        await self._pool.wait_for_room()
+        await self._pool.batcher.wait_for_room()
 
     async def _look(self) -> None:
         """Update the replicas and encoders in use, and report the load of this client to the fleet."""
-        names = await asyncio.to_thread(find_actors, self._fleet)
-        replicas = self._find_replicas(names, self._replicas)
-        if replicas and replicas.keys() != self._replicas.keys():
+        replicas = self._find_replicas(await asyncio.to_thread(find_actors, self._fleet), self._replicas)
+        if replicas:
             self._replicas = replicas
             self._pool.batcher.set_replicas(replicas)
         if self._encoders is not None:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
-            if found and set(found) != self._encoders.replica_names:
+            if found:
                 self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
         first = min(self._replicas)  # one actor keeps all reports of this client
         with contextlib.suppress(RetrievalError):
-            await self._replicas[first].report(self._id, self._load())
-
-    def _load(self) -> ClientLoad:
-        counts, cached = self._pool.counts(), self._pool.num_cached
-        return ClientLoad(counts.queries + cached, cached, counts.failed_attempts, counts.waiting, counts.outstanding)
+            await self._replicas[first].report(self._id, self._pool.load())
 
     def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
         """Group shard actors ``<member>.<shard>`` by member; drop members that are not complete."""
@@ -133,77 +127,8 @@ class RetrieverClient:
         }
 
 
-class _RemoteEncoder:
-    """``Replica`` over an encoder actor."""
-
-    def __init__(self, name: str) -> None:
-        self._actor = _NamedActor(name)
-
-    async def answer_batch(self, queries: list[str], k: int) -> list[Vector]:
-        return list(await self._actor.call("encode", queries))
-
-    async def ping(self) -> None:
-        await self._actor.ping()
-
-
-class _RemoteReplica:
-    """``Replica`` over the shard actors of one copy of the index."""
-
-    def __init__(
-        self, shards: Sequence[str], encoders: Batcher[Vector] | None, corpus: _LocalCorpus | None = None
-    ) -> None:
-        self._shards = [_NamedActor(name) for name in sorted(shards)]
-        self._encoders = encoders
-        self._corpus = corpus
-
-    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
-        vectors = None
-        if self._encoders is not None:
-            vectors = np.stack(await self._encoders.ask(queries, 0))
-        if self._corpus is not None:
-            found = [RowHits(*hits) for hits in await self._call("rank_batch", queries, k, vectors)]
-            if all(hits.index_version == self._corpus.index_version for hits in found):
-                return self._corpus.hits(found, k)
-            self._corpus = None  # the replica's node has another index at this path
-        return merge([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
-
-    async def ping(self) -> None:
-        await asyncio.gather(*[shard.ping() for shard in self._shards])
-
-    async def report(self, client: str, load: ClientLoad) -> None:
-        await self._shards[0].report(client, load)
-
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        if len(self._shards) == 1:
-            return [await self._shards[0].call(method, *arguments)]
-        return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalCorpus:
-    """The passages of the fleet's index, mapped in this process."""
-
-    corpus: Corpus
-    index_version: str
-
-    @classmethod
-    def open(cls, index_dir: str) -> _LocalCorpus | None:
-        """Map the corpus; None if this node has no complete copy of it."""
-        try:
-            manifest = Manifest.read(index_dir)
-            manifest.corpus.check(Path(index_dir))
-            return cls(Corpus.open(index_dir), manifest.version)
-        except (DataError, OSError):
-            return None
-
-    def hits(self, shards: Sequence[RowHits], k: int) -> list[Hits]:
-        ranking = merge_rankings([Ranking(hits.scores, hits.rows) for hits in shards], k)
-        return to_hits(ranking, self.corpus, self.index_version)
-
-
 class _NamedActor:
-    """An actor by name. Calls go over ``RpcClient``, or by Ray where it cannot connect; all errors become
-    ``RetrievalError``."""
+    """An actor by name; all errors of its calls become ``RetrievalError``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -212,38 +137,33 @@ class _NamedActor:
         self._is_unreachable = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        """Call over ``RpcClient``, or by Ray where it cannot connect."""
         try:
             client = self._client or await self._connect()
-            if client is None:
-                return await self._handle.call.remote(method, *arguments)
-            return await client.call(method, *arguments)
+            if client is not None:
+                return await client.call(method, *arguments)
         except RpcError as error:
             self._client = None  # an actor that restarts has another address
             raise RetrievalError(str(error)) from error
-        except (RayError, ValueError) as error:  # ValueError: no actor has that name any more
-            raise RetrievalError(_reason(error)) from error
+        return await self.ray_call("call", method, *arguments)
 
     async def ping(self) -> None:
         """Ask Ray, which knows an actor that was restarted."""
-        await self._ray_call("ping")
+        await self.ray_call("ping")
         self._is_unreachable = False  # it may have been restarted on another node
 
-    async def report(self, client: str, load: ClientLoad) -> None:
-        await self._ray_call("report", client, load)
-
-    async def _ray_call(self, method: str, *arguments: Any) -> Any:
+    async def ray_call(self, method: str, *arguments: Any) -> Any:
         try:
             self._handle = self._handle or ray.get_actor(self._name)
             return await getattr(self._handle, method).remote(*arguments)
-        except (RayError, ValueError) as error:
-            raise RetrievalError(_reason(error)) from error
+        except (RayError, ValueError) as error:  # ValueError: no actor has that name any more
+            raise RetrievalError(last_line(error)) from error
 
     async def _connect(self) -> RpcClient | None:
         """Return a connected client; None where none can connect."""
-        self._handle = self._handle or ray.get_actor(self._name)
         if self._is_unreachable:
             return None
-        address = await self._handle.rpc_address.remote()
+        address = await self.ray_call("rpc_address")
         if address is not None:
             client = RpcClient(address)
             try:
@@ -257,5 +177,66 @@ class _NamedActor:
         return None
 
 
-def _reason(error: RayError | ValueError) -> str:
-    return last_line(error) if isinstance(error, RayError) else str(error)
+class _RemoteEncoder(_NamedActor):
+    """``Replica`` over an encoder actor."""
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[Vector]:
+        return list(await self.call("encode", queries))
+
+
+class _RemoteReplica:
+    """``Replica`` over the shard actors of one copy of the index."""
+
+    def __init__(
+        self, shards: Sequence[str], encoders: Batcher[Vector] | None, corpus: tuple[Corpus, str] | None
+    ) -> None:
+        self._shards = [_NamedActor(name) for name in sorted(shards)]
+        self._encoders = encoders
+        self._corpus = corpus
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        vectors = None
+        if self._encoders is not None:
+            vectors = np.stack(await self._encoders.ask(queries, 0))
+        if self._corpus is not None:
+            corpus, version = self._corpus
+            found = [RowHits(*hits) for hits in await self._call("rank_batch", queries, k, vectors)]
+            if all(hits.index_version == version for hits in found):
+                ranking = merge_rankings([Ranking(hits.scores, hits.rows) for hits in found], k)
+                return to_hits(ranking, corpus.fields, version)
+            self._corpus = None  # the replica's node has another index at this path
+        return unpack([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
+
+    async def ping(self) -> None:
+        await asyncio.gather(*[shard.ping() for shard in self._shards])
+
+    async def report(self, client: str, load: ClientLoad) -> None:
+        await self._shards[0].ray_call("report", client, load)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        if len(self._shards) == 1:
+            return [await self._shards[0].call(method, *arguments)]
+        return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
+
+
+def unpack(shards: Sequence[PackedHits], k: int) -> list[Hits]:
+    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer."""
+    parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
+    merged = [heapq.merge(*lists, key=lambda fields: (-fields[-1], fields[0])) for lists in zip(*parts, strict=True)]
+    version = shards[0].index_version
+    return [Hits((Passage(*fields) for _, *fields in islice(found, k)), index_version=version) for found in merged]
+
+
+def _open_corpus(index_dir: str) -> tuple[Corpus, str] | None:
+    """Map the passages of the fleet's index, and return its version too; None: this node has no complete copy."""
+    try:
+        manifest = Manifest.read(index_dir)
+        manifest.corpus.check(Path(index_dir))
+        return Corpus.open(index_dir), manifest.version
+    except (DataError, OSError):
+        return None
+
+
+def find_actors(fleet_name: str) -> list[str]:
+    """Return the sorted names of a fleet's actors. Blocks for a call to the head node."""
+    return sorted(name for name in ray.util.list_named_actors() if name.startswith(f"{fleet_name}-"))

@@ -1,29 +1,123 @@
-"""RetrieverGroup: the retrieval of a run: a fleet of actors, an index in this process, or a custom retriever."""
+"""RetrieverGroup: the retrieval of a run: a fleet of actors, an index in this process, or a custom retriever.
+
+::
+
+    fleet.scale_to(3)          retriever-5f0c-0.0   retriever-5f0c-1.0   retriever-5f0c-2.0
+                                       ▲                ▲
+    find_actors("retriever-5f0c") ─────┴────────────────┘   from any process of the job
+
+A member of a fleet is one actor, or one for each shard of the index. Ray restarts a dead actor under its name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
-from cluster.actor_fleet import ActorFleet, answers
+from cluster.rpc import last_line
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.resolve import load_object
 from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
-from retrieval.fleet.actor import ActorLoad, ActorSettings, ClientLoad, EncoderActor, RetrieverActor
-from retrieval.fleet.batching import PoolSettings
+from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor, RpcActor
+from retrieval.fleet.batching import ClientLoad, PoolSettings
 from retrieval.fleet.client import REFRESH_S, RetrieverClient
 from retrieval.indexes.manifest import Manifest
 
 START_TIMEOUT_S = 600.0
 """For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
+_ANSWER_TIMEOUT_S = 5.0
 _REPORT_EXPIRES_S = 5 * REFRESH_S
 """A client that has not reported for this long has no queries out."""
+
+
+class ActorFleet:
+    """Actors of one kind whose number may change while they are used. Clients find them by name."""
+
+    def __init__(
+        self,
+        kind: str,
+        actor_class: type[RpcActor],
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        num_cpus: float = 0.0,
+        num_gpus: float = 0.0,
+    ) -> None:
+        """Hold no member yet.
+
+        Args:
+            kind: one word for names and messages: ``retriever``.
+            actor_class: of every actor.
+            arguments: of the actors of a member, one tuple for each.
+            num_cpus: of one actor, as ``num_gpus``.
+        """
+        self.kind = kind
+        self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
+        """The names of all actors begin with it."""
+        # Ray restarts the actors without limit, but no call: the client retries, on another replica.
+        with_options = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_task_retries=0)
+        self._actor_class: Any = with_options(actor_class)
+        self._arguments = arguments
+        self._members: list[dict[str, ActorHandle[Any]]] = []
+        self._num_started = 0
+
+    @property
+    def handles(self) -> dict[str, ActorHandle[Any]]:
+        """All actors by name: the fleet's, the number of the member, and that of the actor in it."""
+        return {name: handle for actors in self._members for name, handle in actors.items()}
+
+    def scale_to(self, num_members: int) -> None:
+        """Start members, or end the newest: an actor answers the calls it has before it ends."""
+        while len(self._members) < num_members:
+            member = f"{self.name}-{self._num_started}"
+            self._num_started += 1
+            actors = {}
+            for number, arguments in enumerate(self._arguments):
+                name = f"{member}.{number}"
+                actors[name] = self._actor_class.options(name=name).remote(*arguments)
+            self._members.append(actors)
+        while len(self._members) > num_members:
+            for handle in self._members.pop().values():
+                handle.drain.remote()
+                handle.__ray_terminate__.remote()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Return once every actor has answered a ping.
+
+        Raises:
+            FleetError: an actor did not start.
+        """
+        try:
+            ray.get([handle.ping.remote() for handle in self.handles.values()], timeout=timeout_s)
+        except RayError as error:
+            raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
+
+    def loads(self) -> dict[str, ActorLoad]:
+        """Return the load of each actor that answers within 5 seconds, by name."""
+        calls: dict[str, Any] = {name: handle.load.remote() for name, handle in self.handles.items()}
+        if not calls:
+            return {}
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)
+        found: dict[str, ActorLoad] = {}
+        for name, call in calls.items():
+            if call in ready:
+                with contextlib.suppress(RayError):
+                    found[name] = ray.get(call)
+        return found
+
+    def stop(self) -> None:
+        """End all actors, without a restart. Their calls fail."""
+        for handle in self.handles.values():
+            ray.kill(handle, no_restart=True)
+        self._members = []
 
 
 class RetrieverGroup:
@@ -33,58 +127,37 @@ class RetrieverGroup:
     it answers a ping.
     """
 
-    def __init__(
-        self,
-        settings: RetrievalSettings,
-        index_dir: Path | None,
-        num_threads: int = 1,
-        retrievers: ActorFleet | None = None,
-        encoders: ActorFleet | None = None,
-    ) -> None:
-        """Hold fleets that were started; callers use ``create``."""
-        self._settings = settings
-        self._index_dir = index_dir
-        self._num_threads = num_threads
-        self._retrievers = retrievers
-        self._encoders = encoders
-        self._incarnations: dict[str, float] = {}
-        """When the process of each actor started, as ``metrics`` last saw it."""
-        self._num_restarts: dict[str, int] = {"retriever": 0, "encoder": 0}
-
-    @classmethod
-    def create(cls, index_dir: str | Path | None, settings: RetrievalSettings, num_threads: int = 0) -> Self:
+    def __init__(self, index_dir: str | Path | None, settings: RetrievalSettings) -> None:
         """Start ``settings.num_retrievers`` replicas and ``num_encoders``; ``wait_until_ready`` waits for them.
 
         Args:
             index_dir: made by ``build_index``; None where ``settings.type`` needs no index.
             settings: the recipe's ``retrieval`` section. With 0 retrievers no actor is started.
-            num_threads: of one retriever; 0 takes ``num_cpus_per_retriever``, rounded up.
 
         Raises:
             DataError: no index in ``index_dir``.
             ConfigError: the index does not fit ``num_shards`` or ``num_encoders``.
         """
-        if index_dir is None:
-            return cls(settings, None)
-        index_dir = Path(index_dir).resolve()
-        manifest = Manifest.read(index_dir)  # here, since an actor would wrap the error in a traceback
-        num_threads = num_threads or _num_threads(settings.num_cpus_per_retriever)
-        if settings.num_retrievers == 0:
-            return cls(settings, index_dir, num_threads)
-        _check_fleet(settings, manifest)
-        encoders = _make_encoders(index_dir, settings) if settings.num_encoders else None
-        retrievers = _make_retrievers(index_dir, settings, manifest, num_threads)
-        return cls(settings, index_dir, num_threads, retrievers, encoders)
+        self._settings = settings
+        self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
+        self._fleets: list[ActorFleet] = []
+        """The retrievers, and the encoders behind them, if they are actors."""
+        self._incarnations: dict[str, float] = {}
+        """When the process of each actor started, as ``metrics`` last saw it."""
+        self._num_restarts = {"retriever": 0, "encoder": 0}
+        if self._index_dir is None:
+            return
+        manifest = Manifest.read(self._index_dir)  # here, since an actor would wrap the error in a traceback
+        if settings.num_retrievers:
+            _check_fleet(settings, manifest)
+            self._fleets.append(_start_retrievers(self._index_dir, settings, manifest))
+            if settings.num_encoders:
+                self._fleets.append(_start_encoders(self._index_dir, settings))
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
         """The actors that hold the index and are not stopped."""
-        return list(self._retrievers.handles.values()) if self._retrievers else []
-
-    @property
-    def num_healthy(self) -> int:
-        """Number of actors in ``handles`` that answer a ping within 5 seconds. Blocks while they are busy."""
-        return self._retrievers.num_healthy() if self._retrievers else 0
+        return list(self._fleets[0].handles.values()) if self._fleets else []
 
     def wait_until_ready(self) -> None:
         """Return once every actor has loaded its index and searched once.
@@ -93,7 +166,7 @@ class RetrieverGroup:
             FleetError: an actor did not start; all are stopped.
         """
         try:
-            for fleet in self._fleets():
+            for fleet in self._fleets:
                 fleet.wait_until_ready(START_TIMEOUT_S)
             self.metrics()  # keeps when each actor started, to count restarts
         except BaseException:
@@ -106,23 +179,21 @@ class RetrieverGroup:
         It is a client of the fleet; with 0 retrievers a ``LocalRetriever``; without an index, what ``retrieval.type``
         names.
         """
+        settings = self._settings
         if self._index_dir is None:
-            settings = self._settings
             shared = {key: getattr(settings, key) for key in SHARED_KEYS.get(settings.type, ())}
             made: Retriever = load_object(settings.type, RETRIEVERS)(shared | settings.options)
             return made
-        if self._retrievers is None:
+        if not self._fleets:
             from retrieval.local import LocalRetriever  # loads faiss and torch
 
-            settings = self._settings
-            return LocalRetriever(
-                self._index_dir, self._num_threads, reranker=settings.reranker, options=settings.options
-            )
-        pool = PoolSettings(self._settings.timeout_s, self._settings.max_retries, self._settings.cache_size)
-        encoder_fleet = self._encoders.name if self._encoders else ""
+            num_threads = _num_threads(settings.num_cpus_per_retriever)
+            return LocalRetriever(self._index_dir, num_threads, reranker=settings.reranker, options=settings.options)
+        encoder_fleet = self._fleets[1].name if settings.num_encoders else ""
+        pool = PoolSettings(settings.timeout_s, settings.max_retries, settings.cache_size)
         # a reranker needs the passages, which only the actors rerank
-        index_dir = "" if self._settings.reranker else str(self._index_dir)
-        return RetrieverClient(self._retrievers.name, self._settings.num_shards, encoder_fleet, pool, index_dir)
+        index_dir = "" if settings.reranker else self._index_dir
+        return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
         """Grow or shrink the fleets while they are used; clients follow within ``client.REFRESH_S``.
@@ -133,58 +204,36 @@ class RetrieverGroup:
             num_retrievers: replicas, at least 1.
             num_encoders: at least 1; None leaves them as they are.
         """
-        assert self._retrievers is not None, "there is no fleet to scale"
+        retrievers, *encoders = self._fleets
         assert num_retrievers >= 1, num_retrievers
-        self._retrievers.scale_to(num_retrievers)
+        retrievers.scale_to(num_retrievers)
         if num_encoders is not None:
-            assert self._encoders is not None, "the retrievers encode themselves"
             assert num_encoders >= 1, num_encoders
-            self._encoders.scale_to(num_encoders)
+            encoders[0].scale_to(num_encoders)
 
     def metrics(self) -> dict[str, float]:
-        """Return the health and load of the fleets; ``{}`` without a fleet. Waits up to 5 seconds for lost actors.
+        """Return the health and load of the fleets, named as in docs/metrics.md; ``{}`` without a fleet.
 
-        Per fleet, ``retriever`` and ``encoder``::
-
-            retrieval/retriever_actors     actors that answered now
-            retrieval/retriever_lost       actors that did not answer
-            retrieval/retriever_restarts   restarts of actors since the start, as far as calls of this method saw them
-            retrieval/retriever_queries    queries answered since the actors' last start
-            retrieval/retriever_batch      mean queries per batch
-            retrieval/retriever_busy       share of the time spent on batches, 0 to 1
-
-        Of all clients, as they last reported (every ``client.REFRESH_S`` while they search)::
-
-            retrieval/waiting              queries in the clients' queues
-            retrieval/outstanding          queries at replicas
-            retrieval/failed_attempts      batches that a replica did not answer, since the start
-            retrieval/cache_hit_rate       share of the queries answered from the clients' caches, 0 to 1
+        Waits up to 5 seconds for lost actors. Restarts are counted as far as calls of this method saw them. Clients
+        report every ``client.REFRESH_S`` while they search.
         """
         metrics: dict[str, float] = {}
         clients: dict[str, tuple[float, ClientLoad]] = {}
-        for fleet in self._fleets():
-            loads: dict[str, ActorLoad] = answers(
-                {name: handle.load.remote() for name, handle in fleet.handles.items()}
-            )
+        for fleet in self._fleets:
+            loads = fleet.loads()
             for name, load in loads.items():
-                self._num_restarts[fleet.kind] += self._has_restarted(name, load)
+                started = self._incarnations.setdefault(name, load.started)
+                self._num_restarts[fleet.kind] += started != load.started
+                self._incarnations[name] = load.started
                 for client, report in load.clients.items():
                     clients[client] = min(report, clients.get(client, report), key=lambda report: report[0])
             metrics |= _fleet_metrics(fleet, list(loads.values()), self._num_restarts[fleet.kind])
         return metrics | _client_metrics(list(clients.values())) if metrics else {}
 
-    def _has_restarted(self, name: str, load: ActorLoad) -> bool:
-        before = self._incarnations.get(name)
-        self._incarnations[name] = load.started
-        return before is not None and before != load.started
-
     def stop(self) -> None:
         """End all actors, without a restart. Searches in flight fail."""
-        for fleet in self._fleets():
+        for fleet in self._fleets:
             fleet.stop()
-
-    def _fleets(self) -> list[ActorFleet]:
-        return [fleet for fleet in (self._retrievers, self._encoders) if fleet is not None]
 
 
 def _num_threads(num_cpus: float) -> int:
@@ -209,50 +258,33 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
         )
 
 
-def _make_retrievers(index_dir: Path, settings: RetrievalSettings, manifest: Manifest, num_threads: int) -> ActorFleet:
-    actor_class: Any = ray.remote(RetrieverActor)
-    options = _options(settings.num_cpus_per_retriever, settings.num_gpus_per_retriever)
-
-    def start(member: str) -> Mapping[str, ActorHandle[Any]]:
-        handles = {}
-        for number in range(settings.num_shards):
-            name = f"{member}.{number}"
-            shards = tuple(range(number, len(manifest.shards), settings.num_shards))
-            actor_settings = ActorSettings(
-                str(index_dir),
-                num_threads,
-                _device(settings.num_gpus_per_retriever),
+def _start_retrievers(index_dir: str, settings: RetrievalSettings, manifest: Manifest) -> ActorFleet:
+    num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
+    arguments = [
+        (
+            ActorSettings(
+                index_dir,
+                _num_threads(num_cpus),
+                _device(num_gpus),
                 settings.reranker,
                 settings.options,
-                shards if settings.num_shards > 1 else None,
+                tuple(range(number, len(manifest.shards), settings.num_shards)) if settings.num_shards > 1 else None,
                 encodes=manifest.is_dense and not settings.num_encoders,
-            )
-            handles[name] = actor_class.options(name=name, **options).remote(actor_settings)
-        return handles
-
-    fleet = ActorFleet("retriever", start)
+            ),
+        )
+        for number in range(settings.num_shards)
+    ]
+    fleet = ActorFleet("retriever", RetrieverActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
     fleet.scale_to(settings.num_retrievers)
     return fleet
 
 
-def _make_encoders(index_dir: Path, settings: RetrievalSettings) -> ActorFleet:
-    actor_class: Any = ray.remote(EncoderActor)
-    options = _options(settings.num_cpus_per_encoder, settings.num_gpus_per_encoder)
-    actor_settings = ActorSettings(
-        str(index_dir), _num_threads(settings.num_cpus_per_encoder), _device(settings.num_gpus_per_encoder)
-    )
-
-    def start(member: str) -> Mapping[str, ActorHandle[Any]]:
-        return {member: actor_class.options(name=member, **options).remote(actor_settings)}
-
-    fleet = ActorFleet("encoder", start)
+def _start_encoders(index_dir: str, settings: RetrievalSettings) -> ActorFleet:
+    num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
+    arguments = [(ActorSettings(index_dir, _num_threads(num_cpus), _device(num_gpus)),)]
+    fleet = ActorFleet("encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
     fleet.scale_to(settings.num_encoders)
     return fleet
-
-
-def _options(num_cpus: float, num_gpus: float) -> dict[str, Any]:
-    """Ray restarts the actors without limit, but no call: the client retries, on another replica."""
-    return {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": -1, "max_task_retries": 0}
 
 
 def _device(num_gpus: float) -> str:

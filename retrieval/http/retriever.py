@@ -1,48 +1,59 @@
-"""HttpRetriever: the client of any ``/retrieve`` server: ours, Search-R1's, RAG-R1's.
+"""HttpRetriever: the client of any ``/retrieve`` server: ours, Search-R1's, RAG-R1's. And HTTP for ``WebRetriever``.
 
 ::
 
     search(queries, k) ──► clean_query ──► PooledRetriever ──► HttpReplica, one per server ──► POST /retrieve
 
-Cache, batches, routing and failover are those of the fleet: a server is one more kind of replica.
+Cache, batches, routing and failover are those of the fleet: a server is one more kind of replica. No error message
+contains a secret.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
+import hashlib
+import json
 import math
+import os
 import random
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import quote, quote_plus
 
+import aiohttp
 from pydantic import Field
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
 from ragr1_actors.core.config import Section
-from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.fleet.batching import BatcherCounts, PooledRetriever, PoolSettings, Refusal
-from retrieval.http.client import (
-    HttpAnswer,
-    HttpClient,
-    TryAgainError,
-    check_url,
-    clean_query,
-    parse_section,
-    read_secret,
-    retry,
-    text_id,
-)
+from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal, normalise
 
 BUSY_TRIES = 5
 """Requests to a server without a second one beside it, as long as it answers that it is busy."""
 LONGEST_PAUSE_S = 5.0
 """Between two requests to a busy server."""
+MAX_ANSWER_BYTES = 64 * 2**20
+"""A longer answer is not a list of passages."""
+_MAX_QUOTED = 200
+"""Characters of a server's answer in an error message."""
 _ABOUT_QUERIES = {400, 413, 422}
 """Refusals that a single query of the request may cause."""
+_BUSY = {429, 503}
+_TEMPORARY = {408, 425, 429}
+"""The only statuses from 300 to 499 that a second attempt may change."""
+_UNSENDABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_BACKOFF = wait_exponential_jitter(multiplier=0.1, max=10, jitter=0.1)
+_CLOSING_TASKS: set[asyncio.Task[None]] = set()
+"""Keeps the tasks of ``_close_at_end`` alive: an event loop holds only weak references to its tasks."""
 
 
 class HttpOptions(Section):
@@ -73,7 +84,7 @@ class HttpRetriever:
             ConfigError: an option is unknown or has a wrong value, or the token is missing.
         """
         self._arguments = (dict(options),)
-        settings = parse_section(HttpOptions, options, "http")
+        settings = HttpOptions.read(options, "retrieval.options")
         urls = (settings.url,) if isinstance(settings.url, str) else settings.url
         if not urls:
             raise ConfigError("retrieval.options.url: got an empty list, expected an address or a list of them")
@@ -111,12 +122,8 @@ class HttpRetriever:
         return [next(found) if query else Hits(index_version=self._version) for query in clean]
 
     async def wait_for_room(self) -> None:
-        """Return once the servers have room for more queries; see ``PooledRetriever``."""
-        await self._pool.wait_for_room()
-
-    def counts(self) -> BatcherCounts:
-        """Return how much was sent to the servers, without the cache's answers."""
-        return self._pool.counts()
+        """Return once the servers have room for more queries; see ``Batcher.wait_for_room``."""
+        await self._pool.batcher.wait_for_room()
 
 
 @dataclass(frozen=True)
@@ -147,29 +154,29 @@ class HttpReplica:
     async def ping(self) -> None:
         """Return once the server answers a search, at least with a refusal. Raises ``RetrievalError``: it does not."""
         await asyncio.sleep(random.uniform(0, 0.1))  # processes that lost the server must not all ask at once
-        answer = await self._post(["ping"], 1)
-        if answer.status != 200 and not answer.is_refusal:
-            raise RetrievalError(self.client.describe(answer))
+        try:
+            await self._post(["ping"], 1)
+        except StatusError as error:
+            if not error.is_refusal:
+                raise
 
     async def _search(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        answer = await retry(lambda: self._post(queries, k), attempts=self.busy_tries, longest_pause_s=LONGEST_PAUSE_S)
-        if answer.status == 200:
-            content = self.client.read_json(answer)
-            return [*_parse_answer(content, answer.server, len(queries), k, self.version)]
-        reason = self.client.describe(answer)
-        if not answer.is_refusal:
-            raise RetrievalError(reason)
-        if answer.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the wrong query is refused
-            half = len(queries) // 2
-            return await self._search(queries[:half], k) + await self._search(queries[half:], k)
-        return [Refusal(reason)] * len(queries)
+        retrying = retry(is_busy, attempts=self.busy_tries, longest_pause_s=LONGEST_PAUSE_S)
+        try:
+            content: bytes = await retrying(self._post, queries, k)
+        except StatusError as error:
+            if not error.is_refusal:
+                raise
+            if error.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the wrong query is refused
+                half = len(queries) // 2
+                return await self._search(queries[:half], k) + await self._search(queries[half:], k)
+            return [Refusal(str(error))] * len(queries)
+        answer = self.client.read_json(content, self.url)
+        return [*_parse_answer(answer, self.client.name_of(self.url), len(queries), k, self.version)]
 
-    async def _post(self, queries: list[str], k: int) -> HttpAnswer:
+    async def _post(self, queries: list[str], k: int) -> bytes:
         body = {"queries": queries, "topk": k, "return_scores": True}
-        answer = await self.client.send("POST", self.url, body=body, headers=self.headers)
-        if answer.is_busy:
-            raise TryAgainError.busy(self.client.describe(answer), answer.retry_after_s)
-        return answer
+        return await self.client.send("POST", self.url, body=body, headers=self.headers)
 
 
 def _endpoint(url: str) -> URL:
@@ -224,3 +231,240 @@ def _parse_text(document: dict[str, Any], server: str) -> tuple[str, str]:
         if newline:
             title = first.strip().removeprefix('"').removesuffix('"')
     return valid_unicode(title) if isinstance(title, str) else "", valid_unicode(text)
+
+
+class HttpClient:
+    """Sends requests from the running event loop, one keep-alive session per loop. Callers set the timeout."""
+
+    def __init__(self, *, max_connections: int, secret: str = "") -> None:
+        """Create a client without a connection. Every message has ``***`` in place of the secret.
+
+        With ``max_connections`` requests in flight, further requests wait.
+        """
+        self._max_connections = max_connections
+        in_address = URL("http://x").with_query(x=secret).raw_query_string.removeprefix("x=")
+        known = {secret, quote(secret, safe=""), quote_plus(secret), in_address} - {""}
+        self._secrets = sorted(known, key=len, reverse=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def redact(self, text: str) -> str:
+        """Return the text with ``***`` for the secret."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def name_of(self, url: URL) -> str:
+        """Return the address without parameters, for error messages."""
+        return self.redact(str(url.with_query(None).with_fragment(None)))
+
+    async def send(self, method: str, url: URL, *, body: Any = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """Send one request with ``body`` as JSON and return the whole answer.
+
+        Redirections are not followed: the headers may contain a key for this server only.
+
+        Raises:
+            StatusError: an answer with another status than 200; the message has the server's own.
+            RetrievalError: no answer came, or one that is too large.
+        """
+        session = await self._session_here()
+        server = self.name_of(url)
+        headers = {"Accept": "application/json", **(headers or {})}
+        try:
+            async with session.request(method, url, json=body, headers=headers, allow_redirects=False) as response:
+                content = await _read_body(response, server)
+        except (aiohttp.ClientError, OSError) as error:
+            words = " ".join(str(error).split())
+            problem = f"{type(error).__name__}: {words}" if words else type(error).__name__
+            # ``from None``: the cause may contain the whole address, with the key.
+            raise RetrievalError(f"{server}: {self.redact(problem)}") from None
+        if response.status == 200:
+            return content
+        retry_after_s = _parse_retry_after(response.headers.get("Retry-After", ""))
+        problem = f"{server} answered {response.status}: {self._quote_problem(content)}"
+        if retry_after_s >= 1:
+            problem += f"; the server asks for a pause of {retry_after_s:.0f} s"
+        raise StatusError(problem, response.status, retry_after_s)
+
+    def read_json(self, content: bytes, url: URL) -> Any:
+        """Return a decoded answer of ``url``. Raises ``RetrievalError``: it is not JSON."""
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise RetrievalError(f"{self.name_of(url)}: expected JSON, got {self._quote(content)}") from None
+
+    def _quote_problem(self, content: bytes) -> str:
+        message: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            message = json.loads(content)
+        if isinstance(message, dict):
+            message = next((message[name] for name in ("error", "detail", "message") if message.get(name)), None)
+        return self._quote(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") if message else content)
+
+    def _quote(self, content: bytes) -> str:
+        # Redacted before it is cut: half a secret would not be found.
+        text = self.redact(clean_query(content[: 2**16].decode("utf-8", "replace")))
+        return shortened(text, _MAX_QUOTED) or "nothing"
+
+    async def _session_here(self) -> aiohttp.ClientSession:
+        """Return the session of the running loop. The session of an earlier loop is closed already."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                json_serialize=partial(json.dumps, ensure_ascii=False),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+            closing = loop.create_task(_close_at_end(self._session))
+            _CLOSING_TASKS.add(closing)
+            closing.add_done_callback(_CLOSING_TASKS.discard)
+            await asyncio.sleep(0)  # a task that is cancelled before it starts does not run its ``finally``
+        return self._session
+
+
+async def _close_at_end(session: aiohttp.ClientSession) -> None:
+    """Close the session when the loop ends: ``asyncio.run`` then cancels all tasks."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await session.close()
+
+
+async def _read_body(response: aiohttp.ClientResponse, server: str) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(2**16):
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise RetrievalError(f"{server}: the answer is larger than {MAX_ANSWER_BYTES // 2**20} MiB")
+    return bytes(body)
+
+
+def _parse_retry_after(value: str) -> float:
+    """Return the seconds from now of a ``Retry-After`` header, which holds seconds or a date; 0 for any other value."""
+    with contextlib.suppress(ValueError):
+        return min(max(0.0, float(value)), 1e9)  # in this order NaN becomes 0
+    with contextlib.suppress(ValueError):
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    return 0.0
+
+
+class StatusError(RetrievalError):
+    """A server answered with an error status."""
+
+    def __init__(self, problem: str, status: int, retry_after_s: float = 0.0) -> None:
+        """``retry_after_s`` is the pause that the server asks for; it counts where the server is busy."""
+        super().__init__(problem)
+        self.status = status
+        self.pause_s = retry_after_s if status in _BUSY else 0.0
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether a second attempt is useless: the request, the address or the token is wrong."""
+        return 300 <= self.status < 500 and self.status not in _TEMPORARY
+
+
+def is_busy(error: BaseException | None) -> bool:
+    """Return whether a server asks for a later attempt."""
+    return isinstance(error, StatusError) and error.status in _BUSY
+
+
+def retry(
+    may_pass: Callable[[BaseException], bool],
+    *,
+    attempts: int,
+    longest_pause_s: float,
+    before_pause: Callable[[RetryCallState], None] | None = None,
+) -> AsyncRetrying:
+    """Return what calls an async function again after errors that ``may_pass``, and raises its last error.
+
+    Pauses double from 0.1 to 10 s, are at least as long as the server asks, and at most ``longest_pause_s``.
+    """
+
+    def pause_s(state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        asked_s = error.pause_s if isinstance(error, StatusError) else 0.0
+        return min(max(_BACKOFF(state), asked_s), longest_pause_s)
+
+    return AsyncRetrying(
+        stop=stop_after_attempt(attempts),
+        wait=pause_s,
+        retry=retry_if_exception(may_pass),
+        before_sleep=before_pause,
+        reraise=True,
+    )
+
+
+class RateLimit:
+    """Lets the concurrent callers of one process pass at even intervals.
+
+    ``aiolimiter`` has no ``hold``: see docs/decisions/http-libraries.md.
+    """
+
+    def __init__(self, rate_per_s: float) -> None:
+        """Let ``rate_per_s`` callers pass per second; 0 is no limit."""
+        self._interval_s = 1.0 / rate_per_s if rate_per_s else 0.0
+        self._next = 0.0
+        self._held_until = 0.0
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn. A cancelled caller leaves its turn unused."""
+        while True:
+            turn = max(time.monotonic(), self._next, self._held_until)
+            self._next = turn + self._interval_s
+            await asyncio.sleep(turn - time.monotonic())
+            if turn >= self._held_until:  # otherwise a hold began during the sleep
+                return
+
+    def hold(self, seconds: float) -> None:
+        """Let no caller pass for so long, including those that wait already."""
+        self._held_until = max(self._held_until, time.monotonic() + seconds)
+
+
+def clean_query(query: str) -> str:
+    """Return the query with single spaces and without what servers refuse: control characters and surrogates."""
+    return normalise(_UNSENDABLE.sub(" ", query))
+
+
+def text_id(title: str, text: str) -> str:
+    """Return the id of a passage that came without one; it is the same in every process."""
+    return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+
+
+def check_url(url: str) -> URL:
+    """Return the parsed address of a server.
+
+    Raises:
+        ConfigError: it is not an ``http://`` or ``https://`` address, or it contains a name or a password.
+    """
+    try:
+        parsed = URL(url)
+        host = parsed.host
+    except ValueError:
+        parsed, host = URL(), None
+    if parsed.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"retrieval.options.url: got {url!r}, expected an address such as http://10.0.0.2:8000")
+    if parsed.user or parsed.password:
+        raise ConfigError("retrieval.options.url: it holds a name or a password; put secrets into the environment")
+    return parsed
+
+
+def read_secret(option: str, variable: str) -> str:
+    """Return the value of the environment variable that ``option`` names, or "" if ``variable`` is empty.
+
+    Raises:
+        ConfigError: the variable is not set, or an HTTP header cannot hold its value.
+    """
+    if not variable:
+        return ""
+    secret = os.environ.get(variable, "")
+    if not secret:
+        raise ConfigError(f"retrieval.options.{option}: the environment variable {variable!r} is not set; export it")
+    if not is_token(secret):
+        raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a token")
+    return secret
+
+
+def is_token(secret: str) -> bool:
+    """Return whether an HTTP header can hold the secret: printable ASCII without spaces."""
+    return secret.isascii() and secret.isprintable() and " " not in secret

@@ -15,31 +15,31 @@ A run recorded once can be repeated with ``mode: replay``: without key and netwo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
+from tenacity import RetryCallState
 from yarl import URL
 
 from ragr1_actors.core.config import Section
-from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.core.files import write_file
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
+from ragr1_actors.core.files import read_json, write_file
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.http.client import (
-    HttpAnswer,
+from retrieval.http.retriever import (
     HttpClient,
     RateLimit,
-    TryAgainError,
+    StatusError,
     check_url,
     clean_query,
-    parse_section,
+    is_busy,
     read_secret,
     retry,
     text_id,
@@ -63,7 +63,7 @@ class WebOptions(Section):
     """Name of the query; for ``POST`` a path in the body."""
     count_param: str = ""
     """Name of the number of results; empty does not send it."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, JsonValue] = Field(default_factory=dict)
     """Further parameters, the same in every request."""
     headers: dict[str, str] = Field(default_factory=dict)
     key_env: str = ""
@@ -105,18 +105,13 @@ class WebRetriever:
             ConfigError: an option is unknown or has a wrong value, or the key or a directory is missing.
         """
         self._arguments = (dict(options),)
-        self._options = settings = parse_section(WebOptions, options, "web")
+        self._options = settings = WebOptions.read(options, "retrieval.options")
         self._url = check_url(settings.url)
         key = "" if settings.mode == "replay" else read_secret("key_env", settings.key_env)
-        try:  # what JSON makes of the parameters: a record must read the same as the request
-            self._params: dict[str, Any] = json.loads(json.dumps(settings.params, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"retrieval.options.params: {error}; quote it") from None
         _check(settings, self._url, key)
         self._version = str(self._url.with_query(None))
         self._key = settings.key_prefix + key if key else ""
         self._client = HttpClient(max_connections=settings.max_concurrent_requests, secret=key)
-        self._records = _Records(Path(settings.record_dir)) if settings.mode != "live" else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request("", 1)  # raises now if ``query_param`` does not fit ``params``
 
@@ -160,32 +155,29 @@ class WebRetriever:
             ended.exception()  # otherwise asyncio logs it if every caller was cancelled
 
     async def _answer(self, query: str, k: int) -> Hits:
-        request = self._request(query, k)
-        is_replay = self._options.mode == "replay"
-        results: list[Any] | None = None
-        if self._records is not None:
+        request, is_replay = self._request(query, k), self._options.mode == "replay"
+        recorded: list[Any] | None = None
+        if self._options.record_dir:
             try:
-                results = await asyncio.to_thread(self._records.read, request)
+                recorded = await asyncio.to_thread(self._read_record, request)
             except RetrievalError:
                 if is_replay:
                     raise  # ``record`` requests the results again and replaces the damaged record
-        is_cached = results is not None
-        if results is None:
-            if is_replay:
-                raise RetrievalError(
-                    f"no record of the query {query[:_MAX_QUOTED]!r} with k={k} in {self._options.record_dir}; record "
-                    "it with mode: record and the same url, params and k"
-                )
-            results = await self._fetch(request)
+        if recorded is None and is_replay:
+            raise RetrievalError(
+                f"no record of the query {query[:_MAX_QUOTED]!r} with k={k} in {self._options.record_dir}; record it "
+                "with mode: record and the same url, params and k"
+            )
+        results = await self._fetch(request) if recorded is None else recorded
         passages = self._read_passages(results)[:k]
-        if self._records is not None and not is_cached:
-            await asyncio.to_thread(self._records.write, request, results)
-        return Hits(passages, is_cached=is_cached)
+        if self._options.record_dir and recorded is None:
+            await asyncio.to_thread(self._write_record, request, results)
+        return Hits(passages, is_cached=recorded is not None)
 
     def _request(self, query: str, k: int) -> dict[str, Any]:
         """Return what identifies a request, without key and headers: records are found by it."""
         options = self._options
-        params: dict[str, Any] = copy.deepcopy(self._params)
+        params: dict[str, Any] = copy.deepcopy(options.params)
         for path, value in [(options.query_param, query), (options.count_param, k)]:
             if path:
                 _put(params, path.split(".") if options.method == "POST" else [path], value)
@@ -194,40 +186,22 @@ class WebRetriever:
     async def _fetch(self, request: dict[str, Any]) -> list[Any]:
         """Return the results, with ``***`` wherever the API repeats the key."""
 
-        def hold_all(error: TryAgainError, pause_s: float) -> None:
-            if error.busy_s is not None:  # the API asks all queries to wait
-                self._rate_limit.hold(pause_s)
+        def hold_all(state: RetryCallState) -> None:
+            if state.outcome and is_busy(state.outcome.exception()):  # the API asks all queries to wait
+                self._rate_limit.hold(state.upcoming_sleep)
 
         attempts = self._options.max_retries + 1
+        retrying = retry(_may_pass, attempts=attempts, longest_pause_s=LONGEST_WAIT_S, before_pause=hold_all)
         try:
-            payload = await retry(
-                lambda: self._attempt(request),
-                attempts=attempts,
-                longest_pause_s=LONGEST_WAIT_S,
-                before_pause=hold_all,
-            )
-        except TryAgainError as error:
+            payload: Any = await retrying(self._send, request)
+        except RetrievalError as error:
+            if not _may_pass(error):
+                raise
             raise RetrievalError(f"search failed after {attempts} attempts: {error}") from None
         return self._read_results(payload)
 
-    async def _attempt(self, request: dict[str, Any]) -> Any:
+    async def _send(self, request: dict[str, Any]) -> Any:
         """Send one request and return the decoded answer."""
-        try:
-            answer = await self._send(request)
-            if answer.status == 200:
-                return self._client.read_json(answer)
-        except RetrievalError as error:
-            raise TryAgainError(*error.args) from None
-        problem = self._client.describe(answer)
-        if answer.is_refusal:
-            raise RetrievalError(problem)
-        if not answer.is_busy:
-            raise TryAgainError(problem)
-        if (answer.retry_after_s or 0.0) > LONGEST_WAIT_S:
-            raise RetrievalError(f"{problem}; the server asks for a pause of {answer.retry_after_s:.0f} s")
-        raise TryAgainError.busy(problem, answer.retry_after_s)
-
-    async def _send(self, request: dict[str, Any]) -> HttpAnswer:
         options, url = self._options, self._url
         headers, body = dict(options.headers), None
         if options.method == "POST":
@@ -242,9 +216,10 @@ class WebRetriever:
             await self._rate_limit.wait()
             try:
                 async with asyncio.timeout(options.timeout_s):
-                    return await self._client.send(options.method, url, body=body, headers=headers)
+                    content = await self._client.send(options.method, url, body=body, headers=headers)
             except TimeoutError:
                 raise RetrievalError(f"{self._version}: no answer within {options.timeout_s:g} s") from None
+        return self._client.read_json(content, url)
 
     def _read_results(self, payload: Any) -> list[Any]:
         found = _walk(payload, self._options.results_path)
@@ -278,31 +253,19 @@ class WebRetriever:
             )
         return passages
 
-
-@dataclass(frozen=True)
-class _Records:
-    """Answers on disk, one JSON file per request. Several processes may read and write at the same time."""
-
-    directory: Path
-
-    def read(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return the recorded results of the same request, or None. Raises ``RetrievalError`` if it cannot be read."""
-        path = self._path(request)
-        try:
-            record = json.loads(path.read_bytes())
+    def _read_record(self, request: dict[str, Any]) -> list[Any] | None:
+        """Return the recorded results of the same request, or None. Raises ``RetrievalError``: it is damaged."""
+        path = self._record_path(request)
+        if not path.is_file():
+            return None
+        with contextlib.suppress(DataError, TypeError, KeyError):
+            record = read_json(path)
             if record["request"] == request and isinstance(record["results"], list):
                 return list(record["results"])
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise RetrievalError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, RecursionError, TypeError, KeyError):
-            pass
         raise RetrievalError(f"{path} is not the record of a search; delete it and record it again with mode: record")
 
-    def write(self, request: dict[str, Any], results: list[Any]) -> None:
-        """Write the results of a request. Raises ``RetrievalError``: the record cannot be written."""
-        path = self._path(request)
+    def _write_record(self, request: dict[str, Any], results: list[Any]) -> None:
+        path = self._record_path(request)
         text = json.dumps({"request": request, "results": results}, ensure_ascii=False, indent=1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,9 +273,9 @@ class _Records:
         except OSError as error:
             raise RetrievalError(f"cannot write {path}: {error.strerror}") from error
 
-    def _path(self, request: dict[str, Any]) -> Path:
+    def _record_path(self, request: dict[str, Any]) -> Path:
         name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        return self.directory / name[:2] / f"{name}.json"
+        return Path(self._options.record_dir, name[:2], f"{name}.json")
 
 
 def _check(options: WebOptions, url: URL, key: str) -> None:
@@ -334,6 +297,13 @@ def _check(options: WebOptions, url: URL, key: str) -> None:
         raise ConfigError(
             f"{where}.record_dir: there is no directory {options.record_dir}; run with mode: record first"
         )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a second attempt may succeed: no refusal, and no quota that is used up."""
+    if isinstance(error, StatusError):
+        return not error.is_refusal and error.pause_s <= LONGEST_WAIT_S
+    return isinstance(error, RetrievalError)
 
 
 def _put(params: dict[str, Any], path: list[str], value: Any) -> None:

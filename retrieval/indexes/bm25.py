@@ -17,6 +17,7 @@ to its place in mapped arrays.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from array import array
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.files import read_json
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, word_settings
 from retrieval.indexes.manifest import BM25_FOLDER, Manifest
@@ -43,32 +45,29 @@ class BM25Ranker:
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
-        """Open the folder ``bm25`` of an index directory.
+        """Open the folder ``bm25`` of an index directory whose files ``manifest`` has checked.
 
         Raises:
-            DataError: the folder is missing, damaged, or made under other settings or over another corpus.
+            DataError: it was made under other settings or over another corpus.
         """
         folder = Path(directory) / BM25_FOLDER
         _check_settings(folder / SETTINGS_FILE, manifest.count)
         # Given by name: with numba installed "auto" would be another backend, which scores little faster.
         self._index = bm25s.BM25(method=METHOD, k1=K1, b=B, backend="numpy")
         self._index.nonoccurrence_array = None
-        try:
-            self._index.load_scores(
-                folder,
-                data_name=WEIGHTS_FILE,
-                indices_name=ROWS_FILE,
-                indptr_name=STARTS_FILE,
-                num_docs=manifest.count,
-                mmap=True,
-            )
-            self._words = _plain(np.load(folder / WORDS_FILE, mmap_mode="r"))
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{folder}: cannot be read ({error}); build the index again") from error
+        self._index.load_scores(
+            folder,
+            data_name=WEIGHTS_FILE,
+            indices_name=ROWS_FILE,
+            indptr_name=STARTS_FILE,
+            num_docs=manifest.count,
+            mmap=True,
+        )
+        # As plain arrays: a slice of ``np.memmap`` takes ten times as long.
         scores = self._index.scores
         for name in ("data", "indices", "indptr"):
-            scores[name] = _plain(scores[name])
-        _check_arrays(folder, self._words, scores["indptr"], scores["indices"], scores["data"])
+            scores[name] = scores[name].view(np.ndarray)
+        self._words = np.load(folder / WORDS_FILE, mmap_mode="r").view(np.ndarray)
         self._count = manifest.count
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
@@ -126,40 +125,10 @@ def _best_rows(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 
 def _check_settings(path: Path, count: int) -> None:
-    if not path.is_file():
-        raise DataError(f"no inverted index: {path} is missing; copy the index as a whole or build it again")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({error}); build the index again") from error
-    expected = {**bm25_settings(), "num_passages": count}
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: got {type(found).__name__}, expected settings; build the index again")
+    found, expected = read_json(path), {**bm25_settings(), "num_passages": count}
     if found != expected:
         names = ", ".join(name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
         raise DataError(f"{path}: made under other settings or over another corpus ({names}); build the index again")
-
-
-def _check_arrays(
-    folder: Path, words: NDArray[Any], starts: NDArray[Any], rows: NDArray[Any], weights: NDArray[Any]
-) -> None:
-    """Check that four arrays are the parts of one index without reading them; the manifest checks their content."""
-    found = [(array.dtype.name, array.shape) for array in (words, starts, rows, weights)]
-    num_words = len(words) if words.ndim else 0
-    num_postings = int(starts[-1]) if starts.ndim == 1 and starts.size else 0
-    expected = [
-        ("uint64", (num_words,)),
-        ("int64", (num_words + 1,)),
-        ("int32", (num_postings,)),
-        ("float32", (num_postings,)),
-    ]
-    if found != expected or not num_words:
-        raise DataError(f"{folder}: its arrays do not belong together (got {found}); build the index again")
-
-
-def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the mapped memory as a plain array: a slice of ``np.memmap`` takes ten times as long."""
-    return array.view(np.ndarray)
 
 
 SETTINGS_FILE, WORDS_FILE, STARTS_FILE = "settings.json", "words.npy", "starts.npy"
@@ -335,13 +304,7 @@ def _write_index(words: _Words, file: IO[bytes], folder: Path) -> None:
 
 def _allocate(path: Path, dtype: DTypeLike, size: int) -> np.memmap[Any, Any]:
     """Map a new ``.npy`` file of zeros that is there in full: a hole that a full disk cannot fill kills the process."""
-    zeros = np.zeros(min(size, _BLOCK_POSTINGS), dtype)
-    with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": np.lib.format.dtype_to_descr(zeros.dtype), "fortran_order": False, "shape": (size,)}
-        )
-        for start in range(0, size, len(zeros)):
-            zeros[: size - start].tofile(file)
-    mapped = np.load(path, mmap_mode="r+")
-    assert isinstance(mapped, np.memmap)
+    mapped: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", dtype, (size,))
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return mapped

@@ -81,16 +81,15 @@ def build_faiss_index(
     coded = CodedParts.of(index) if index_type in CODED else None
     if index_type in _SAMPLE_ROWS and count:
         size = max(_SAMPLE_ROWS[index_type], _SAMPLES_PER_LIST * num_lists)
-        drawn = sample(checked(blocks, dimension), dimension, count, size)
+        drawn = sample(checked(blocks, dimension, count), dimension, count, size)
         if coded:
             # Repeated where there are fewer than codes: faiss refuses to learn 16 of 5.
             drawn = np.resize(coded.rotate(drawn), (max(len(drawn), _PQ_CENTROIDS), dimension))
         (coded.base if coded else index).train(drawn)
-    counted = _counted(checked(blocks, dimension), count)
     if coded and count:
-        _fill_coded(index, coded, counted, count)
+        _fill_coded(index, coded, checked(blocks, dimension, count), count)
     else:
-        _fill(index, counted, count)
+        _fill(index, checked(blocks, dimension, count), count)
     return index
 
 
@@ -148,17 +147,6 @@ def _with_bytes(base: Any, refine_factor: int) -> Any:
     return index
 
 
-def _counted(blocks: Iterable[Floats], count: int | None) -> Iterator[Floats]:
-    found = 0
-    for block in blocks:
-        found += len(block)
-        if count is not None and found > count:
-            break
-        yield block
-    if found == 0 or (count is not None and found != count):
-        raise DataError(f"got {found} vectors or more, expected {count or 'at least one'}; build the embeddings again")
-
-
 def _fill(index: Any, blocks: Iterable[Floats], count: int | None) -> None:
     """Add all vectors. With ``count``, codes are written in place: a growing array is twice its size at times."""
     if count is None or not isinstance(index, faiss.IndexFlatCodes):
@@ -189,11 +177,11 @@ def _reserve(index: Any, count: int) -> NDArray[np.uint8]:
     return codes_of(index)
 
 
-def checked(blocks: Iterable[Floats], dimension: int) -> Iterator[Floats]:
+def checked(blocks: Iterable[Floats], dimension: int, count: int | None) -> Iterator[Floats]:
     """Yield the blocks, contiguous float32 ``[n, dimension]``.
 
     Raises:
-        DataError: another shape, or a number that is NaN or infinite.
+        DataError: another shape, NaN or infinity, no vectors, or another number of them than ``count``.
     """
     start = 0
     for block in blocks:
@@ -208,8 +196,12 @@ def checked(blocks: Iterable[Floats], dimension: int) -> Iterator[Floats]:
                 f"vector {row} holds NaN or infinity; the encoder is broken or overflows in half precision, so check "
                 "its files or encode in float32"
             )
-        yield np.ascontiguousarray(block, np.float32)
         start += len(block)
+        if count is not None and start > count:
+            break
+        yield np.ascontiguousarray(block, np.float32)
+    if start == 0 or (count is not None and start != count):
+        raise DataError(f"got {start} vectors or more, expected {count or 'at least one'}; build the embeddings again")
 
 
 def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int) -> Floats:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Any
@@ -197,43 +197,28 @@ class Option:
     summary: str
 
 
-@plain_dataclass(frozen=True)
-class IndexType:
-    """A way to keep vectors."""
-
-    summary: str
-    options: Mapping[str, Option] = field(default_factory=dict)
-
-
 _NUM_LISTS = Option(0, 0, "lists the vectors are sorted into; 0 is 4 * sqrt(passages). Set at the build")
 _NUM_PROBES = Option(0, 0, "lists that a query looks into; 0 is a sixteenth of them")
 _REFINE_FACTOR = Option(8, 1, "candidates that are scored again for each passage asked for")
 
-INDEX_TYPES: dict[str, IndexType] = {
-    FLAT: IndexType("exact; 4 bytes per number"),
-    "fp16": IndexType("every vector is scanned; 2 bytes per number"),
-    "sq8": IndexType("every vector is scanned; 1 byte per number"),
-    "pq": IndexType(
-        "every vector is scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number",
-        {"refine_factor": _REFINE_FACTOR},
-    ),
-    "ivf": IndexType(
-        "the nearest lists are scanned; 4 bytes per number", {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES}
-    ),
-    "ivf_pq": IndexType(
-        "the nearest lists are scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number",
-        {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES, "refine_factor": _REFINE_FACTOR},
-    ),
-    "hnsw": IndexType(
-        "a graph of neighbours is walked; 4 bytes per number and 8 * m per vector",
-        {
-            "m": Option(32, 2, "neighbours of a vector. Set at the build"),
-            "ef_construction": Option(200, 1, "candidates for these neighbours. Set at the build"),
-            "ef_search": Option(128, 1, "candidates that a query keeps while it walks"),
-        },
-    ),
+INDEX_TYPES: dict[str, dict[str, Option]] = {
+    FLAT: {},  # exact; 4 bytes per number
+    "fp16": {},  # every vector is scanned; 2 bytes per number
+    "sq8": {},  # every vector is scanned; 1 byte per number
+    # every vector is scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number
+    "pq": {"refine_factor": _REFINE_FACTOR},
+    # the nearest lists are scanned; 4 bytes per number
+    "ivf": {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES},
+    # the nearest lists are scanned by 2-bit codes, the best are scored again by bytes; 1.25 bytes per number
+    "ivf_pq": {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES, "refine_factor": _REFINE_FACTOR},
+    # a graph of neighbours is walked; 4 bytes per number and 8 * m per vector
+    "hnsw": {
+        "m": Option(32, 2, "neighbours of a vector. Set at the build"),
+        "ef_construction": Option(200, 1, "candidates for these neighbours. Set at the build"),
+        "ef_search": Option(128, 1, "candidates that a query keeps while it walks"),
+    },
 }
-"""By the names that users type."""
+"""Ways to keep vectors, by the names that users type, and the options of each."""
 
 RETRIEVER_OPTIONS: dict[str, Option] = {
     "rerank_candidates": Option(20, 1, "passages per query that a reranker orders again"),
@@ -253,7 +238,7 @@ def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]
     """
     if index_type != BM25 and index_type not in INDEX_TYPES:
         raise ConfigError(f"unknown index type {index_type!r}{nearest(index_type, INDEX_TYPES)}")
-    known = RETRIEVER_OPTIONS if index_type == BM25 else {**INDEX_TYPES[index_type].options, **RETRIEVER_OPTIONS}
+    known = RETRIEVER_OPTIONS if index_type == BM25 else {**INDEX_TYPES[index_type], **RETRIEVER_OPTIONS}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"unknown option {name!r} of index type {index_type!r}{nearest(name, known)}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.base import Hits, Passage
-from retrieval.corpora.corpus import Corpus
 
 ABSENT = -1
 """The row in place of a passage where fewer were found than the ranking is deep; its score is ``-inf``."""
@@ -20,8 +18,7 @@ RRF_CONSTANT = 60
 """The constant of reciprocal rank fusion, as Cormack et al. (2009) set it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(NamedTuple):
     """The best rows for each of some queries, best first, equal scores by row."""
 
     scores: NDArray[np.float32]
@@ -93,13 +90,16 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     return Ranking(fused.scores[:, :depth], fused.rows[:, :depth])
 
 
-def to_hits(ranking: Ranking, corpus: Corpus, index_version: str) -> list[Hits]:
-    """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``."""
+def to_hits(ranking: Ranking, fields: Callable[[list[int]], Sequence[list[str]]], index_version: str) -> list[Hits]:
+    """Return the passages of the rows that are not absent, scored as in the ranking: ``[num_queries][<= depth]``.
+
+    ``fields`` returns ids, titles and texts of rows, as ``Corpus.fields`` does.
+    """
     if not ranking.rows.size:
         return [Hits(index_version=index_version) for _ in ranking.rows]
     unique, inverse = np.unique(ranking.rows, return_inverse=True)
     num_absent = int(unique[0] == ABSENT)
-    ids, titles, texts = corpus.fields(unique[num_absent:].tolist())
+    ids, titles, texts = fields(unique[num_absent:].tolist())
     places: Any = (inverse.reshape(ranking.rows.shape) - num_absent).tolist()
     scores: list[list[float]] = ranking.scores.tolist()
     return [

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ragr1_actors.core.errors import RetrievalError
-from retrieval.http.client import RateLimit, TryAgainError, clean_query, retry
+from retrieval.http.retriever import RateLimit, StatusError, clean_query, retry
 
 
 class Attempts:
@@ -25,37 +25,42 @@ class Attempts:
         return self.num_calls
 
 
+def may_pass(error: BaseException) -> bool:
+    return isinstance(error, StatusError) and not error.is_refusal
+
+
 async def test_only_failures_that_may_pass_are_retried() -> None:
-    passing = Attempts(TryAgainError("one"), TryAgainError("two"))
-    assert await retry(passing, attempts=3, longest_pause_s=0.01) == 3
-    failing = Attempts(TryAgainError("one"), TryAgainError("two"))
-    with pytest.raises(TryAgainError, match="two"):
-        await retry(failing, attempts=2, longest_pause_s=0.01)
-    refused = Attempts(RetrievalError("refused"))
+    three, two, nine = (retry(may_pass, attempts=attempts, longest_pause_s=0.01) for attempts in (3, 2, 9))
+    passing = Attempts(StatusError("one", 500), StatusError("two", 408))
+    assert await three(passing) == 3
+    failing = Attempts(StatusError("one", 500), StatusError("two", 502))
+    with pytest.raises(StatusError, match="two"):
+        await two(failing)
+    refused, other = Attempts(StatusError("refused", 401)), Attempts(RetrievalError("other"))
     with pytest.raises(RetrievalError, match="refused"):
-        await retry(refused, attempts=9, longest_pause_s=0.01)
-    assert (failing.num_calls, refused.num_calls) == (2, 1)
+        await nine(refused)
+    with pytest.raises(RetrievalError, match="other"):
+        await nine(other)
+    assert (failing.num_calls, refused.num_calls, other.num_calls) == (2, 1, 1)
 
 
 async def test_a_pause_is_as_long_as_the_server_asks_but_bounded() -> None:
-    pauses: list[tuple[float | None, float]] = []
-    attempts = Attempts(TryAgainError.busy("busy", 0.3), TryAgainError.busy("busy", 3600), TryAgainError("other"))
+    pauses: list[float] = []
+    attempts = Attempts(StatusError("busy", 429, 0.3), StatusError("busy", 503, 3600), StatusError("other", 500, 3600))
     started = time.monotonic()
-    await retry(
-        attempts,
-        attempts=4,
-        longest_pause_s=0.4,
-        before_pause=lambda error, pause_s: pauses.append((error.busy_s, pause_s)),
+    retrying = retry(
+        may_pass, attempts=4, longest_pause_s=0.4, before_pause=lambda state: pauses.append(state.upcoming_sleep)
     )
-    assert pauses == [(0.3, 0.3), (3600, 0.4), (None, 0.4)]
+    await retrying(attempts)
+    assert pauses == [0.3, 0.4, 0.4]
     assert time.monotonic() - started >= 0.3 + 0.4 + 0.4 - 0.01
 
 
 async def test_a_cancelled_retry_sends_nothing_more() -> None:
-    attempts = Attempts(TryAgainError.busy("busy", 60), TryAgainError("never raised"))
+    attempts = Attempts(StatusError("busy", 429, 60), StatusError("never raised", 500))
     paused = asyncio.Event()
     retrying = asyncio.create_task(
-        retry(attempts, attempts=3, longest_pause_s=60, before_pause=lambda error, pause_s: paused.set())
+        retry(may_pass, attempts=3, longest_pause_s=60, before_pause=lambda state: paused.set())(attempts)
     )
     await paused.wait()
     retrying.cancel()
