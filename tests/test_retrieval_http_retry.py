@@ -8,7 +8,8 @@ import time
 import pytest
 
 from ragr1_actors.core.errors import RetrievalError
-from retrieval.http.retriever import RateLimit, StatusError, clean_query, retry
+from retrieval.http.retriever import StatusError, clean_query, retry
+from retrieval.http.web import RateLimit
 
 
 class Attempts:

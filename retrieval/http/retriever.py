@@ -395,32 +395,6 @@ def retry(
     )
 
 
-class RateLimit:
-    """Lets the concurrent callers of one process pass at even intervals.
-
-    ``aiolimiter`` has no ``hold``: see docs/decisions/http-libraries.md.
-    """
-
-    def __init__(self, rate_per_s: float) -> None:
-        """Let ``rate_per_s`` callers pass per second; 0 is no limit."""
-        self._interval_s = 1.0 / rate_per_s if rate_per_s else 0.0
-        self._next = 0.0
-        self._held_until = 0.0
-
-    async def wait(self) -> None:
-        """Return when it is the caller's turn. A cancelled caller leaves its turn unused."""
-        while True:
-            turn = max(time.monotonic(), self._next, self._held_until)
-            self._next = turn + self._interval_s
-            await asyncio.sleep(turn - time.monotonic())
-            if turn >= self._held_until:  # otherwise a hold began during the sleep
-                return
-
-    def hold(self, seconds: float) -> None:
-        """Let no caller pass for so long, including those that wait already."""
-        self._held_until = max(self._held_until, time.monotonic() + seconds)
-
-
 def clean_query(query: str) -> str:
     """Return the query with single spaces and without what servers refuse: control characters and surrogates."""
     return normalise(_UNSENDABLE.sub(" ", query))

@@ -20,6 +20,7 @@ import copy
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,6 @@ from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.retriever import (
     HttpClient,
-    RateLimit,
     StatusError,
     check_url,
     clean_query,
@@ -276,6 +276,32 @@ class WebRetriever:
     def _record_path(self, request: dict[str, Any]) -> Path:
         name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         return Path(self._options.record_dir, name[:2], f"{name}.json")
+
+
+class RateLimit:
+    """Lets the concurrent callers of one process pass at even intervals.
+
+    ``aiolimiter`` has no ``hold``: see docs/decisions/http-libraries.md.
+    """
+
+    def __init__(self, rate_per_s: float) -> None:
+        """Let ``rate_per_s`` callers pass per second; 0 is no limit."""
+        self._interval_s = 1.0 / rate_per_s if rate_per_s else 0.0
+        self._next = 0.0
+        self._held_until = 0.0
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn. A cancelled caller leaves its turn unused."""
+        while True:
+            turn = max(time.monotonic(), self._next, self._held_until)
+            self._next = turn + self._interval_s
+            await asyncio.sleep(turn - time.monotonic())
+            if turn >= self._held_until:  # otherwise a hold began during the sleep
+                return
+
+    def hold(self, seconds: float) -> None:
+        """Let no caller pass for so long, including those that wait already."""
+        self._held_until = max(self._held_until, time.monotonic() + seconds)
 
 
 def _check(options: WebOptions, url: URL, key: str) -> None:
