@@ -164,19 +164,6 @@ class Manifest:
             )
         return manifest
 
-    def check_encoder(self, name: str, fingerprint: str, dimension: int) -> None:
-        """Compare an encoder with the encoder of the index.
-
-        Raises:
-            DataError: they differ; vectors of another encoder find passages at random.
-        """
-        if (fingerprint, dimension) != (self.encoder_fingerprint, self.dimension):
-            raise DataError(
-                f"encoder {name!r} has fingerprint {fingerprint[:12]} and dimension {dimension}, but the index was "
-                f"built with {self.encoder!r}, {self.encoder_fingerprint[:12]} and {self.dimension}; use that encoder "
-                "or build the index again"
-            )
-
     def check_files(self, directory: str | Path) -> None:
         """Compare every file except the shards, which are checked when they are opened.
 

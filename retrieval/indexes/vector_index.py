@@ -432,12 +432,21 @@ class DenseRanker:
 
 
 def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> Encoder:
-    """Load the encoder of an index, from its directory or elsewhere; raises ``DataError`` if it is another one."""
+    """Load the encoder of an index, from its directory or elsewhere.
+
+    Raises:
+        DataError: it is another one; its vectors would find passages at random.
+    """
     from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds to import
 
     inside = directory / manifest.encoder
     if manifest.encoder == ENCODER_FOLDER and not inside.is_dir():
         raise DataError(f"no {inside}; copy the index as a whole or build it again")
     encoder = Encoder.load(inside if inside.is_dir() else manifest.encoder, device=device)
-    manifest.check_encoder(encoder.name, encoder.fingerprint, encoder.dimension)
+    if (encoder.fingerprint, encoder.dimension) != (manifest.encoder_fingerprint, manifest.dimension):
+        raise DataError(
+            f"encoder {encoder.name!r} has fingerprint {encoder.fingerprint[:12]} and dimension {encoder.dimension}, "
+            f"but the index was built with {manifest.encoder!r}, {manifest.encoder_fingerprint[:12]} and "
+            f"{manifest.dimension}; use that encoder or build the index again"
+        )
     return encoder
