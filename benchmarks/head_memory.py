@@ -44,7 +44,6 @@ def _ours(policy_dir: Path, num_tokens: int) -> None:
     batch = MicroBatch(
         token_ids=ids.flatten(),
         position_ids=torch.arange(length).repeat(NUM_SEQUENCES),
-        lengths=(length,) * NUM_SEQUENCES,
         predict_positions=positions[:, :-1].flatten(),
         target_ids=ids[:, 1:].flatten(),
         column_index=torch.arange(NUM_SEQUENCES * (length - 1)),

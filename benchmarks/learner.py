@@ -243,7 +243,7 @@ def mfu(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples
 
 def model_flops(learner: Any, shape: Shape, groups: list[TrajectoryGroup]) -> float:
     """Floating-point operations of forward and backward over the trajectories."""
-    parameters = {name: math.prod(found) for name, found in learner.weight_shapes().items()}
+    parameters = {tensor.name: math.prod(tensor.shape) for tensor in learner.published_tensors()}
     linear = sum(count for name, count in parameters.items() if "embed_tokens" not in name and "lm_head" not in name)
     head = shape.vocab_size * shape.hidden_size
     trajectories = sides.members(groups)

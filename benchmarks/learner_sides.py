@@ -238,7 +238,7 @@ class PaddedLearner(GRPOLearner):
         self.device = init_distributed(self.rank, self.world_size)
         model = AutoModelForCausalLM.from_pretrained(self.policy_dir, dtype=self.dtype, attn_implementation="sdpa")
         model.config.use_cache = False
-        self.policy = self.make_engine(model)
+        self.policy = self.make_engine(model, model)
 
     def update(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         trajectories = members(groups)

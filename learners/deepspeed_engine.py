@@ -2,13 +2,11 @@
 
 A ``DeepSpeedEngine`` holds one module and its AdamW: ``engine(...)`` and ``backward(loss)`` per micro-batch, then
 ``step(lr)``. Its state is a flat dict of full fp32 tensors by name, the same for every ZeRO stage and number of ranks.
-``ShardedModule`` holds a module that is not trained. ``OffloadedTensors`` moves tensors to the host's memory::
+``FrozenModule`` holds a module that is not trained.
 
-    tensors ──offload──► their storages are copied to the host, then emptied   (an engine on the same GPU generates)
-            ◄──reload──  the storages are filled again, in place
-
-The storages are emptied; the tensors stay. After ``reload`` every view of a storage is valid again, such as a
-parameter that is a slice of ZeRO's flat buffer.
+``offload`` copies the storages of tensors to the host and empties them, so that an engine on the same GPU can generate;
+the tensors stay. After ``reload`` every view of a storage is valid again, such as a parameter that is a slice of ZeRO's
+flat buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +31,8 @@ from ragr1_actors.core.errors import DataError, LearnerError
 
 State = dict[str, NDArray[Any]]
 """Full tensors by name: stored as safetensors, and sent without a copy through the object store."""
+Offloaded = list[tuple[torch.UntypedStorage, torch.Tensor]]
+"""Storages that are empty, and what they held, as uint8 in the host's memory."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,18 +41,8 @@ MAX_SKIPPED_STEPS = 10
 
 
 @dataclass(frozen=True)
-class AdamWSettings:
-    """Settings of ``torch.optim.AdamW``; the learning rate is given with every step."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    """Largest norm of the gradient of one step."""
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """How many optimizer steps an update takes, and how far each moves the weights."""
+    """How many optimizer steps an update takes, how far each moves the weights, and the settings of AdamW."""
 
     lr: float
     warmup_steps: int = 0
@@ -60,7 +50,10 @@ class Schedule:
     """Optimizer steps over which the rate falls to zero along a cosine; 0 keeps it constant after the warm-up."""
     num_epochs: int = 1
     num_minibatches: int = 1
-    adamw: AdamWSettings = field(default_factory=AdamWSettings)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest norm of the gradient of one step."""
 
     @property
     def steps_per_update(self) -> int:
@@ -114,7 +107,7 @@ class DeepSpeedEngine:
     def __init__(
         self,
         module: nn.Module,
-        settings: AdamWSettings,
+        schedule: Schedule,
         learners: LearnerSettings,
         device: torch.device,
         *,
@@ -126,31 +119,26 @@ class DeepSpeedEngine:
         ``rests``, all tensors are in the host's memory outside ``in_use``.
         """
         deepspeed = _import_deepspeed()
-        self.dtype = next(module.parameters()).dtype
-        self.zero_stage = max(2, learners.zero_stage) if self.dtype == torch.bfloat16 else learners.zero_stage
+        self.module = module
+        dtype = next(module.parameters()).dtype
+        self.zero_stage = max(2, learners.zero_stage) if dtype == torch.bfloat16 else learners.zero_stage
         self._device = device
         self._rests = rests
-        self._offloaded: OffloadedTensors | None = None
-        self._grad_clip = settings.grad_clip
+        self._offloaded: Offloaded = []
+        self._grad_clip = schedule.grad_clip
         self._grad_norm = 0.0
         self._num_skipped = 0
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         num_trained = num_elements(parameters)
-        config = _deepspeed_config(self.zero_stage, self.dtype, learners.offload, settings.grad_clip, num_trained)
+        config = _deepspeed_config(self.zero_stage, dtype, learners.offload, schedule.grad_clip, num_trained)
         _place(module, device, self.zero_stage, config)
-        adamw = torch.optim.AdamW(parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay)
+        adamw = torch.optim.AdamW(parameters, lr=0.0, betas=schedule.betas, weight_decay=schedule.weight_decay)
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
             adamw.register_step_pre_hook(self._clip_at_stage_0)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._adamw = adamw
         if rests:
             self.offload_states()
-
-    @property
-    def module(self) -> nn.Module:
-        """The module given to the constructor."""
-        module: nn.Module = self._engine.module
-        return module
 
     def __call__(self, *args: Any) -> Any:
         """Run the forward pass of the module."""
@@ -206,16 +194,15 @@ class DeepSpeedEngine:
         DeepSpeed's compiled Adam, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW rejects and
         removes the links that ``get_state`` reads, and stage 0 does not have it.
         """
-        if self._offloaded is None:
+        if not self._offloaded:
             self._engine.optimizer.zero_grad()
-            self._offloaded = OffloadedTensors(self._tensors(), self._device)
-        return self._offloaded.num_bytes
+            self._offloaded = offload(self._tensors(), self._device)
+        return sum(copy.numel() for _, copy in self._offloaded)
 
     def reload_states(self) -> None:
         """Undo ``offload_states`` if it was called. Every method that needs the tensors calls this."""
-        if self._offloaded is not None:
-            self._offloaded.reload()
-            self._offloaded = None
+        reload(self._offloaded)
+        self._offloaded = []
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that exist between two updates; a tensor may be yielded twice."""
@@ -355,64 +342,80 @@ class DeepSpeedEngine:
         self._engine.destroy()
 
 
-class OffloadedTensors:
-    """The storages of some tensors while they are empty."""
+def offload(tensors: Iterable[torch.Tensor], device: torch.device) -> Offloaded:
+    """Empty the storages of the tensors on ``device``; do not use the tensors before ``reload``.
 
-    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-        """Empty the storages of the tensors on ``device``; do not use the tensors before ``reload``.
+    A storage that cannot be resized is a mapped file or page-locked, so already in the host's memory: it is kept.
+    """
+    offloaded: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.device != device or storage.data_ptr() in offloaded:
+            continue
+        if storage.nbytes() and storage.resizable():
+            offloaded[storage.data_ptr()] = (storage, _bytes_of(storage).to("cpu", copy=True))
+    for storage, _ in offloaded.values():
+        storage.resize_(0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # frees the memory for other processes too
+    return list(offloaded.values())
 
-        A storage that cannot be resized is a mapped file or page-locked, so already in the host's memory: it is kept.
-        """
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.device != device or storage.data_ptr() in self._copies:
-                continue
-            if storage.nbytes() and storage.resizable():
-                self._copies[storage.data_ptr()] = (storage, _bytes_of(storage).to("cpu", copy=True))
-        for storage, _ in self._copies.values():
-            storage.resize_(0)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the memory for other processes too
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that are free now."""
-        return sum(copy.numel() for _, copy in self._copies.values())
-
-    def reload(self) -> None:
-        """Fill the storages again; this object cannot be used afterwards."""
-        for storage, copy in self._copies.values():
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
-        self._copies.clear()
+def reload(offloaded: Offloaded) -> None:
+    """Fill the storages again."""
+    for storage, copy in offloaded:
+        storage.resize_(copy.numel())
+        _bytes_of(storage).copy_(copy)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class ShardedModule:
-    """A module that is not trained, sharded over the ranks (ZeRO stage 3); each layer is gathered when it runs."""
+class FrozenModule:
+    """The reference of KL terms: a module that is not trained, whole on every rank, or at ZeRO stage 3 sharded."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, on_host: bool) -> None:
-        """Shard ``module``, which is in evaluation mode, without gradients; all ranks call together.
+    def __init__(self, module: nn.Module, device: torch.device, learners: LearnerSettings) -> None:
+        """Take over ``module``. All ranks call together.
 
-        With ``on_host``, a rank's share is in the host's memory between passes.
+        At stage 3 each layer is gathered when it runs. With ``reference`` in ``learners.offload`` the parameters are
+        in the host's memory between two uses; at stage 3, between two passes.
         """
-        deepspeed = _import_deepspeed()
-        config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if on_host else [])
-        _place(module, device, 3, config)
-        self._engine, *_ = deepspeed.initialize(model=module, config=config)
-        self._engine.eval()
+        rests = "reference" in learners.offload
+        self._module: Any = module.eval().requires_grad_(False)
+        self._device = device
+        self._is_sharded = learners.zero_stage == 3
+        self._resting: list[tuple[nn.Parameter, torch.Tensor]] = []
+        if self._is_sharded:
+            deepspeed = _import_deepspeed()
+            config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if rests else [])
+            _place(module, device, 3, config)
+            self._module, *_ = deepspeed.initialize(model=module, config=config)
+            self._module.eval()
+        elif rests:
+            self._resting = [(parameter, parameter.data) for parameter in module.parameters()]
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(device)
+        else:
+            module.to(device)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have the parameters on the device in this context."""
+        for parameter, on_host in self._resting:
+            parameter.data = on_host.to(self._device, copy=True)
+        yield  # nothing is copied back: the weights do not change
+        for parameter, on_host in self._resting:
+            parameter.data = on_host
 
     def __call__(self, *args: Any) -> Any:
-        """Run the forward pass; all ranks call together."""
-        return self._engine(*args)
+        """Run the forward pass. All ranks call together, equally often."""
+        return self._module(*args)
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the module."""
-        self._engine.destroy()
+        if self._is_sharded:
+            self._module.destroy()
 
 
 def _import_deepspeed() -> Any:

@@ -25,16 +25,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from learners.deepspeed_engine import (
-    AdamWSettings,
     DeepSpeedEngine,
+    FrozenModule,
     Schedule,
     State,
     WholeTensor,
@@ -44,10 +45,9 @@ from learners.deepspeed_engine import (
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
-from learners.models.export import PolicyCopy, gather, policy_tensors
-from learners.models.reference import Reference, make_reference
-from learners.models.scoring import PolicyModel, TokenOutputs, ValueModel, pair_cost
-from learners.options import LearnerOptions, parse_options
+from learners.models.export import PolicyCopy, copy_tensors, policy_tensors, to_arrays
+from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
+from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
@@ -63,6 +63,10 @@ class Learner(ABC):
 
     options_class: ClassVar[type[LearnerOptions]] = LearnerOptions
     """The legal keys of ``training.options``."""
+    has_rollout_logprobs: ClassVar[bool] = True
+    """Whether an engine sampled the tokens, so that the batch has ``rollout_logprobs``."""
+    uses_old_logprobs: ClassVar[bool] = True
+    """Whether the loss compares with the policy that sampled, if an engine did."""
 
     def __init__(self, config: RunConfig, policy_dir: Path, rank: int = 0, world_size: int = 1) -> None:
         """Store what ``build`` needs: the folder of the policy, and this rank's number out of ``world_size``."""
@@ -78,14 +82,13 @@ class Learner(ABC):
         self.num_updates = 0
         self.lora = read_lora(config.learners.lora)
         self._sends_adapters = self.lora is not None and config.env_runners.engine in MERGING_ENGINES
-        self._reference: Reference | None = None
+        self._reference: FrozenModule | None = None
 
     # What an algorithm overrides
 
     def make_options(self) -> LearnerOptions:
         """Return the options of this algorithm."""
-        training = self.config.training
-        return parse_options(self.options_class, training.options, training.algorithm)
+        return read_options(self.options_class, self.config.training)
 
     def make_schedule(self) -> Schedule:
         """Return learning rate, epochs and minibatches; the default is that of the ``training`` section."""
@@ -97,23 +100,14 @@ class Learner(ABC):
             num_steps=steps if training.lr_schedule == "cosine" else 0,
             num_epochs=training.num_epochs,
             num_minibatches=training.num_minibatches,
-            adamw=AdamWSettings(weight_decay=training.weight_decay, grad_clip=training.grad_clip),
+            weight_decay=training.weight_decay,
+            grad_clip=training.grad_clip,
         )
 
     @property
     def temperature(self) -> float:
         """The divisor of logits: the sampling temperature, under which the rollout log-probs were computed."""
         return self.config.env_runners.temperature
-
-    @property
-    def has_rollout_logprobs(self) -> bool:
-        """Whether an engine sampled the tokens, so that the batch has ``rollout_logprobs``."""
-        return True
-
-    @property
-    def uses_old_logprobs(self) -> bool:
-        """Whether the loss compares with the policy that sampled."""
-        return self.has_rollout_logprobs
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories of a group that have a gradient; ``members`` contains no failures."""
@@ -148,23 +142,26 @@ class Learner(ABC):
     def build(self) -> None:
         """Load the policy and create its DeepSpeed engine. All ranks call together."""
         self.device = init_distributed(self.rank, self.world_size)
-        with self.loading():
+        with self.loading("params"):
             policy = self._load_policy(self.config.learners.gradient_checkpointing)
         self.pair_cost = pair_cost(policy.model)
-        self.policy = self.make_engine(policy)
+        self.policy = self.make_engine(policy, policy.model)
 
-    def make_engine(self, module: PolicyModel | ValueModel, *, rests: bool = False) -> DeepSpeedEngine:
-        """Return the engine of a module to train, or of its adapters; ``rests`` is that of ``DeepSpeedEngine``."""
+    def make_engine(self, module: nn.Module, pretrained: nn.Module, *, rests: bool = False) -> DeepSpeedEngine:
+        """Return the engine of a module; with ``learners.lora`` adapters replace the weights of ``pretrained`` in it.
+
+        ``rests`` is that of ``DeepSpeedEngine``.
+        """
         if self.lora is not None:
             from learners.models.lora import add_adapters  # imports peft, 1-2 s
 
-            add_adapters(module.pretrained, self.lora, self.config.debugging.seed)
-        return DeepSpeedEngine(module, self.schedule.adamw, self.config.learners, self.device, rests=rests)
+            add_adapters(pretrained, self.lora, self.config.debugging.seed)
+        return DeepSpeedEngine(module, self.schedule, self.config.learners, self.device, rests=rests)
 
-    def loading(self) -> AbstractContextManager[None]:
-        """Return the context in which modules that are trained are loaded; see ``shared_loading``."""
+    def loading(self, part: Literal["params", "reference"]) -> AbstractContextManager[None]:
+        """Return the context in which a module is loaded, as ``learners.offload`` says; see ``shared_loading``."""
         learners = self.config.learners
-        return shared_loading(learners.zero_stage, self.dtype, on_host="params" in learners.offload)
+        return shared_loading(learners.zero_stage, self.dtype, on_host=part in learners.offload)
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
         return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
@@ -177,7 +174,7 @@ class Learner(ABC):
         Raises:
             LearnerError: ten optimizer steps in a row were skipped.
         """
-        batch = self.make_batch(groups)
+        batch = make_batch(groups, self.select_members, self.has_rollout_logprobs)
         meter = Meter()
         if batch is not None:
             batch = self.fill_columns(batch, meter)
@@ -196,10 +193,6 @@ class Learner(ABC):
             **meter.reduce(self.device),
         }
 
-    def make_batch(self, groups: Sequence[TrajectoryGroup]) -> TrainBatch | None:
-        """Return the trajectories that have a gradient, or None if there are none."""
-        return make_batch(groups, self.select_members, self.has_rollout_logprobs)
-
     def fill_columns(self, batch: TrainBatch, meter: Meter) -> TrainBatch:
         """Return the batch with all columns that do not depend on the minibatch. All ranks call together.
 
@@ -209,7 +202,7 @@ class Learner(ABC):
         columns = batch.columns
         if columns.rollout_logprobs is not None and columns.old_logprobs is None:
             if self._scores_old_logprobs:
-                old_M = self.score(lambda micro_batch: self.policy(micro_batch).logprobs, batch.flat)
+                old_M = self.score(self.policy_logprobs, batch.flat)
                 batch = replace(batch, columns=replace(columns, old_logprobs=old_M))
                 if self.rank == 0:  # every rank has all values, and the meter sums over ranks
                     meter.add_gap(old_M, columns.rollout_logprobs, columns.is_fresh)
@@ -234,8 +227,7 @@ class Learner(ABC):
 
     def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
         micro_batches = self._share(batch.flat, indices)
-        model_lengths = batch.flat.model_lengths
-        num_tokens = sum(model_lengths[index] for index in indices)
+        num_tokens = int(batch.model_lengths[indices].sum())
         meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
         batch = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
         self.train_step(micro_batches, batch.columns, num_tokens, meter)
@@ -301,21 +293,35 @@ class Learner(ABC):
             dist.all_reduce(scores)
         return scores.cpu()
 
+    def policy_logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the policy's log-probs of the MODEL tokens of a micro-batch, ``[M]``."""
+        logprobs_M: torch.Tensor = self.policy(micro_batch).logprobs
+        return logprobs_M
+
     def reference_logprobs(self, flat: FlatTrajectories) -> torch.Tensor:
-        """Return log-probs of the MODEL tokens under the policy at the start of the stage, ``[M]``."""
+        """Return log-probs of the MODEL tokens under the policy at the start of the stage, ``[M]``.
+
+        With ``learners.lora`` it is the policy without its adapters, else a second policy.
+        """
+        if self.lora is not None:
+            from learners.models.lora import adapters_disabled
+
+            with adapters_disabled(self.policy.module):
+                return self.score(self.policy_logprobs, flat)
         if self._reference is None:
-            self._reference = make_reference(self.policy, self._load_policy, self.device, self.config.learners)
-        with self._reference.in_use():
-            return self.score(self._reference.logprobs, flat)
+            with self.loading("reference"):
+                policy = self._load_policy()
+            self._reference = FrozenModule(policy, self.device, self.config.learners)
+        reference = self._reference
+        with reference.in_use():
+            return self.score(lambda micro_batch: reference(micro_batch).logprobs, flat)
 
     def offload_states(self) -> int:
-        """Move all trained tensors to the host's memory and return the bytes freed; a reference is not moved."""
-        return sum(engine.offload_states() for engine in self.engines().values())
+        """Move all trained tensors to the host's memory and return the bytes freed; a reference is not moved.
 
-    def reload_states(self) -> None:
-        """Undo ``offload_states``. An engine reloads when it is used, too; here all reload at once."""
-        for engine in self.engines().values():
-            engine.reload_states()
+        An engine reloads them when it is used.
+        """
+        return sum(engine.offload_states() for engine in self.engines().values())
 
     # State and weights
 
@@ -327,27 +333,20 @@ class Learner(ABC):
         """Return the policy's whole weights by Hugging Face name on rank 0, and an empty dict on the other ranks.
 
         A tied ``lm_head.weight`` is included: an engine that packs its weights does not keep the tie. bfloat16 is
-        returned as float32, since numpy has no bfloat16.
+        returned as float32.
         """
-        return gather(policy_tensors(self.policy, self.lora), self.rank, self.is_tied)
+        return to_arrays(copy_tensors(policy_tensors(self.policy, self.lora), self.rank), self.is_tied)
 
     def published_weights(self) -> State:
-        """Return what ``stream_weights`` yields, in the form of ``get_weights``; adapters with their base."""
-        weights = gather(self._published(), self.rank, self.is_tied)
+        """Return ``published_tensors`` in the form of ``get_weights``; adapters with their base."""
+        weights = to_arrays(copy_tensors(self.published_tensors(), self.rank), self.is_tied)
         return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor of what env runners receive, on its device and in its dtype, a tied one once.
+    def published_tensors(self) -> Iterator[WholeTensor]:
+        """Yield what env runners receive, of ``self.dtype``, a tied tensor once; all ranks gather in the same order.
 
-        All ranks iterate to the end together. With ``learners.lora``, ``MERGING_ENGINES`` receive adapters only.
+        With ``learners.lora``, ``MERGING_ENGINES`` receive adapters only.
         """
-        return ((tensor.name, tensor.gather()) for tensor in self._published())
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what ``stream_weights`` yields, in the same order; the dtype is ``self.dtype``."""
-        return {tensor.name: tensor.shape for tensor in self._published()}
-
-    def _published(self) -> Iterator[WholeTensor]:
         return policy_tensors(self.policy, self.lora, adapters_only=self._sends_adapters)
 
     @property
@@ -392,18 +391,13 @@ class Learner(ABC):
 
     def take_policy(self) -> PolicyCopy:
         """Copy the policy into rank 0's memory, to be written while learning continues. All ranks call together."""
-        weights = self.get_weights()
-        tensors = {
-            name: torch.from_numpy(weight).to(self.dtype).contiguous()
-            for name, weight in weights.items()
-            if not (self.is_tied and name == "lm_head.weight")
-        }
+        tensors = copy_tensors(policy_tensors(self.policy, self.lora), self.rank)
         adapter = None
         if self.lora is not None:
             from learners.models.lora import AdapterCopy
 
-            found = gather(policy_tensors(self.policy, self.lora, adapters_only=True), self.rank, is_tied=False)
-            adapter = AdapterCopy(self.lora, self.policy_name, {k: torch.from_numpy(v) for k, v in found.items()})
+            found = copy_tensors(policy_tensors(self.policy, self.lora, adapters_only=True), self.rank)
+            adapter = AdapterCopy(self.lora, self.policy_name, {name: each.float() for name, each in found.items()})
         return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors, adapter)
 
     def save_policy(self, directory: str | Path) -> None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from learners.options import Aggregation, KLEstimator
+from learners.options import KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is finite in every dtype in use; the losses clip a ratio that is this far from 1."""
@@ -183,19 +184,18 @@ def _segment_sums(values_M: torch.Tensor, segment_ids_M: torch.Tensor) -> torch.
     return sums_M
 
 
-def trajectory_weights(lengths_N: torch.Tensor, aggregation: Aggregation, constant: int) -> torch.Tensor:
+def trajectory_weights(
+    lengths_N: torch.Tensor, aggregation: Literal["trajectory_mean", "constant"], constant: int
+) -> torch.Tensor:
     """Return the weight per trajectory, ``[N]`` of float64, that turns the mean over all tokens into another mean.
 
     ``lengths_N`` counts the MODEL tokens of the trajectories of one optimizer step.
 
-    * ``token_mean``: every token has the same weight (DAPO, arXiv:2503.14476, section 3.3): 1.
     * ``trajectory_mean``: the mean over trajectories of the mean over their tokens (GRPO, arXiv:2402.03300,
       equation 3).
     * ``constant``: the mean over trajectories of the sum over their tokens divided by ``constant`` (Dr.GRPO,
       arXiv:2503.20783, whose code takes the limit of tokens).
     """
-    if aggregation == "token_mean":
-        return torch.ones(len(lengths_N), dtype=torch.float64)
     mean_length = lengths_N.double().mean()
     divisors_N = lengths_N if aggregation == "trajectory_mean" else torch.full_like(lengths_N, constant)
     return mean_length / divisors_N

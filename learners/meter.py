@@ -6,6 +6,7 @@ Tensors named ``_M`` have shape ``[M]``, one value per MODEL token.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,11 +36,9 @@ class Meter:
     def __init__(self) -> None:
         """Start with all sums at zero."""
         self.num_steps = 0
-        self._sums: dict[str, torch.Tensor | float] = {}
+        self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
         self._maxima: dict[str, torch.Tensor | float] = {}
-        self._steps: dict[str, float] = {}
-        self._steps_taken: dict[str, int] = {}
-        self._num_skipped = 0
+        self._norms: defaultdict[str, list[float]] = defaultdict(list)
 
     def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
         """Count the tokens of linear layers and the query-key pairs of attention, and how many are dummies or padding.
@@ -47,11 +46,11 @@ class Meter:
         With ``in_blocks``, attention computes the padded pairs of blocks; else those of the sequences only.
         """
         for micro_batch in micro_batches:
-            self._add("_computed", float(micro_batch.num_tokens))
-            self._add("_padding", micro_batch.num_tokens * (1.0 - micro_batch.weight))
             layout = micro_batch.layout
-            self._add("_useful_cells", layout.useful_cells * micro_batch.weight)
-            self._add("_padded_cells", float(layout.padded_cells if in_blocks else layout.useful_cells))
+            self._sums["_computed"] += micro_batch.num_tokens
+            self._sums["_padding"] += micro_batch.num_tokens * (1.0 - micro_batch.weight)
+            self._sums["_useful_cells"] += layout.useful_cells * micro_batch.weight
+            self._sums["_padded_cells"] += layout.padded_cells if in_blocks else layout.useful_cells
 
     def add_tokens(
         self, micro_batch: MicroBatch, outputs: TokenOutputs, old_logprobs_M: torch.Tensor | None, token_loss: TokenLoss
@@ -60,7 +59,7 @@ class Meter:
         if not micro_batch.weight:
             return
         with torch.no_grad():
-            self._add("_tokens", float(len(outputs.logprobs)))
+            self._sums["_tokens"] += len(outputs.logprobs)
             self.add_values(micro_batch, loss=token_loss.loss, entropy=outputs.entropy, **token_loss.metrics)
             if old_logprobs_M is not None:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
@@ -84,32 +83,25 @@ class Meter:
         log_ratios_M = log_ratios_M.nan_to_num(nan=-limit).clamp(-limit, limit)
         gaps_M = log_ratios_M.abs()
         is_outlier_M = (log_ratios_M.exp() - 1).abs() > OUTLIER_RATIO
-        self._add("_gap_tokens", float(len(gaps_M)))
-        self._add("logprob_gap_mean", gaps_M.sum())
-        self._add("ratio_outliers", is_outlier_M.sum())
-        self._add("engine_kl", k3_kl(torch.zeros_like(log_ratios_M), log_ratios_M).sum())
+        self._sums["_gap_tokens"] += len(gaps_M)
+        self._sums["logprob_gap_mean"] += gaps_M.sum()
+        self._sums["ratio_outliers"] += is_outlier_M.sum()
+        self._sums["engine_kl"] += k3_kl(torch.zeros_like(log_ratios_M), log_ratios_M).sum()
         self._max("logprob_gap_max", gaps_M.max())
         if is_fresh_M is not None:
-            self._add("_fresh_tokens", is_fresh_M.sum())
-            self._add("logprob_gap_mean_fresh", (gaps_M * is_fresh_M).sum())
-            self._add("ratio_outliers_fresh", (is_outlier_M & is_fresh_M).sum())
+            self._sums["_fresh_tokens"] += is_fresh_M.sum()
+            self._sums["logprob_gap_mean_fresh"] += (gaps_M * is_fresh_M).sum()
+            self._sums["ratio_outliers_fresh"] += (is_outlier_M & is_fresh_M).sum()
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
         """Add values per MODEL token; they are reported as means."""
         for name, values in values_M.items():
-            self._add(name, micro_batch.weight * values.detach().float().sum())
+            self._sums[name] += micro_batch.weight * values.detach().float().sum()
 
-    def add_step(self, **values: float) -> None:
+    def add_step(self, **norms: float) -> None:
         """Add gradient norms, reported as means over steps. A norm that is not finite counts as a skipped step."""
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._steps[name] = self._steps.get(name, 0.0) + value
-                self._steps_taken[name] = self._steps_taken.get(name, 0) + 1
-            else:
-                self._num_skipped += 1
-
-    def _add(self, name: str, value: torch.Tensor | float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        for name, norm in norms.items():
+            self._norms[name].append(norm)
 
     def _max(self, name: str, value: torch.Tensor) -> None:
         self._maxima[name] = torch.maximum(torch.as_tensor(self._maxima.get(name, 0.0), device=value.device), value)
@@ -121,11 +113,13 @@ class Meter:
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
         counts = {name: sums.pop(name, 0.0) for name in list(sums) if name.startswith("_")}
         denominators = {name: counts[_COUNTS.get(name, "_tokens")] for name in sums}
+        finite = {name: [norm for norm in norms if math.isfinite(norm)] for name, norms in self._norms.items()}
+        num_skipped = sum(len(norms) - len(finite[name]) for name, norms in self._norms.items())
         return {
             **{name: value / denominators[name] for name, value in sums.items() if denominators[name]},
             **maxima,
-            **{name: value / self._steps_taken[name] for name, value in self._steps.items()},
-            "skipped_steps": float(self._num_skipped),
+            **{name: sum(norms) / len(norms) for name, norms in finite.items() if norms},
+            "skipped_steps": float(num_skipped),
             "tokens": counts["_tokens"],
             "computed_tokens": counts["_computed"],
             "padding_waste": counts["_padding"] / counts["_computed"],

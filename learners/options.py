@@ -6,17 +6,16 @@ paper; the docstring of a learner states where its code differs from the paper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from ragr1_actors.core.errors import ConfigError, first_problem, nearest
+from ragr1_actors.core.config import Section, TrainingSettings
+from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
-    from ragr1_actors.core.config import TrainingSettings
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy, reference); ``learners/losses.py`` has their formulas and gradients."""
@@ -24,10 +23,8 @@ Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
 """How the token losses of a step are averaged; ``learners.losses.trajectory_weights`` has the formulas."""
 
 
-class LearnerOptions(BaseModel):
-    """Options of an algorithm without options, and the base of all options: frozen, unknown names raise."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class LearnerOptions(Section):
+    """Options of an algorithm without options, and the base of all options."""
 
 
 class PolicyGradientOptions(LearnerOptions):
@@ -130,22 +127,16 @@ class PreferenceOptions(LearnerOptions):
 OptionsT = TypeVar("OptionsT", bound=LearnerOptions)
 
 
-def parse_options(options_class: type[OptionsT], options: Mapping[str, Any], algorithm: str) -> OptionsT:
-    """Validate the ``training.options`` of ``algorithm``.
+def read_options(options_class: type[OptionsT], training: TrainingSettings) -> OptionsT:
+    """Validate ``training.options``.
 
     Raises:
-        ConfigError: an unknown name, a wrong type or a value out of range; names the option.
+        ConfigError: an unknown name, a wrong type or a value out of range; names algorithm and option.
     """
-    known = list(options_class.model_fields)
-    for name in options:
-        if name not in known:
-            instead = nearest(name, known) if known else "; this algorithm has no options: leave training.options empty"
-            raise ConfigError(f"training.options: unknown option {name!r} of training.algorithm={algorithm}{instead}")
     try:
-        return options_class.model_validate(dict(options))
-    except ValidationError as error:
-        name, found, problem = first_problem(error)
-        raise ConfigError(f"training.options.{name}: got {found!r}; {problem}") from error
+        return options_class.read(training.options, "training.options")
+    except ConfigError as error:
+        raise ConfigError(f"training.algorithm={training.algorithm}: {error}") from error
 
 
 _ALGORITHMS: dict[str, tuple[str, type[LearnerOptions]]] = {
@@ -179,4 +170,4 @@ def learner_options(training: TrainingSettings) -> LearnerOptions:
     """
     name = training.algorithm
     options_class = OPTIONS[name] if name in OPTIONS else load_object(name, LEARNERS).options_class
-    return parse_options(options_class, training.options, name)
+    return read_options(options_class, training)

@@ -96,7 +96,6 @@ class MicroBatch:
 
     token_ids: torch.Tensor  # [T] of int64
     position_ids: torch.Tensor  # [T] of int64, from 0 in every sequence
-    lengths: tuple[int, ...]  # [num_seqs]
     predict_positions: torch.Tensor  # [M] of int64, positions in the row whose hidden state predicts a MODEL token
     target_ids: torch.Tensor  # [M] of int64
     column_index: torch.Tensor  # [M] of int64, index of each MODEL token in ``TokenColumns``
@@ -203,7 +202,6 @@ def pack(flat: FlatTrajectories, indices: Sequence[int]) -> MicroBatch:
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(_ranges(np.zeros_like(starts), lengths)),
-        lengths=tuple(lengths.tolist()),
         predict_positions=torch.from_numpy(in_row - 1),
         target_ids=torch.from_numpy(token_ids[in_row]),
         column_index=torch.from_numpy(column_index),
@@ -219,13 +217,13 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
     return ranges
 
 
-def packed_layout(lengths: Sequence[int], max_padding: float = MAX_BLOCK_PADDING) -> PackedLayout:
+def packed_layout(lengths: Sequence[int]) -> PackedLayout:
     """Group neighbouring sequences into blocks. Sorted lengths give the fewest blocks; the result is the same."""
     blocks: list[Block] = []
     first, start, longest, used = 0, 0, 0, 0
     for index, length in enumerate(lengths):
         padded = (index - first + 1) * max(longest, length)
-        if index > first and padded - used - length > max_padding * padded:
+        if index > first and padded - used - length > MAX_BLOCK_PADDING * padded:
             blocks.append(_block(start, lengths[first:index]))
             first, start, longest, used = index, start + used, 0, 0
         longest, used = max(longest, length), used + length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -50,12 +50,11 @@ class TokenColumns:
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Columns of an algorithm or a custom learner beside those above."""
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of every column that is set."""
-        for name, column in vars(self).items():
-            if name != "own" and column is not None:
-                yield name, column
-        yield from self.own.items()
+    @property
+    def present(self) -> dict[str, torch.Tensor]:
+        """Every column that is set, by name."""
+        typed = {name: column for name, column in vars(self).items() if name != "own" and column is not None}
+        return typed | dict(self.own)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a column.
@@ -63,13 +62,12 @@ class TokenColumns:
         Raises:
             ConfigError: the column is not set.
         """
-        columns = dict(self.items())
-        if name not in columns:
+        if name not in self.present:
             raise ConfigError(
-                f"the loss reads the column {name!r}, which is not set; got {', '.join(columns)}; return it from "
+                f"the loss reads the column {name!r}, which is not set; got {', '.join(self.present)}; return it from "
                 "compute_advantages"
             )
-        return columns[name]
+        return self.present[name]
 
     def with_columns(self, new: Mapping[str, torch.Tensor], source: str) -> TokenColumns:
         """Return these columns and ``new`` ones; ``source`` is their method: ``MyLearner.compute_advantages``.
@@ -79,16 +77,15 @@ class TokenColumns:
         """
         if not isinstance(new, Mapping):
             raise ConfigError(f"{source} returned {type(new).__name__}, expected a dict of names to tensors")
-        present = dict(self.items())
         for name, column in new.items():
             check_shape(f"{source}: {name}", column, len(self.trajectory_ids))
-            if name in present:
+            if name in self.present:
                 raise ConfigError(f"{source}: {name} is set already, and a column is set once; take another name")
-        return _columns(present | dict(new))
+        return _columns(self.present | dict(new))
 
     def select(self, index: torch.Tensor, device: torch.device) -> TokenColumns:
         """Return the entries ``index`` of every column, on ``device``."""
-        return _columns({name: column[index].to(device) for name, column in self.items()})
+        return _columns({name: column[index].to(device) for name, column in self.present.items()})
 
 
 def _columns(named: dict[str, torch.Tensor]) -> TokenColumns:

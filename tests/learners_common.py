@@ -117,7 +117,9 @@ def make_config(**sections: dict[str, object]) -> RunConfig:
 
 def make_batch(learner: Learner, groups: list[TrajectoryGroup]) -> TrainBatch:
     """The batch that an update on ``groups`` learns from, without columns that need a model."""
-    batch = learner.make_batch(groups)
+    from learners import train_batch
+
+    batch = train_batch.make_batch(groups, learner.select_members, learner.has_rollout_logprobs)
     assert batch is not None
     return batch
 
@@ -132,7 +134,7 @@ def fill_columns(learner: Learner, batch: TrainBatch) -> TrainBatch:
 def own_logprobs(learner: Learner, groups: list[TrajectoryGroup]) -> torch.Tensor:
     """Log-probs of the MODEL tokens under the learner's policy, ``[M]``."""
     flat = make_batch(learner, groups).flat
-    return learner.score(lambda micro_batch: learner.policy(micro_batch).logprobs, flat)
+    return learner.score(learner.policy_logprobs, flat)
 
 
 def pickle_by_value(ray: ModuleType, *modules: str) -> None:

@@ -84,7 +84,7 @@ def rows(values_M: torch.Tensor, batch: TrainBatch) -> Rows:
 def loss_of(learner: Learner, batch: TrainBatch, new: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """The loss of one optimizer step on the whole batch, with columns in float64."""
     columns = batch.columns.with_columns(learner.step_columns(batch, list(range(len(batch.trajectories)))), "step")
-    doubled = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
+    doubled = {name: c.double() if c.is_floating_point() else c for name, c in columns.present.items()}
     empty = TokenColumns(columns.trajectory_ids)
     del doubled["trajectory_ids"]
     return learner.compute_loss(TokenOutputs(new, entropy), empty.with_columns(doubled, "doubled")).loss.mean()

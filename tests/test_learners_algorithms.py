@@ -254,8 +254,8 @@ def test_options_are_those_of_the_learner(name: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [
-        ("ppo", {"vf_clp": 1}, "unknown option 'vf_clp' of training.algorithm=ppo; did you mean 'vf_clip'?"),
-        ("grpo", {"vf_clip": 1}, "unknown option 'vf_clip' of training.algorithm=grpo"),
+        ("ppo", {"vf_clp": 1}, "training.algorithm=ppo: unknown key training.options.vf_clp; did you mean 'vf_clip'?"),
+        ("grpo", {"vf_clip": 1}, "training.algorithm=grpo: unknown key training.options.vf_clip; "),
         ("sft", {}, "training.algorithm: got sft, which is stage 1"),
         ("dapo", {"overlong_share": 1.5}, "training.options.overlong_share: got 1.5; input should be less than 1"),
         ("grpo", {"kl_estimator": "k4"}, "training.options.kl_estimator: got 'k4'; input should be 'k1', 'k2' or 'k3'"),
@@ -388,5 +388,7 @@ def test_a_learner_of_ones_own(
     if name == "Hinge":
         assert metrics[-1]["hinge"] < metrics[0]["hinge"]
     group.stop()
-    with pytest.raises(ConfigError, match=r"unknown option 'nothing' of training\.algorithm=own_learners:"):
+    with pytest.raises(
+        ConfigError, match=r"training\.algorithm=own_learners:.*: unknown key training\.options\.nothing"
+    ):
         check_names(make_config(training={**training, "options": {"nothing": 1}}))

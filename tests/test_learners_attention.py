@@ -56,7 +56,7 @@ def test_no_sequence_sees_another(tmp_path: Path) -> None:
     flat = flatten([t for group in make_groups(2) for t in group.trajectories])
     micro_batch = pack(flat, [0, 1, 2])
     before = packed_hidden_states(backbone, micro_batch)
-    first = micro_batch.lengths[0]
+    first = int(micro_batch.layout.boundaries[1])
     micro_batch.token_ids[:first] = (micro_batch.token_ids[:first] + 1) % 64
     after = packed_hidden_states(backbone, micro_batch)
     assert torch.equal(before[first:], after[first:])

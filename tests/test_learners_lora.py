@@ -124,7 +124,7 @@ def test_adapters_alone_are_published_and_an_engine_merges_them(
         assert_engine_has(engine, learner)
     assert published.pop("lora_base").item() == learner.adapter_base
     shapes = {name: tensor.shape for name, tensor in published.items()}
-    assert list(learner.weight_shapes().items()) == list(shapes.items())
+    assert [(tensor.name, tensor.shape) for tensor in learner.published_tensors()] == list(shapes.items())
     adapted = [tuple(p.shape) for name, p in engine._model.named_parameters() if is_adapted(name)]
     assert sum(tensor.size for tensor in published.values()) == sum(4 * (rows + columns) for rows, columns in adapted)
     published.pop(next(iter(published)))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from learners_common import Build, make_batch, make_config, make_groups
+from learners_common import Build, make_batch, make_config, make_groups, make_policy
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.models.reference import make_reference
+from learners.deepspeed_engine import FrozenModule
 from learners.models.scoring import PolicyModel
 from learners.packing import pack
 from ragr1_actors.core.config import LearnerSettings
@@ -39,19 +39,17 @@ def test_a_sharded_reference_is_gathered_layer_by_layer(build: Build, tmp_path: 
     micro_batch = pack(make_batch(learner, make_groups(0)).flat, range(3))
     policy = PolicyModel(tmp_path / "policy", torch.float32, 1.0)
     expected = policy(micro_batch).logprobs
-    settings = LearnerSettings(zero_stage=3)
-    reference = make_reference(learner.policy, lambda: policy, CPU, settings)
+    reference = FrozenModule(policy, CPU, LearnerSettings(zero_stage=3))
     with reference.in_use():
-        torch.testing.assert_close(reference.logprobs(micro_batch), expected)
+        torch.testing.assert_close(reference(micro_batch).logprobs, expected)
     assert all(hasattr(parameter, "ds_tensor") for parameter in policy.parameters()), "spread over the ranks"
     reference.close()
 
 
-def test_a_resting_reference_is_copied_to_the_device_for_a_use(build: Build, tmp_path: Path) -> None:
-    learner = build(GRPOLearner)
-    policy = PolicyModel(tmp_path / "policy", torch.float32, 1.0)
+def test_a_resting_reference_is_copied_to_the_device_for_a_use(tmp_path: Path) -> None:
+    policy = PolicyModel(make_policy(tmp_path), torch.float32, 1.0)
     before = [(parameter.data_ptr(), parameter.clone()) for parameter in policy.parameters()]
-    reference = make_reference(learner.policy, lambda: policy, CPU, LearnerSettings(offload=["reference"]))
+    reference = FrozenModule(policy, CPU, LearnerSettings(zero_stage=1, offload=["reference"]))
     with reference.in_use():
         for parameter, (address, value) in zip(policy.parameters(), before, strict=True):
             assert parameter.data_ptr() != address and torch.equal(parameter, value)

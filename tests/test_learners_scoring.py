@@ -34,7 +34,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 def test_a_sliding_window_shorter_than_a_trajectory_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batch = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), range(4))
-    for window, is_refused in ((max(batch.lengths), False), (max(batch.lengths) - 1, True)):
+    for window, is_refused in ((batch.layout.max_len, False), (batch.layout.max_len - 1, True)):
         config = MistralConfig(**SIZES, sliding_window=window)
         folder = save(MistralForCausalLM(config), tmp_path / f"window{window}")
         policy = PolicyModel(folder, torch.float32, 1.0, False)

@@ -16,7 +16,7 @@ from learners_common import make_config, make_groups, make_policy
 from rich.console import Console
 from small_world import invoke
 
-from learners import learner_worker
+from learners import learner_group
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import LEARNER_FILE, read_json, read_tensors, write_tensors
@@ -76,7 +76,7 @@ class SlowDisk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     disk = SlowDisk()
-    monkeypatch.setattr(learner_worker, "write_tensors", disk.write)
+    monkeypatch.setattr(learner_group, "write_tensors", disk.write)
     return disk
 
 
@@ -155,7 +155,7 @@ def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, mon
 def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
     learners: LearnerGroup, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_worker, "write_tensors", lambda path, tensors: None)  # as on a disk of another node
+    monkeypatch.setattr(learner_group, "write_tensors", lambda path, tensors: None)  # as on a disk of another node
     saver = CheckpointSaver(store, learners)
     saver.begin(1, {"iteration": 1}, None)
     with pytest.raises(UserError, match="file system that its node and this one share"):

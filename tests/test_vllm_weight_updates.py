@@ -6,6 +6,7 @@ no memory.
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from test_vllm_engine import LONG, TEXTS, Reference, Weights, turns_under_way
 from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
 from cluster.weights.weight_sender import Delivery, RunnerClient, send
+from learners.deepspeed_engine import WholeTensor
 from ragr1_actors.core.errors import EngineError, TransferError
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
@@ -254,13 +256,13 @@ class OneOfTwo:
     def __init__(self) -> None:
         self.num_gathered = 0
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"a": (2,), "b": (3, 4)}
+    def published_tensors(self) -> Any:
+        for name, shape in {"a": (2,), "b": (3, 4)}.items():
+            yield WholeTensor(name, shape, partial(self.gather, shape))
 
-    def stream_weights(self) -> Any:
-        for name, shape in self.weight_shapes().items():
-            self.num_gathered += 1
-            yield name, torch.zeros(shape)
+    def gather(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.num_gathered += 1
+        return torch.zeros(shape)
 
 
 async def test_a_rank_that_does_not_send_gathers_every_parameter_in_vllms_transfer() -> None:

@@ -33,8 +33,7 @@ class SendingLearner(Protocol):
 
     @property
     def adapter_base(self) -> str: ...  # noqa: D102
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...  # noqa: D102
-    def stream_weights(self) -> Iterator[tuple[str, Any]]: ...  # noqa: D102
+    def published_tensors(self) -> Iterator[Any]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +130,14 @@ class PolicySource:
     def __init__(self, learner: SendingLearner) -> None:
         """Gather from ``learner``."""
         self._learner = learner
-        self._stream = learner.stream_weights()
+        self._stream = ((tensor.name, tensor.gather()) for tensor in learner.published_tensors())
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of what iteration yields, as vLLM's ``ParamMeta``; nothing is gathered for it."""
         from vllm.distributed.weight_transfer import ParamMeta
 
-        return [ParamMeta(name, self._learner.dtype, shape) for name, shape in self._learner.weight_shapes().items()]
+        learner = self._learner
+        return [ParamMeta(tensor.name, learner.dtype, tensor.shape) for tensor in learner.published_tensors()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield name and tensor, whole. One pass: what is left of it, ``drain`` goes through."""

@@ -31,11 +31,7 @@ class DPOLearner(Learner):
 
     options_class: ClassVar[type[LearnerOptions]] = PreferenceOptions
     options: PreferenceOptions
-
-    @property
-    def uses_old_logprobs(self) -> bool:
-        """False: the loss compares with the reference only."""
-        return False
+    uses_old_logprobs: ClassVar[bool] = False  # the loss compares with the reference only
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the pairs of a group one after another, the better trajectory of each pair first."""
@@ -58,7 +54,7 @@ class DPOLearner(Learner):
     def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return loss and slope of every pair of the minibatch, scaled so that the mean over tokens is over pairs."""
         lengths_N = batch.model_lengths
-        logprobs_M = self.score(lambda micro_batch: self.policy(micro_batch).logprobs, batch.flat, indices)
+        logprobs_M = self.score(self.policy_logprobs, batch.flat, indices)
         gains_N = batch.per_trajectory(logprobs_M - batch.columns["ref_logprobs"])
         margins_P = (gains_N[0::2] - gains_N[1::2]).requires_grad_()
         losses_P = self.pair_losses(margins_P)

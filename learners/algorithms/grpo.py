@@ -54,6 +54,8 @@ class GRPOLearner(PolicyGradientLearner):
 
     options_class: ClassVar[type[LearnerOptions]] = GroupOptions
     options: GroupOptions
+    trajectory_advantages = staticmethod(group_advantages)
+    """Advantages per trajectory, ``[N]`` of float64, from rewards and group numbers, ``[N]`` each."""
 
     @property
     def max_model_tokens(self) -> int:
@@ -72,10 +74,6 @@ class GRPOLearner(PolicyGradientLearner):
         """Give every MODEL token the advantage of its trajectory."""
         advantages_N = self.trajectory_advantages(self.shaped_rewards(batch), torch.tensor(batch.group_ids))
         return {"advantages": batch.per_token(advantages_N)}
-
-    def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the advantage per trajectory, ``[N]`` of float64."""
-        return group_advantages(rewards_N, group_ids_N)
 
     def shaped_rewards(self, batch: TrainBatch) -> torch.Tensor:
         """Return the reward per trajectory minus the penalties for length and divergence, ``[N]`` of float64."""
@@ -148,10 +146,7 @@ class DrGRPOLearner(GRPOLearner):
     """
 
     options_class: ClassVar[type[LearnerOptions]] = DrGRPOOptions
-
-    def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the reward minus the mean of the group."""
-        return centered_advantages(rewards_N, group_ids_N)
+    trajectory_advantages = staticmethod(centered_advantages)
 
 
 class RLOOLearner(GRPOLearner):
@@ -163,10 +158,7 @@ class RLOOLearner(GRPOLearner):
     """
 
     options_class: ClassVar[type[LearnerOptions]] = RLOOOptions
-
-    def trajectory_advantages(self, rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the reward minus the mean of the other trajectories of the group."""
-        return leave_one_out_advantages(rewards_N, group_ids_N)
+    trajectory_advantages = staticmethod(leave_one_out_advantages)
 
 
 class ReinforcePPLearner(DrGRPOLearner):

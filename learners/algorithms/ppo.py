@@ -32,9 +32,9 @@ class PPOLearner(PolicyGradientLearner):
     def build(self) -> None:
         """Load the policy, and the critic from the same folder."""
         super().build()
-        with self.loading():
+        with self.loading("params"):
             critic = ValueModel(self.policy_dir, self.dtype, self.config.learners.gradient_checkpointing)
-        self.critic = self.make_engine(critic, rests="critic" in self.config.learners.offload)
+        self.critic = self.make_engine(critic, critic.backbone, rests="critic" in self.config.learners.offload)
 
     @property
     def critic_schedule(self) -> Schedule:
@@ -64,15 +64,10 @@ class PPOLearner(PolicyGradientLearner):
         """Step the policy, then the critic on the same micro-batches."""
         super().train_step(micro_batches, columns, num_tokens, meter)
         with self.critic.in_use():
-            self._train_critic(micro_batches, columns, num_tokens, meter)
-
-    def _train_critic(
-        self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter
-    ) -> None:
-        for micro_batch in micro_batches:
-            chosen = columns.select(micro_batch.column_index, self.device)
-            values_M, returns_M = self.critic(micro_batch), chosen["returns"]
-            loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
-            self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
-            meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
-        meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(self.step_index(meter))))
+            for micro_batch in micro_batches:
+                chosen = columns.select(micro_batch.column_index, self.device)
+                values_M, returns_M = self.critic(micro_batch), chosen["returns"]
+                loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
+                self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
+                meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
+            meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(self.step_index(meter))))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from learners.deepspeed_engine import AdamWSettings, Schedule
+from learners.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs
@@ -24,15 +25,12 @@ class SFTLearner(Learner):
     trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per turn.
     """
 
+    has_rollout_logprobs: ClassVar[bool] = False
+
     @property
     def temperature(self) -> float:
         """1.0: no engine sampled the demonstrations, so their likelihood is under the plain softmax."""
         return 1.0
-
-    @property
-    def has_rollout_logprobs(self) -> bool:
-        """False: no engine sampled the demonstrations."""
-        return False
 
     def make_options(self) -> LearnerOptions:
         """Return no options: ``training.options`` belong to stage 2."""
@@ -41,10 +39,13 @@ class SFTLearner(Learner):
     def make_schedule(self) -> Schedule:
         """Return a schedule of one step per update, with the learning rate of the ``sft`` section."""
         sft = self.config.sft
-        # beta_2 averages over 50 steps instead of 1000: the stage is short and its gradients shrink fast.
-        adamw = AdamWSettings(betas=(0.9, 0.98), grad_clip=self.config.training.grad_clip)
-        num_steps = sft.num_steps if sft.lr_schedule == "cosine" else 0
-        return Schedule(lr=sft.lr, warmup_steps=sft.warmup_steps, num_steps=num_steps, adamw=adamw)
+        return Schedule(
+            lr=sft.lr,
+            warmup_steps=sft.warmup_steps,
+            num_steps=sft.num_steps if sft.lr_schedule == "cosine" else 0,
+            betas=(0.9, 0.98),  # averages over 50 steps, not 1000: the stage is short and its gradients shrink fast
+            grad_clip=self.config.training.grad_clip,
+        )
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return no columns: every MODEL token has the same weight."""

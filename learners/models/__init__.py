@@ -1,1 +1,1 @@
-"""The trained models: scoring, attention over packed rows, LoRA, reference, export."""
+"""The trained models: scoring, attention over packed rows, LoRA, export."""

@@ -42,12 +42,6 @@ class PolicyModel(nn.Module):
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
         self.temperature = temperature
 
-    @property
-    def pretrained(self) -> nn.Module:
-        """The module loaded from the folder."""
-        pretrained: nn.Module = self.model
-        return pretrained
-
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens of a packed row."""
         hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
@@ -65,12 +59,6 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @property
-    def pretrained(self) -> nn.Module:
-        """The module loaded from the folder."""
-        pretrained: nn.Module = self.backbone
-        return pretrained
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the values, ``[M]`` of float32."""

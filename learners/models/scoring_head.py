@@ -64,11 +64,15 @@ class _ScoreTokens(torch.autograd.Function):
         ctx.logprobs_MV = None
         found = []
         for hidden_RC, target_ids_R in zip(hidden_MC.split(ctx.rows), target_ids_M.split(ctx.rows), strict=True):
-            logprobs_RV, *results_R = _score_chunk(hidden_RC, weight_VC, bias_V, target_ids_R, temperature)
+            logprobs_RV = _scaled_logits(hidden_RC, weight_VC, bias_V, temperature)
+            log_sum_R = logprobs_RV.logsumexp(-1)
+            logprobs_RV.sub_(log_sum_R.unsqueeze(-1))
+            target_logprobs_R = logprobs_RV.gather(-1, target_ids_R.unsqueeze(-1)).squeeze(-1)
+            entropy_R = -torch.linalg.vecdot(logprobs_RV.exp(), logprobs_RV.clamp_(min=_MIN_LOGPROB))
+            found.append((target_logprobs_R, entropy_R, log_sum_R))
             if len(hidden_MC) <= ctx.rows:
                 ctx.logprobs_MV = logprobs_RV
             del logprobs_RV  # or it would exist beside the next chunk's
-            found.append(results_R)
         target_logprobs_M, entropy_M, log_sum_M = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_ids_M, entropy_M, log_sum_M)
         ctx.set_materialize_grads(False)
@@ -111,22 +115,6 @@ def _scaled_logits(
 ) -> torch.Tensor:
     """Return a new ``[R, V]`` in fp32."""
     return linear(hidden_RC, weight_VC, bias_V).float().div_(temperature)
-
-
-def _score_chunk(
-    hidden_RC: torch.Tensor,
-    weight_VC: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    target_ids_R: torch.Tensor,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probs ``[R, V]``, then the targets' log-probs, entropies and log partition sums, ``[R]`` each."""
-    logprobs_RV = _scaled_logits(hidden_RC, weight_VC, bias_V, temperature)
-    log_sum_R = logprobs_RV.logsumexp(-1)
-    logprobs_RV.sub_(log_sum_R.unsqueeze(-1))
-    target_logprobs_R = logprobs_RV.gather(-1, target_ids_R.unsqueeze(-1)).squeeze(-1)
-    entropy_R = -torch.linalg.vecdot(logprobs_RV.exp(), logprobs_RV.clamp_(min=_MIN_LOGPROB))
-    return logprobs_RV, target_logprobs_R, entropy_R, log_sum_R
 
 
 def _logits_gradient(
