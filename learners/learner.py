@@ -45,7 +45,7 @@ from learners.deepspeed_engine import (
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
-from learners.models.export import PolicyCopy, copy_tensors, policy_tensors, to_arrays
+from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
@@ -335,11 +335,11 @@ class Learner(ABC):
         A tied ``lm_head.weight`` is included: an engine that packs its weights does not keep the tie. bfloat16 is
         returned as float32.
         """
-        return to_arrays(copy_tensors(policy_tensors(self.policy, self.lora), self.rank), self.is_tied)
+        return copy_arrays(policy_tensors(self.policy, self.lora), self.rank, self.is_tied)
 
     def published_weights(self) -> State:
         """Return ``published_tensors`` in the form of ``get_weights``; adapters with their base."""
-        weights = to_arrays(copy_tensors(self.published_tensors(), self.rank), self.is_tied)
+        weights = copy_arrays(self.published_tensors(), self.rank, self.is_tied)
         return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
     def published_tensors(self) -> Iterator[WholeTensor]:
@@ -391,13 +391,13 @@ class Learner(ABC):
 
     def take_policy(self) -> PolicyCopy:
         """Copy the policy into rank 0's memory, to be written while learning continues. All ranks call together."""
-        tensors = copy_tensors(policy_tensors(self.policy, self.lora), self.rank)
+        tensors = copy_tensors(policy_tensors(self.policy, self.lora), self.rank, self.dtype)
         adapter = None
         if self.lora is not None:
             from learners.models.lora import AdapterCopy
 
-            found = copy_tensors(policy_tensors(self.policy, self.lora, adapters_only=True), self.rank)
-            adapter = AdapterCopy(self.lora, self.policy_name, {name: each.float() for name, each in found.items()})
+            adapters = policy_tensors(self.policy, self.lora, adapters_only=True)
+            adapter = AdapterCopy(self.lora, self.policy_name, copy_tensors(adapters, self.rank, torch.float32))
         return PolicyCopy(self.policy_dir, self.config.policy.dtype, tensors, adapter)
 
     def save_policy(self, directory: str | Path) -> None:

@@ -36,19 +36,19 @@ def policy_tensors(
     return (tensor._replace(name=tensor.name.removeprefix("model.")) for tensor in tensors)
 
 
-def copy_tensors(tensors: Iterator[WholeTensor], rank: int) -> dict[str, torch.Tensor]:
+def copy_tensors(tensors: Iterator[WholeTensor], rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Gather tensors; return them by name in rank 0's memory, and none on the other ranks. All ranks call."""
     copies = {}
     for name, _, gather in tensors:
         whole = gather()
         if rank == 0:
-            copies[name] = whole.cpu().contiguous()
+            copies[name] = whole.to("cpu", dtype).contiguous()
     return copies
 
 
-def to_arrays(tensors: dict[str, torch.Tensor], is_tied: bool) -> State:
-    """Return tensors as fp32 arrays, since numpy has no bfloat16; a tied ``lm_head.weight`` is included."""
-    weights: State = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool) -> State:
+    """Do the same with fp32 arrays, since numpy has no bfloat16; a tied ``lm_head.weight`` is included."""
+    weights: State = {name: copy.numpy() for name, copy in copy_tensors(tensors, rank, torch.float32).items()}
     if is_tied and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
