@@ -223,7 +223,6 @@ class RpcClient:
         return result
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
         self._opened: asyncio.Future[None] = loop.create_future()
         self._socket = _open_socket(zmq.Context.instance(), zmq.DEALER, self._address.host)
         self._socket.linger = 0
@@ -234,6 +233,7 @@ class RpcClient:
         self._socket.curve_publickey = self._address.client_public_key
         self._socket.curve_secretkey = self._address.client_secret_key
         self._events = self._socket.get_monitor_socket(sum(_ENDS) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._loop = loop
         for descriptor, read in ((self._socket.FD, self._read_answers), (self._events.FD, self._read_events)):
             loop.add_reader(descriptor, _call_if_alive, weakref.WeakMethod(read))
             read()  # libzmq signals only to a reader that has found nothing

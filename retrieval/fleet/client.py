@@ -222,9 +222,13 @@ class _RemoteReplica:
 def unpack(shards: Sequence[PackedHits], k: int) -> list[Hits]:
     """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer."""
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
-    merged = [heapq.merge(*lists, key=lambda fields: (-fields[-1], fields[0])) for lists in zip(*parts, strict=True)]
     version = shards[0].index_version
-    return [Hits((Passage(*fields) for _, *fields in islice(found, k)), index_version=version) for found in merged]
+    answers = []
+    for lists in zip(*parts, strict=True):
+        found = lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda fields: (-fields[-1], fields[0]))
+        passages = [Passage(name, title, text, score) for _, name, title, text, score in islice(found, k)]
+        answers.append(Hits(passages, index_version=version))
+    return answers
 
 
 def _open_corpus(index_dir: str) -> tuple[Corpus, str] | None:
