@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.base import Passage
-from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
 from retrieval.encoders.encoder import Encoder
 from retrieval.indexes.manifest import FileRecord, Manifest, Shard
 from retrieval.indexes.vector_index import VectorIndex
@@ -113,13 +113,13 @@ def make_index(directory: Path, encoder_dir: Path, index_type: str, num_passages
         vector_type=index_type,
         count=num_passages,
         corpus=FileRecord.of(out, CORPUS_FILE),
-        files=(FileRecord.of(out, IDS_FILE),),
+        files=(),
         metric="inner_product",
         encoder=str(encoder_dir),
         encoder_fingerprint=encoder.fingerprint,
-        pooling=encoder.pooling,
-        query_prompt=encoder.query_prompt,
-        passage_prompt=encoder.passage_prompt,
+        pooling=encoder.plan.pooling,
+        query_prompt=encoder.plan.query_prompt,
+        passage_prompt=encoder.plan.passage_prompt,
         dimension=DIMENSION,
         shards=(Shard(0, num_passages, FileRecord.of(out, "shard-0000.faiss")),),
     ).write(out)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
-from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
 from retrieval.fleet.actor import RowHits, RpcActor
 from retrieval.indexes.manifest import FileRecord, Manifest
 
@@ -58,8 +58,7 @@ def make_stub_index(directory: Path) -> Path:
     out = directory / "stub"
     out.mkdir()
     count = write_corpus(passages(NUM_PASSAGES_QUICK), out)
-    files = (FileRecord.of(out, IDS_FILE),)
-    Manifest(index_type="bm25", count=count, corpus=FileRecord.of(out, CORPUS_FILE), files=files).write(out)
+    Manifest(index_type="bm25", count=count, corpus=FileRecord.of(out, CORPUS_FILE), files=()).write(out)
     return out
 
 

@@ -52,7 +52,7 @@ class PacedRetriever(Protocol):
 RETRIEVERS = {
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",
-    "replay": "retrieval.replay:ReplayRetriever",
+    "replay": "retrieval.local:ReplayRetriever",
 }
 """Made as ``SomeRetriever(options)`` with the recipe's ``retrieval.options``, as a ``my_module:MyRetriever`` is."""
 

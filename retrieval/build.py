@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,11 +26,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
-from ragr1_actors.core.files import fingerprint_file, write_file
+from ragr1_actors.core.files import fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
 from retrieval.base import Passage
-from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, Corpus, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
 from retrieval.corpora.text import valid_unicode
-from retrieval.encoders.embedding import EmbeddingStore, StoreHeader, fill_store, publish
+from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
     BM25,
     BM25_FOLDER,
@@ -50,22 +49,28 @@ if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
 
 STATIC = "static"
+ARGUMENTS_FILE = "arguments.json"
+_LOCK_FILE = "lock"
 _STORE_FOLDER = "embeddings"
 _PARTIAL = ".partial"
 # The index keeps less of a number than half precision does.
 _HALF_TYPES = ("fp16", "sq8", "pq", "ivf_pq")
+_HERE = Workers()
 
 
 @dataclass(frozen=True)
-class _Workers:
-    """The processes that encode the passages."""
+class BuildArguments:
+    """What an index depends on besides its passages."""
 
-    num_actors: int
-    num_cpus_per_actor: float
-    num_gpus_per_actor: float
-    device: str
-    dtype: str
-    progress: bool
+    encoder: str
+    """``static``, a folder or a hub name; empty for ``bm25``."""
+    index_type: str
+    vector_type: str
+    """Empty for ``bm25``."""
+    num_shards: int
+    options: dict[str, Any]
+    seed: int
+    format_version: int = FORMAT_VERSION
 
 
 def build_index(
@@ -79,11 +84,7 @@ def build_index(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     progress: bool = True,
-    device: str = "cpu",
-    dtype: str = "auto",
-    num_actors: int = 0,
-    num_cpus_per_actor: float = 1.0,
-    num_gpus_per_actor: float | None = None,
+    workers: Workers = _HERE,
     restart: bool = False,
 ) -> Path:
     """Index passages into ``out_dir``, which appears only once it is whole, and return it.
@@ -100,11 +101,7 @@ def build_index(
         options: of the type; see ``INDEX_TYPES``.
         seed: of the static encoder.
         progress: show bars, and notes about the encoder.
-        device: ``cpu`` or ``cuda``, of the encoder.
-        dtype: of the encoder's weights; see ``Encoder.load``.
-        num_actors: of the Ray session of this process, that encode; 0 encodes here.
-        num_cpus_per_actor: of one of them.
-        num_gpus_per_actor: of one of them; by default 1 where the device is a GPU.
+        workers: that encode; by default this process.
         restart: remove what an earlier build left unfinished.
 
     Raises:
@@ -117,14 +114,15 @@ def build_index(
     out_dir = Path(out_dir)
     vector_type = {BM25: "", HYBRID: vector_type}.get(index_type, index_type)
     _check_types(index_type, vector_type, num_shards, options or {})
-    check_free(out_dir)
-    recorded = "" if index_type == BM25 else _recorded(encoder)
-    arguments = BuildArguments(recorded, index_type, vector_type, num_shards, dict(options or {}), seed)
-    num_gpus = (1.0 if device.startswith("cuda") else 0.0) if num_gpus_per_actor is None else num_gpus_per_actor
-    workers = _Workers(num_actors, num_cpus_per_actor, num_gpus, device, dtype, progress)
+    _check_free(out_dir)
+    if index_type == BM25:
+        encoder = ""
+    elif encoder not in ("", STATIC) and Path(encoder).is_dir():
+        encoder = str(Path(encoder).resolve())  # the index may be opened from another working directory
+    arguments = BuildArguments(encoder, index_type, vector_type, num_shards, dict(options or {}), seed)
     try:
-        with work_directory(out_dir, arguments, restart) as directory:
-            _build(passages, directory, arguments, workers)
+        with _work_directory(out_dir, arguments, restart) as directory:
+            _Build(directory, arguments, workers, progress).run(passages)
     except OSError as error:
         raise _as_user_error(error, out_dir) from error
     return out_dir
@@ -154,56 +152,167 @@ def _check_types(index_type: str, vector_type: str, num_shards: int, options: Ma
         raise ConfigError(f"got {num_shards} shards for an index of type {index_type!r}, expected {expected}")
 
 
-def _recorded(encoder: str) -> str:
-    # A folder is recorded in full: the index may be opened from another working directory.
-    is_folder = encoder not in ("", STATIC) and Path(encoder).is_dir()
-    return str(Path(encoder).resolve()) if is_folder else encoder
-
-
 def _as_user_error(error: OSError, out_dir: Path) -> UserError:
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
     directory, kept = building_dir(out_dir), ""
-    if has_costly_work(directory):
+    if _has_costly_work(directory):
         kept = f"; what is done stays in {directory}, and the same build goes on with it"
     return UserError(
         f"the index could not be written to {out_dir} ({cause}); free some room or choose another disk{kept}"
     )
 
 
-def _build(passages: Iterable[Passage], directory: Path, arguments: BuildArguments, workers: _Workers) -> None:
-    encoder = None
-    if arguments.vector_type and arguments.encoder != STATIC:
-        encoder = _load(arguments.encoder, workers)  # before minutes are spent on a corpus
-    _write_corpus(passages, directory, workers.progress)
-    corpus = Corpus.open(directory)
-    if arguments.vector_type:
-        if len(corpus) < arguments.num_shards:
-            raise ConfigError(f"got {arguments.num_shards} shards for {len(corpus)} passages; ask for fewer")
-        encoder = encoder or _make_static(corpus, directory, arguments.seed, workers)
-        _build_shards(corpus, directory, encoder, arguments, workers)
-    if arguments.index_type in (BM25, HYBRID):
-        _build_bm25(corpus, directory, workers.progress)
-    _describe(directory, len(corpus), encoder, arguments).write(directory)
-    shutil.rmtree(directory / _STORE_FOLDER, ignore_errors=True)
+@dataclass(frozen=True)
+class _Build:
+    """The steps of a build, each of which is whole or absent in ``directory``."""
 
+    directory: Path
+    arguments: BuildArguments
+    workers: Workers
+    progress: bool
 
-def _write_corpus(passages: Iterable[Passage], directory: Path, progress: bool) -> None:
-    with progress_bar("reading passages", None, is_shown=progress) as advance:
-        if not ((directory / CORPUS_FILE).is_file() and (directory / IDS_FILE).is_file()):
-            write_corpus(_counted(passages, advance), directory)
+    def run(self, passages: Iterable[Passage]) -> None:
+        arguments = self.arguments
+        encoder = None
+        if arguments.vector_type and arguments.encoder != STATIC:
+            encoder = self._load(arguments.encoder)  # before minutes are spent on a corpus
+        self._write_corpus(passages)
+        corpus = Corpus.open(self.directory)
+        if arguments.vector_type:
+            if len(corpus) < arguments.num_shards:
+                raise ConfigError(f"got {arguments.num_shards} shards for {len(corpus)} passages; ask for fewer")
+            encoder = encoder or self._make_static(corpus)
+            self._build_shards(corpus, encoder)
+        if arguments.index_type in (BM25, HYBRID):
+            self._build_bm25(corpus)
+        self._describe(len(corpus), encoder).write(self.directory)
+        shutil.rmtree(self.directory / _STORE_FOLDER, ignore_errors=True)
+
+    def _write_corpus(self, passages: Iterable[Passage]) -> None:
+        with self._bar("reading passages", None) as advance:
+            if not (self.directory / CORPUS_FILE).is_file():
+                write_corpus(_counted(passages, advance), self.directory)
+                return
+            # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
+            pairs = zip_longest(_counted(passages, advance), Corpus.open(self.directory))
+            for row, (given, kept) in enumerate(pairs):
+                if given is None or kept is None or _texts(given) != _texts(kept):
+                    raise DataError(
+                        f"{self.directory} is of a build of other passages: number {row + 1} differs; build to another "
+                        "directory, or remove this one, or use restart"
+                    )
+
+    def _load(self, name: str) -> Encoder:
+        from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
+
+        if self.workers.num_actors:  # only what it is matters here; the actors load it as they are told to
+            encoder = Encoder.load(name, dtype="bfloat16")
+        else:
+            encoder = Encoder.load(name, device=self.workers.device, dtype=self.workers.dtype)
+        if self.progress:
+            for note in encoder.plan.notes:
+                Console().print(f"encoder {name}: {note}", markup=False, highlight=False, soft_wrap=True)
+        return encoder
+
+    def _make_static(self, corpus: Corpus) -> Encoder:
+        from retrieval.encoders.encoder import make_static_encoder, passage_text
+
+        folder = self.directory / ENCODER_FOLDER
+        if not folder.is_dir():
+            partial = folder.with_suffix(_PARTIAL)
+            shutil.rmtree(partial, ignore_errors=True)
+            _publish(make_static_encoder(partial, map(passage_text, corpus), seed=self.arguments.seed), folder)
+        return self._load(str(folder))
+
+    def _build_shards(self, corpus: Corpus, encoder: Encoder) -> None:
+        vector_type, options = self.arguments.vector_type, self.arguments.options
+        header = StoreHeader(
+            fingerprint_file(self.directory / CORPUS_FILE),
+            encoder.fingerprint,
+            encoder.dimension,
+            len(corpus),
+            "float16" if vector_type in _HALF_TYPES else "float32",
+        )
+        store = EmbeddingStore.create(self.directory / _STORE_FOLDER, header)
+        shards = self._shards(len(corpus))
+        missing = [(path, rows) for path, rows in shards if not path.is_file()]
+        if not missing:
+            return  # the vectors may be removed already
+        done = len(corpus) - sum(len(store.rows(number)) for number in store.missing())
+        with self._bar("encoding passages", len(corpus), done) as advance:
+            fill_store(store, self.directory, encoder, self.workers, advance)
+        from retrieval.indexes.vector_index import VectorIndex  # with faiss, which an inverted index does not need
+
+        with self._bar("building shards", len(shards), len(shards) - len(missing)) as advance:
+            for path, rows in missing:
+                vectors = StoredVectors(store, rows.start, rows.stop)
+                partial = path.with_name(f"{path.name}{_PARTIAL}")
+                index = VectorIndex.build(vectors, encoder.dimension, vector_type, count=len(rows), options=options)
+                index.save(partial)
+                _publish(partial, path)
+                advance(1)
+
+    def _build_bm25(self, corpus: Corpus) -> None:
+        from retrieval.indexes.bm25 import bm25_text, build_bm25
+
+        folder = self.directory / BM25_FOLDER
+        if folder.is_dir():
             return
-        # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
-        for row, (given, kept) in enumerate(zip_longest(_counted(passages, advance), Corpus.open(directory))):
-            if given is None or kept is None or _texts(given) != _texts(kept):
-                raise DataError(
-                    f"{directory} is of a build of other passages: number {row + 1} differs; build to another "
-                    "directory, or remove this one, or use restart"
-                )
+        partial = folder.with_suffix(_PARTIAL)
+        with self._bar("indexing words", len(corpus)) as advance:
+            build_bm25(map(bm25_text, _counted(corpus, advance)), partial)
+        _publish(partial / BM25_FOLDER, folder)
+        partial.rmdir()
+
+    def _describe(self, count: int, encoder: Encoder | None) -> Manifest:
+        words = sorted(path for path in (self.directory / BM25_FOLDER).rglob("*") if path.is_file())
+        manifest = Manifest(
+            index_type=self.arguments.index_type,
+            count=count,
+            corpus=self._record(self.directory / CORPUS_FILE),
+            files=tuple(map(self._record, words)),
+        )
+        if encoder is None:
+            return manifest
+        return replace(
+            manifest,
+            metric="inner_product",
+            vector_type=self.arguments.vector_type,
+            encoder=ENCODER_FOLDER if self.arguments.encoder == STATIC else self.arguments.encoder,
+            encoder_fingerprint=encoder.fingerprint,
+            pooling=encoder.plan.pooling,
+            query_prompt=encoder.plan.query_prompt,
+            passage_prompt=encoder.plan.passage_prompt,
+            dimension=encoder.dimension,
+            shards=tuple(Shard(rows.start, len(rows), self._record(path)) for path, rows in self._shards(count)),
+        )
+
+    def _record(self, path: Path) -> FileRecord:
+        return FileRecord.of(self.directory, path.relative_to(self.directory).as_posix())
+
+    def _shards(self, count: int) -> list[tuple[Path, range]]:
+        """Return the file and the rows of each shard."""
+        ends = [count * number // self.arguments.num_shards for number in range(self.arguments.num_shards + 1)]
+        return [
+            (self.directory / f"shard-{number:04d}.faiss", range(start, stop))
+            for number, (start, stop) in enumerate(pairwise(ends))
+        ]
+
+    @contextmanager
+    def _bar(self, title: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
+        """Show a bar, and yield what is to be called with the number of things that were done since the last call.
+
+        ``total`` is None where it is not known; ``done`` of them were done before.
+        """
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), disable=not self.progress) as progress:
+            task = progress.add_task(title, total=total, completed=done)
+            yield lambda number: progress.advance(task, number)
 
 
-def _counted(passages: Iterable[Passage], advance: Any) -> Iterator[Passage]:
+def _counted(passages: Iterable[Passage], advance: Callable[[int], None]) -> Iterator[Passage]:
     for passage in passages:
         yield passage
         advance(1)
@@ -213,141 +322,11 @@ def _texts(passage: Passage) -> tuple[str, str, str]:
     return valid_unicode(passage.id), valid_unicode(passage.title), valid_unicode(passage.text)
 
 
-def _load(name: str, workers: _Workers) -> Encoder:
-    from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
-
-    if workers.num_actors:  # only what it is matters here; the actors load it as they are told to
-        encoder = Encoder.load(name, dtype="bfloat16")
-    else:
-        encoder = Encoder.load(name, device=workers.device, dtype=workers.dtype)
-    if workers.progress:
-        for note in encoder.notes:
-            Console().print(f"encoder {name}: {note}", markup=False, highlight=False, soft_wrap=True)
-    return encoder
-
-
-def _make_static(corpus: Corpus, directory: Path, seed: int, workers: _Workers) -> Encoder:
-    from retrieval.encoders.encoder import make_static_encoder, passage_text
-
-    folder, partial = directory / ENCODER_FOLDER, directory / f"{ENCODER_FOLDER}{_PARTIAL}"
-    if not folder.is_dir():
-        shutil.rmtree(partial, ignore_errors=True)
-        publish(make_static_encoder(partial, map(passage_text, corpus), seed=seed), folder)
-    return _load(str(folder), workers)
-
-
-def _build_shards(
-    corpus: Corpus, directory: Path, encoder: Encoder, arguments: BuildArguments, workers: _Workers
-) -> None:
-    bounds = _bounds(len(corpus), arguments.num_shards)
-    missing = [number for number in range(len(bounds)) if not (directory / _shard_name(number)).is_file()]
-    header = StoreHeader(
-        fingerprint_file(directory / CORPUS_FILE),
-        encoder.fingerprint,
-        encoder.dimension,
-        len(corpus),
-        "float16" if arguments.vector_type in _HALF_TYPES else "float32",
-    )
-    store = EmbeddingStore.create(directory / _STORE_FOLDER, header)
-    if not missing:
-        return
-    done = len(corpus) - sum(len(store.rows(number)) for number in store.missing())
-    with progress_bar("encoding passages", len(corpus), done, is_shown=workers.progress) as advance:
-        fill_store(
-            store,
-            directory,
-            str(directory / ENCODER_FOLDER) if arguments.encoder == STATIC else arguments.encoder,
-            workers.num_actors,
-            num_cpus_per_actor=workers.num_cpus_per_actor,
-            num_gpus_per_actor=workers.num_gpus_per_actor,
-            device=workers.device,
-            dtype=workers.dtype,
-            encoder=encoder,
-            advance=advance,
-        )
-    from retrieval.indexes.vector_index import VectorIndex  # with faiss, which an inverted index does not need
-
-    with progress_bar("building shards", len(bounds), len(bounds) - len(missing), is_shown=workers.progress) as advance:
-        for number in missing:
-            start, stop = bounds[number]
-            partial = directory / f"{_shard_name(number)}{_PARTIAL}"
-            VectorIndex.build(
-                store.blocks(start, stop),
-                encoder.dimension,
-                arguments.vector_type,
-                count=stop - start,
-                options=arguments.options,
-            ).save(partial)
-            publish(partial, directory / _shard_name(number))
-            advance(1)
-
-
-def _build_bm25(corpus: Corpus, directory: Path, progress: bool) -> None:
-    from retrieval.indexes.bm25 import bm25_text, build_bm25
-
-    if (directory / BM25_FOLDER).is_dir():
-        return
-    partial = directory / f"{BM25_FOLDER}{_PARTIAL}"
-    with progress_bar("indexing words", len(corpus), is_shown=progress) as advance:
-        build_bm25(map(bm25_text, _counted(corpus, advance)), partial)
-    publish(partial / BM25_FOLDER, directory / BM25_FOLDER)
-    partial.rmdir()
-
-
-def _describe(directory: Path, count: int, encoder: Encoder | None, arguments: BuildArguments) -> Manifest:
-    words = sorted((directory / BM25_FOLDER).rglob("*")) if arguments.index_type in (BM25, HYBRID) else []
-    names = [IDS_FILE, *(path.relative_to(directory).as_posix() for path in words if path.is_file())]
-    manifest = Manifest(
-        index_type=arguments.index_type,
-        count=count,
-        corpus=FileRecord.of(directory, CORPUS_FILE),
-        files=tuple(FileRecord.of(directory, name) for name in names),
-    )
-    if encoder is None:
-        return manifest
-    return replace(
-        manifest,
-        metric="inner_product",
-        vector_type=arguments.vector_type,
-        encoder=ENCODER_FOLDER if arguments.encoder == STATIC else arguments.encoder,
-        encoder_fingerprint=encoder.fingerprint,
-        pooling=encoder.pooling,
-        query_prompt=encoder.query_prompt,
-        passage_prompt=encoder.passage_prompt,
-        dimension=encoder.dimension,
-        shards=tuple(
-            Shard(start, stop - start, FileRecord.of(directory, _shard_name(number)))
-            for number, (start, stop) in enumerate(_bounds(count, arguments.num_shards))
-        ),
-    )
-
-
-def _shard_name(number: int) -> str:
-    return f"shard-{number:04d}.faiss"
-
-
-def _bounds(count: int, num_shards: int) -> list[tuple[int, int]]:
-    """Return the first row of each shard and the one behind its last."""
-    ends = [count * number // num_shards for number in range(num_shards + 1)]
-    return list(pairwise(ends))
-
-
-ARGUMENTS_FILE = "arguments.json"
-_LOCK_FILE = "lock"
-
-
-@dataclass(frozen=True)
-class BuildArguments:
-    """What an index depends on besides its passages."""
-
-    encoder: str
-    """``static``, a folder or a hub name; empty for ``bm25``."""
-    index_type: str
-    vector_type: str
-    """Empty for ``bm25``."""
-    num_shards: int
-    options: dict[str, Any]
-    seed: int
+def _publish(partial: Path, final: Path) -> None:
+    """Rename a file or a folder to its final name once it is on disk whole."""
+    sync_tree(partial)
+    partial.replace(final)
+    sync(final.parent)
 
 
 def building_dir(out_dir: str | Path) -> Path:
@@ -356,27 +335,23 @@ def building_dir(out_dir: str | Path) -> Path:
     return absolute.with_name(f"{absolute.name}.building")
 
 
-def check_free(out_dir: Path) -> None:
+def _check_free(out_dir: Path) -> None:
     """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise DataError(f"{out_dir} exists already and is not overwritten; remove it or choose another directory")
 
 
-def has_costly_work(directory: Path) -> bool:
+def _has_costly_work(directory: Path) -> bool:
     """Return whether a directory under construction holds work that takes long to repeat."""
     return any(any(directory.glob(pattern)) for pattern in ("embeddings/*.npy", "*.faiss", "bm25"))
 
 
 @contextmanager
-def work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> Iterator[Path]:
+def _work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> Iterator[Path]:
     """Lock ``building_dir(out_dir)``, and rename it to ``out_dir`` once the block has filled it.
 
     If the block fails, a directory with vectors in it is kept, so that the next build continues. A directory with only
     the corpus is kept if the block was interrupted, and removed if the build was refused.
-
-    Raises:
-        DataError: another process builds there, it is of a build with other arguments, or ``out_dir`` holds something.
-        OSError: no room, or no right to write.
     """
     directory = building_dir(out_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -384,15 +359,14 @@ def work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> I
         _lock(lock.fileno(), directory, out_dir)
         is_begun = not restart and _is_begun(directory, arguments)
         try:
-            check_free(out_dir)
+            _check_free(out_dir)
             if not is_begun:
                 _begin(directory, arguments)
             yield directory
-            publish(directory, out_dir)
+            _publish(directory, out_dir)
         except BaseException as error:
             is_refused = isinstance(error, UserError)
-            has_corpus = (directory / CORPUS_FILE).is_file() and (directory / IDS_FILE).is_file()
-            if not has_costly_work(directory) and (is_refused or not has_corpus):
+            if not _has_costly_work(directory) and (is_refused or not (directory / CORPUS_FILE).is_file()):
                 shutil.rmtree(directory, ignore_errors=True)
             raise
         for name in (ARGUMENTS_FILE, _LOCK_FILE):
@@ -416,13 +390,12 @@ def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
     if not path.is_file():  # it did not come far enough to say what it is
         return False
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        kept = None
-    wanted = _to_json(arguments)
+        kept = read_json_as(dict[str, Any], path)
+    except DataError:
+        kept = {}
+    wanted = asdict(arguments)
     if kept == wanted:
         return True
-    kept = kept if isinstance(kept, dict) else {}
     differing = [f"{key} {kept.get(key)!r}, now {wanted[key]!r}" for key in wanted if kept.get(key) != wanted[key]]
     raise DataError(
         f"{directory} is of an unfinished build with other arguments ({'; '.join(differing)}); give those to go on, or "
@@ -436,23 +409,4 @@ def _begin(directory: Path, arguments: BuildArguments) -> None:
             shutil.rmtree(path)
         elif path.name != _LOCK_FILE:
             path.unlink()
-    content = json.dumps(_to_json(arguments), indent=2) + "\n"
-    write_file(directory / ARGUMENTS_FILE, lambda writing: writing.write_text(content, encoding="utf-8"))
-
-
-def _to_json(arguments: BuildArguments) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, **asdict(arguments)}
-
-
-@contextmanager
-def progress_bar(
-    title: str, total: int | None, done: int = 0, *, is_shown: bool = True
-) -> Iterator[Callable[[int], None]]:
-    """Show a bar, and yield what is to be called with the number of things that were done since the last call.
-
-    ``total`` is None where it is not known; ``done`` of them were done before.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), disable=not is_shown) as progress:
-        task = progress.add_task(title, total=total, completed=done)
-        yield lambda number: progress.advance(task, number)
+    write_file(directory / ARGUMENTS_FILE, lambda writing: write_json(writing, asdict(arguments)))

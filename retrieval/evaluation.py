@@ -9,29 +9,24 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage
-from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import whole_id
-from retrieval.indexes.manifest import FLAT, Manifest
+from retrieval.indexes.manifest import FLAT
 from retrieval.indexes.ranking import Ranking, merge_rankings
 from retrieval.local import LocalRetriever
 
-if TYPE_CHECKING:
-    from retrieval.indexes.vector_index import DenseRanker
-
 EXACT_UP_TO = 50_000
 """Passages that are encoded again for exact search without being asked to."""
-LATENCY_K = 3
-_NOTHING_KNOWN = "no task names its supporting passages; recall cannot be measured without them"
+_KS = (2, 3, 5, 10)
+_LATENCY_K = 3
 _BLOCK = 2048
 _MAX_EXACT_QUERIES = 2000
 _MAX_TIMED_QUERIES = 512
@@ -42,110 +37,80 @@ _TIMED_S = 10.0
 
 def evaluate_index(
     directory: str | Path,
-    tasks: Iterable[Task],
-    ks: Sequence[int] = (2, 3, 5, 10),
+    tasks: Sequence[Task],
     *,
-    exact: bool | None = False,
-    latency: bool = False,
-    num_threads: int = 0,
-    device: str = "cpu",
+    exact: bool = False,
     reranker: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """Measure an index with the questions of at least one task, on all cores.
+
+    - ``recall@k``: see ``supporting_recall``; left out where no task has ``supporting_ids``.
+    - ``exact_recall@k``: the share of the truly nearest k vectors among those found, with ``exact_queries`` and
+      ``exact_vectors``, which says where the true vectors are from: the index, where it keeps them as they were, else
+      the whole corpus encoded again. Unless asked for by ``exact``, it is left out where the index is exact anyway, or
+      has more than 50,000 passages to encode.
+    - ``latency_p50_ms`` and ``latency_p95_ms`` of single queries, ``queries_per_s`` in batches of 64, encoding
+      included, and the number of ``threads``.
+
+    ``reranker`` and ``options`` are those of ``LocalRetriever``. Raises ``DataError``: no index there.
+    """
+    num_threads = os.cpu_count() or 1
+    retriever = LocalRetriever(directory, num_threads, reranker=reranker, options=options)
+    questions = [task.question for task in tasks]
+    return {
+        **(supporting_recall(retriever, tasks) if any(task.supporting_ids for task in tasks) else {}),
+        **_exact_recall(retriever, questions[:_MAX_EXACT_QUERIES], exact, num_threads),
+        **_latency(retriever, questions[:_MAX_TIMED_QUERIES]),
+        "threads": num_threads,
+    }
+
+
+def supporting_recall(retriever: LocalRetriever, tasks: Iterable[Task]) -> dict[str, float]:
     """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
 
-    The question is the query. Of a passage that was split, any piece counts. Tasks without ``supporting_ids`` count
-    for the other measures only.
-
-    Args:
-        directory: of the index.
-        tasks: questions, and the ids of the passages that answer them.
-        ks: depths of recall.
-        exact: also measure ``exact_recall@k``, the share of the truly nearest k vectors among those found, with
-            ``exact_queries`` and ``exact_vectors``, which says where the true vectors are from: the index, where it
-            keeps them as they were, else the whole corpus encoded again. None does so unless the index is exact
-            anyway, or has more than 50,000 passages to encode.
-        latency: also measure ``latency_p50_ms`` and ``latency_p95_ms`` of single queries, ``queries_per_s`` in batches
-            of 64, encoding included, and say with how many ``threads``.
-        num_threads: of the search; 0 is all of the machine.
-        device: ``cpu`` or ``cuda``.
-        reranker: see ``LocalRetriever``, also for ``options``.
-
-    Raises:
-        DataError: no index there, no task, or none with supporting ids and nothing else to measure.
+    The question is the query. Of a passage that was split, any piece counts. Tasks without ``supporting_ids`` do not
+    count; one has them.
     """
-    tasks = list(tasks)
     known = [task for task in tasks if task.supporting_ids]
-    if not tasks or (exact is False and not (known or latency)):
-        raise DataError(_NOTHING_KNOWN)
-    num_threads = num_threads or os.cpu_count() or 1
-    retriever = LocalRetriever(directory, num_threads, device=device, reranker=reranker, options=options)
-    measured: dict[str, Any] = _supporting_recall(Path(directory), retriever, known, ks) if known else {}
-    questions = [task.question for task in tasks]
-    if exact or exact is None:
-        measured |= _exact_recall(Path(directory), questions[:_MAX_EXACT_QUERIES], ks, exact, retriever, num_threads)
-    if latency:
-        measured |= {**_latency(retriever, questions[:_MAX_TIMED_QUERIES]), "threads": num_threads}
-    if not measured:
-        raise DataError(_NOTHING_KNOWN)
-    return measured
-
-
-def _supporting_recall(
-    directory: Path, retriever: LocalRetriever, tasks: list[Task], ks: Sequence[int]
-) -> dict[str, float]:
-    corpus = Corpus.open(directory)
-    gold = [set(task.supporting_ids) for task in tasks]
     found = [
-        [_evidence_id(passage.id, corpus) for passage in passages]
-        for start in range(0, len(tasks), _BLOCK)
-        for passages in retriever.search_batch([task.question for task in tasks[start : start + _BLOCK]], max(ks))
+        [passage.id for passage in passages]
+        for start in range(0, len(known), _BLOCK)
+        for passages in retriever.search_batch([task.question for task in known[start : start + _BLOCK]], max(_KS))
     ]
-    recalls = {k: [len(ids & set(some[:k])) / len(ids) for ids, some in zip(gold, found, strict=True)] for k in ks}
+    # "Riga#2" is a piece of "Riga", which tasks know it by, unless "Riga" is there too: another passage of this title.
+    present = retriever.corpus.known({whole_id(passage_id) for ids in found for passage_id in ids})
+    recalls: dict[int, list[float]] = {k: [] for k in _KS}
+    for task, ids in zip(known, found, strict=True):
+        gold = set(task.supporting_ids)
+        evidence = [passage_id if whole_id(passage_id) in present else whole_id(passage_id) for passage_id in ids]
+        for k in _KS:
+            recalls[k].append(len(gold & set(evidence[:k])) / len(gold))
     return {f"recall@{k}": float(np.mean(shares)) for k, shares in recalls.items()}
 
 
-def _evidence_id(passage_id: str, corpus: Corpus) -> str:
-    """Return the id of the passage that was split into this piece, which tasks know it by; else its own id."""
-    whole = whole_id(passage_id)
-    try:
-        corpus.row_of(whole)
-    except KeyError:
-        return whole
-    return passage_id  # the whole one is there too: this is another passage of the same title
-
-
-def _exact_recall(
-    directory: Path,
-    questions: list[str],
-    ks: Sequence[int],
-    is_asked: bool | None,
-    retriever: LocalRetriever,
-    num_threads: int,
-) -> dict[str, Any]:
+def _exact_recall(retriever: LocalRetriever, questions: list[str], is_asked: bool, num_threads: int) -> dict[str, Any]:
     """Measure the vectors of an index, also of a hybrid one: words have no exact search to be compared with."""
-    ranker = retriever.dense
-    manifest = Manifest.read(directory)
-    if ranker is None or (manifest.vector_type == FLAT and not is_asked):
+    ranker, count = retriever.dense, len(retriever.corpus)
+    if ranker is None:
         return {}
-    if not ranker.is_lossless and not is_asked and manifest.count > EXACT_UP_TO:
+    is_dear = not ranker.is_lossless and count > EXACT_UP_TO
+    if not is_asked and (is_dear or retriever.manifest.vector_type == FLAT):
         return {}
     vectors = ranker.encoder.encode_queries(questions)
     vectors = vectors[np.any(vectors, axis=1)]
     if not len(vectors):
         return {}
-    source = "of the index" if ranker.is_lossless else f"{manifest.count} passages encoded again"
-    blocks = ranker.blocks() if ranker.is_lossless else _encoded(directory, ranker)
-    truth = _search_exactly(blocks, vectors, max(ks), num_threads)
-    found = ranker.rank([""] * len(vectors), max(ks), vectors).rows
-    recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in ks}
+    if ranker.is_lossless:
+        source, blocks = "of the index", ranker.blocks()
+    else:
+        source = f"{count} passages encoded again"
+        starts = range(0, count, _BLOCK)
+        blocks = (ranker.encoder.encode_passages(retriever.corpus[start : start + _BLOCK]) for start in starts)
+    truth = _search_exactly(blocks, vectors, max(_KS), num_threads)
+    found = ranker.rank([""] * len(vectors), max(_KS), vectors).rows
+    recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in _KS}
     return {**recalls, "exact_queries": len(vectors), "exact_vectors": source}
-
-
-def _encoded(directory: Path, ranker: DenseRanker) -> Iterator[NDArray[np.float32]]:
-    corpus = Corpus.open(directory)
-    for start in range(0, len(corpus), _BLOCK):
-        yield ranker.encoder.encode_passages(corpus.take(range(start, min(start + _BLOCK, len(corpus)))))
 
 
 def _search_exactly(
@@ -167,7 +132,7 @@ def _overlap(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
 
 
 def _latency(retriever: LocalRetriever, questions: list[str]) -> dict[str, float]:
-    retriever.search_batch(questions[:1], LATENCY_K)  # what is loaded on first use
+    retriever.search_batch(questions[:1], _LATENCY_K)  # what is loaded on first use
     alone = [seconds * 1e3 for seconds, _ in _timed(retriever, questions, 1)]
     repeated = (questions * (1 + _TIMED_BATCH // len(questions)))[: max(len(questions), _TIMED_BATCH)]
     batches = list(_timed(retriever, repeated, _TIMED_BATCH))
@@ -185,7 +150,7 @@ def _timed(retriever: LocalRetriever, questions: list[str], size: int) -> Iterat
             return
         batch = questions[start : start + size]
         asked = time.perf_counter()
-        retriever.search_batch(batch, LATENCY_K)
+        retriever.search_batch(batch, _LATENCY_K)
         yield time.perf_counter() - asked, len(batch)
 
 
@@ -227,12 +192,8 @@ class Audit:
     missing_support: tuple[MissingTask, ...] = ()
     """The first ``NUM_EXAMPLES`` of ``num_support_partly`` and ``num_support_none``."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON holds it."""
-        return asdict(self)
-
     def __str__(self) -> str:
-        """Five lines at most: passages and tasks, answers, yes and no, evidence."""
+        """Four lines at most: passages and tasks, answers, yes and no, evidence."""
         num_open = self.num_answers_found + self.num_answers_missing
         num_known = self.num_tasks - self.num_support_unknown
         lines = [f"{self.num_passages:,} passages, {self.num_tasks:,} tasks"]
@@ -260,29 +221,19 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
     found_answers: set[str] = set()
     found_ids: set[str] = set()
     num_passages = 0
-    lengths = _lengths_by_first_word(answers)
+    lengths: defaultdict[str, set[int]] = defaultdict(set)  # in words, of the answers that begin with a word
+    for first, *others in map(str.split, answers):
+        lengths[first].add(1 + len(others))
     for passage in corpus:
         num_passages += 1
         found_ids |= wanted_ids & {passage.id, whole_id(passage.id)}
         words = normalize_answer(f"{passage.title}{_BARRIER}{passage.text}").split()
-        found_answers.update(answer for answer in _runs(words, lengths) if answer in answers)
+        for start, word in enumerate(words):
+            for length in lengths.get(word, ()):
+                run = " ".join(words[start : start + length])
+                if run in answers:
+                    found_answers.add(run)
     return _summarise(tasks, num_passages, found_answers, found_ids)
-
-
-def _lengths_by_first_word(answers: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return, for each first word of an answer, the numbers of words of these answers."""
-    lengths: defaultdict[str, set[int]] = defaultdict(set)
-    for words in map(str.split, answers):
-        lengths[words[0]].add(len(words))
-    return {word: tuple(sorted(found)) for word, found in lengths.items()}
-
-
-def _runs(words: list[str], lengths: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield the runs of words that are as long as an answer that begins alike."""
-    for start, word in enumerate(words):
-        if word in lengths:
-            for length in lengths[word]:
-                yield " ".join(words[start : start + length])
 
 
 def _summarise(tasks: Sequence[Task], num_passages: int, found_answers: set[str], found_ids: set[str]) -> Audit:

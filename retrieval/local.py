@@ -1,8 +1,9 @@
-"""LocalRetriever: an index directory, searched in this process, without Ray."""
+"""Retrievers that answer in this process, without Ray: ``LocalRetriever`` searches an index directory,
+``ReplayRetriever`` answers from the searches that a run recorded, without an index, an encoder or a server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
+from retrieval.corpora.text import normalise
 from retrieval.indexes.manifest import Manifest, parse_options
 from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
@@ -50,53 +54,56 @@ class LocalRetriever:
             reranker: a cross-encoder, folder or hub name, that sorts the passages again; empty: none.
             options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``INDEX_TYPES``.
             shards: numbers of the shards to search, by default all.
-            load_encoder: without one, ``search_rows`` needs vectors.
+            load_encoder: without one, queries need vectors.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
             ConfigError: an unknown option, or shards given for an index that is not dense.
         """
-        self._directory = Path(index_dir)
-        self._num_threads = num_threads
-        self._reranker_name = reranker
-        self._dense_arguments: dict[str, Any] = {
+        self._arguments: dict[str, Any] = {
+            "num_threads": num_threads,
             "device": device,
             "options": dict(options or {}),
             "shards": None if shards is None else tuple(shards),
             "load_encoder": load_encoder,
         }
-        self._manifest = manifest = Manifest.read(self._directory)
+        self._directory = Path(index_dir)
+        self._reranker_name = reranker
+        self.manifest = manifest = Manifest.read(self._directory)
         self._options = parse_options(manifest.vector_type or manifest.index_type, options or {})
         if shards is not None and manifest.has_bm25:
             raise ConfigError(
                 f"{index_dir}: an index of type {manifest.index_type!r} cannot be searched by shards; search it whole"
             )
         manifest.check_files(self._directory)
-        self._corpus = Corpus.open(self._directory)
-        if len(self._corpus) != manifest.count:
+        self.corpus = Corpus.open(self._directory)
+        if len(self.corpus) != manifest.count:
             raise DataError(
-                f"{index_dir}: got {len(self._corpus)} passages, but the index was built over {manifest.count}; build "
+                f"{index_dir}: got {len(self.corpus)} passages, but the index was built over {manifest.count}; build "
                 "the index again"
             )
-        self.dense = self._open_dense()
+        self.dense: DenseRanker | None = None
         """The ranker of the vectors; None for an index without vectors."""
         self._ranker = self._open_ranker()
-        self._reranker = _open_reranker(reranker, device) if reranker else None
+        self._reranker: Reranker | None = None
+        if reranker:
+            from retrieval.encoders.reranker import Reranker  # with torch
+
+            self._reranker = Reranker.load(reranker, device=device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the constructor."""
-        make = partial(LocalRetriever, reranker=self._reranker_name, **self._dense_arguments)
-        return make, (self._directory, self._num_threads)
+        return partial(LocalRetriever, reranker=self._reranker_name, **self._arguments), (self._directory,)
 
     @property
     def version(self) -> str:
         """Name of the evidence: ``Manifest.version``, and the reranker's name behind it."""
-        version = self._manifest.version
+        version = self.manifest.version
         return f"{version}+{Path(self._reranker_name).name}" if self._reranker_name else version
 
     def info(self) -> dict[str, Any]:
         """Return the manifest, and its ``version``."""
-        return {**asdict(self._manifest), "version": self.version}
+        return {**asdict(self.manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Call ``search_batch``. The event loop waits meanwhile, so that a run in one process has one order."""
@@ -107,70 +114,105 @@ class LocalRetriever:
     ) -> list[list[Passage]]:
         """Return up to ``k`` passages for each query, best first, as ``Hits``: ``[len(queries)][<= min(k, corpus)]``.
 
-        A query without one word that encoder or inverted index know finds nothing. ``vectors`` are the queries,
-        float32 ``[len(queries), dimension]``, where something else has encoded them.
-
-        Raises:
-            ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
-            RetrievalError: encoder or reranker returned NaN or infinity.
+        A query without one word that encoder or inverted index know finds nothing. Arguments and errors are those of
+        ``rank``; ``RetrievalError`` also for a reranker that returns NaN or infinity.
         """
         if self._reranker is None:
             return self.search_rows(queries, k, vectors)[1]
-        _, found = self.search_rows(queries, max(_check_depth(k), self._options["rerank_candidates"]), vectors)
+        depth = max(k, self._options["rerank_candidates"]) if k > 0 else k  # which is refused there
+        found = self.search_rows(queries, depth, vectors)[1]
         return [Hits(passages, index_version=self.version) for passages in self._reranker.rerank(queries, found, k)]
 
     def search_rows(
         self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
     ) -> tuple[Ranking, list[list[Passage]]]:
-        """Return the best ``k`` rows of each query, before any reranking, and their passages.
+        """Return what ``rank`` does, and as ``Hits`` the passages of the rows that are not absent."""
+        ranking = self.rank(queries, k, vectors)
+        return ranking, list(to_hits(ranking, self.corpus.fields, self.version))
 
-        Rows are numbered as in the whole corpus. The passages, as ``Hits``, are those of the rows that are not absent,
-        scored as in the ranking. ``vectors``: float32 ``[len(queries), dimension]``, the queries encoded elsewhere.
+    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
+        """Return the best ``k`` rows of each query, before any reranking, numbered as in the whole corpus.
+
+        ``vectors``: float32 ``[len(queries), dimension]``, the queries encoded elsewhere.
 
         Raises:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
             RetrievalError: vectors with NaN or infinity.
         """
-        ranking = self.rank(queries, k, vectors)
-        return ranking, list(to_hits(ranking, self._corpus.fields, self.version))
-
-    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
-        """Return what ``search_rows`` does, without the passages."""
-        return self._ranker.rank(queries, _check_depth(k), vectors)
-
-    def encode(self, queries: list[str]) -> NDArray[np.float32]:
-        """Return the vectors of queries: float32 ``[len(queries), dimension]``; ``ValueError`` without an encoder."""
-        if self.dense is None:
-            raise ValueError(f"an index of type {self._manifest.index_type!r} has no encoder")
-        return self.dense.encoder.encode_queries(queries)
-
-    def _open_dense(self) -> DenseRanker | None:
-        if not self._manifest.is_dense:
-            return None
-        from retrieval.indexes.vector_index import DenseRanker  # with faiss; a client of a fleet needs neither
-
-        return DenseRanker(self._directory, self._manifest, num_threads=self._num_threads, **self._dense_arguments)
+        if k < 1:
+            raise ValueError(f"got k={k}, expected at least 1")
+        return self._ranker.rank(queries, k, vectors)
 
     def _open_ranker(self) -> Ranker:
-        if not self._manifest.has_bm25:
-            if self.dense is None:
-                raise DataError(f"{self._directory}: its manifest names no vectors and no words; build the index again")
-            return self.dense
-        from retrieval.indexes.bm25 import BM25Ranker, HybridRanker
+        rankers: list[Ranker] = []
+        if self.manifest.is_dense:
+            from retrieval.indexes.vector_index import DenseRanker  # with faiss; a client of a fleet needs neither
 
-        words = BM25Ranker(self._directory, self._manifest)
-        if self.dense is None:
-            return words
-        return HybridRanker([self.dense, words], depth=self._options["fusion_depth"])
+            self.dense = DenseRanker(self._directory, self.manifest, **self._arguments)
+            rankers.append(self.dense)
+        if self.manifest.has_bm25:
+            from retrieval.indexes.bm25 import BM25Ranker, HybridRanker
+
+            rankers.append(BM25Ranker(self._directory, self.manifest))
+            if self.dense is not None:
+                return HybridRanker(rankers, depth=self._options["fusion_depth"])
+        if not rankers:
+            raise DataError(f"{self._directory}: its manifest names no vectors and no words; build the index again")
+        return rankers[0]
 
 
-def _open_reranker(name: str, device: str) -> Reranker:
-    from retrieval.encoders.reranker import Reranker  # with torch
+class ReplayRetriever:
+    """Answers the queries of a recorded run. Pickles as its arguments."""
 
-    return Reranker.load(name, device=device)
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Read the records of a run; the options are ``{"run": DIR}``, a run directory.
+
+        Raises:
+            ConfigError: the option ``run`` is missing, or there is another one.
+            DataError: the run has no recorded searches, or a file of it cannot be read.
+        """
+        if set(options) != {"run"}:
+            raise ConfigError(
+                f"retrieval.options: got {sorted(options)} with type replay, expected {{run: DIR}}, a run directory"
+            )
+        self._options = dict(options)
+        directory = Path(options["run"]) / "trajectories"
+        self._found: dict[tuple[str, int], Hits] = {}
+        for record in _records(directory):
+            passages = map(Passage, record.passage_ids, record.titles, record.texts, record.scores)
+            self._found[normalise(record.query), record.k] = Hits(
+                passages, is_cached=record.is_cached, index_version=record.index_version
+            )
+        if not self._found:
+            raise DataError(
+                f"no recorded searches in {directory}; give a run with checkpointing.keep_trajectories in which at "
+                "least one trajectory searched"
+            )
+
+    def __reduce__(self) -> tuple[type[ReplayRetriever], tuple[Any, ...]]:
+        """Pickle as the arguments of the constructor."""
+        return ReplayRetriever, (self._options,)
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return what each query found in the recorded run; ``RetrievalError`` if it never asked for so many."""
+        answers: list[list[Passage]] = []
+        for query in queries:
+            found = self._found.get((normalise(query), k))
+            if found is None:
+                raise RetrievalError(
+                    f"the recorded run never asked for {k} passages for {query!r}; replay a run with this query and "
+                    "top_k"
+                )
+            answers.append(Hits(found, is_cached=found.is_cached, index_version=found.index_version))
+        return answers
 
 
-def _check_depth(k: int) -> int:
-    if k < 1:
-        raise ValueError(f"got k={k}, expected at least 1")
-    return k
+def _records(directory: Path) -> Iterator[RetrievalRecord]:
+    for path in sorted(directory.glob("*.arrow")):
+        try:
+            groups = read_trajectories(path)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            cause = one_line(error)
+            raise DataError(f"{path}: no trajectories of this version of the project ({cause})") from error
+        turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+        yield from (record for turn in turns for record in turn.retrievals)

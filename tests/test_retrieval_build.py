@@ -14,6 +14,7 @@ from encoder_world import change_json, write_modules, write_plain
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
+from retrieval.encoders.embedding import Workers
 from retrieval.encoders.encoder import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
@@ -39,7 +40,7 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_an_index_holds(index_dir: Path) -> None:
     files = {path.relative_to(index_dir).as_posix() for path in index_dir.rglob("*") if path.is_file()}
     assert {name for name in files if not name.startswith("encoder/")} == {
-        "manifest.json", "corpus.arrow", "corpus.ids", "shard-0000.faiss",
+        "manifest.json", "corpus.arrow", "shard-0000.faiss",
     }  # fmt: skip
     assert [path.name for path in index_dir.parent.iterdir()] == ["index"]
     info = index_info(index_dir)
@@ -83,7 +84,7 @@ def test_every_type_is_built_and_searched(tmp_path: Path, index_type: str, argum
         0: [], 1: [(0, 200)], 2: [(0, 100), (100, 100)], 3: [(0, 66), (66, 67), (133, 67)],
     }[num_shards]  # fmt: skip
     names = {file.name for file in manifest.files}
-    assert {"corpus.ids"} | {path.relative_to(out).as_posix() for path in (out / "bm25").glob("*")} == names
+    assert {path.relative_to(out).as_posix() for path in (out / "bm25").glob("*")} == names
 
 
 def test_shards_answer_as_one_index_does(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_arguments_are_checked_before_anything_is_made(tmp_path: Path) -> None:
         ({"num_shards": 0}, ConfigError, "got 0 shards .* expected at least 1"),
         ({"num_shards": 2, "index_type": "bm25"}, ConfigError, "got 2 shards .* expected 1, as it has no vectors"),
         ({"num_shards": 6}, ConfigError, "got 6 shards for 5 passages; ask for fewer"),
-        ({"device": "tpu5"}, ConfigError, "unknown device 'tpu5'"),
+        ({"workers": Workers(device="tpu5")}, ConfigError, "unknown device 'tpu5'"),
         ({"encoder": "./nowhere"}, DataError, "no encoder folder"),
         ({"encoder": ""}, DataError, "the encoder's name is empty"),
     ]:

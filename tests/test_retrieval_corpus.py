@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.corpora import corpus as corpus_module
-from retrieval.corpora.corpus import CORPUS_FILE, IDS_FILE, SCHEMA, Corpus, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, SCHEMA, Corpus, write_corpus
 
 
 def numbered(count: int) -> list[Passage]:
@@ -39,8 +38,8 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
     assert list(corpus) == passages
     assert len(corpus) == len(passages)
     assert corpus[-1] == passages[-1]
-    assert [corpus.row_of(passage.id) for passage in passages] == list(range(len(passages)))
-    assert sorted(path.name for path in directory.iterdir()) == [CORPUS_FILE, IDS_FILE]
+    assert corpus.known([*(passage.id for passage in passages), "absent!"]) == {passage.id for passage in passages}
+    assert [path.name for path in directory.iterdir()] == [CORPUS_FILE]
 
 
 def test_every_way_to_read_agrees(tmp_path: Path) -> None:
@@ -52,13 +51,11 @@ def test_every_way_to_read_agrees(tmp_path: Path) -> None:
     for part in (slice(10, 20), slice(None, None, -7), slice(4000, 9000), slice(9990, 20_000), slice(5, 5)):
         assert corpus[part] == passages[part]
     assert list(corpus) == passages
-    assert [corpus.row_of(passage.id) for passage in passages] == list(range(10_000))
+    assert corpus.known(["p7", "p9999", "p10000", ""]) == {"p7", "p9999"}
+    assert corpus.known([]) == set()
     for row in (10_000, -10_001):
         with pytest.raises(IndexError):
             corpus[row]
-    for absent in ("p10000", "", "\ud800"):
-        with pytest.raises(KeyError):
-            corpus.row_of(absent)
 
 
 def test_one_chunk_of_one_file(tmp_path: Path) -> None:
@@ -84,10 +81,7 @@ def test_ids_that_share_a_hash_are_told_apart(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(corpus_module, "hash_text", lambda text: (len(text) % 2) << 63)
     passages = numbered(300)
     write_corpus(passages, tmp_path)
-    corpus = Corpus.open(tmp_path)
-    assert [corpus.row_of(passage.id) for passage in passages] == list(range(300))
-    with pytest.raises(KeyError):
-        corpus.row_of("q5")
+    assert list(Corpus.open(tmp_path)) == passages
     with pytest.raises(DataError, match="'p5' is used twice, as passage 6 and passage 301"):
         write_corpus([*passages, passages[5], passages[8]], tmp_path)
 
@@ -116,19 +110,10 @@ def test_a_corpus_is_replaced_once_the_new_one_is_whole(tmp_path: Path) -> None:
 def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     write_corpus([Passage("\ud800", "", "\ud83d\ude00")], tmp_path)
     assert Corpus.open(tmp_path)[0] == Passage("\ufffd", "", "😀")
-    assert Corpus.open(tmp_path).row_of("\ud800") == 0
 
 
 def _cut(name: str, num_bytes: int) -> Callable[[Path], object]:
     return lambda d: (d / name).write_bytes((d / name).read_bytes()[:-num_bytes])
-
-
-def _swap(ids: np.ndarray) -> Callable[[Path], object]:
-    def swap(directory: Path) -> None:
-        with (directory / IDS_FILE).open("wb") as file:
-            np.save(file, ids)
-
-    return swap
 
 
 @pytest.mark.parametrize(
@@ -138,14 +123,6 @@ def _swap(ids: np.ndarray) -> Callable[[Path], object]:
         (_cut(CORPUS_FILE, 300), "not a whole Arrow file"),
         (lambda d: (d / CORPUS_FILE).write_bytes(b""), "not a whole Arrow file"),
         (lambda d: (d / CORPUS_FILE).write_text("something else"), "not a whole Arrow file"),
-        (lambda d: (d / IDS_FILE).unlink(), f"no file .*{IDS_FILE}"),
-        (_cut(IDS_FILE, 8), "not a whole file of ids"),
-        (lambda d: (d / IDS_FILE).write_bytes(b""), "not a whole file of ids"),
-        (lambda d: (d / IDS_FILE).write_bytes(b"PK\x03\x04 and so on"), "not a whole file of ids"),
-        (_swap(np.arange(299, dtype="<u8")), r"got uint64 of shape \(299,\), expected uint64 for 300 passages"),
-        (_swap(np.arange(300, dtype="<f8")), "got float64"),
-        (_swap(np.arange(300, dtype="<u8")), f"not the ids of {CORPUS_FILE}"),
-        (_swap(np.full(300, 2**64 - 1, "<u8")), f"not the ids of {CORPUS_FILE}"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
@@ -180,7 +157,7 @@ def run(script: str, *arguments: object) -> str:
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes fails every writer in turn, as a full disk does: spilled ids, spilled texts, Arrow."""
+    """A limit on file sizes fails every writer in turn, as a full disk does: spilled texts, Arrow, hashes."""
     printed = run(
         """
         import errno, os, resource, sys
@@ -234,8 +211,7 @@ MEASURE = """
     start = time.perf_counter()
     assert write_corpus(read_passages(folder / "c.json"), folder) == count
     taken = time.perf_counter() - start
-    corpus = Corpus.open(folder)
-    assert corpus.row_of(corpus[count // 2].id) == count // 2
+    assert len(Corpus.open(folder)) == count
     is_over.set()
     watcher.join()
     megabytes = (folder / "c.json").stat().st_size / 1e6
@@ -277,10 +253,10 @@ def test_an_open_corpus_costs_no_memory_a_passage(tmp_path: Path) -> None:
         def private():
             return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
 
-        Corpus.open(sys.argv[1]).row_of("p1")
+        Corpus.open(sys.argv[1]).take(range(100))
         before = private()
         corpora = [Corpus.open(sys.argv[1]) for _ in range(20)]
-        assert [corpus.row_of("p49999") for corpus in corpora] == [49_999] * 20
+        assert [corpus[49_999].id for corpus in corpora] == ["p49999"] * 20
         print(private() - before)
         """,
         tmp_path,

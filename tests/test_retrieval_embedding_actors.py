@@ -21,12 +21,12 @@ from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus, write_corpus
 from retrieval.encoders import embedding as embedding_fleet
-from retrieval.encoders.embedding import EmbeddingStore, StoreHeader, fill_store
+from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.encoders.encoder import Encoder, make_static_encoder
 
 pytestmark = pytest.mark.engine
 
-NUM_PASSAGES, ROWS_PER_SHARD = 3000, 16
+NUM_PASSAGES, ROWS_PER_SHARD, NUM_SHARDS = 3000, 16, 188
 
 
 class World:
@@ -48,7 +48,7 @@ class World:
         """Everything is there, and as this process encodes it."""
         assert store.missing() == []
         assert {path.name for path in store.directory.iterdir()} == {
-            "store.json", *(f"shard-{number:06d}.npy" for number in range(store.num_shards))
+            "store.json", *(f"shard-{number:06d}.npy" for number in range(NUM_SHARDS))
         }  # fmt: skip
         assert np.array_equal(vectors_of(store), self.vectors)
 
@@ -59,7 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def vectors_of(store: EmbeddingStore) -> NDArray[np.float32]:
-    return np.concatenate(list(store.blocks()))
+    return np.concatenate(list(StoredVectors(store, 0, store.header.count)))
 
 
 def actor_processes() -> list[int]:
@@ -89,22 +89,22 @@ def after_three_shards(act: Callable[[], None]) -> Callable[[int], None]:
 
 def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path)
-    fill_store(store, world.directory, world.encoder_dir)
+    fill_store(store, world.directory, world.encoder, Workers())
     world.check(store)
     (tmp_path / "shard-000005.npy").unlink()
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    fill_store(store, world.directory, "not even loaded", encoder=world.encoder)
+    fill_store(store, world.directory, world.encoder, Workers())
     world.check(store)
     assert {path.name for path in tmp_path.iterdir() if path.stat().st_mtime_ns not in kept.values()} == {
         "shard-000005.npy"
     }
-    fill_store(store, world.directory, "not even loaded")  # nothing is missing
+    fill_store(store, world.directory, world.encoder, Workers())  # nothing is missing
 
 
 def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:
     store = world.store(tmp_path, encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000; its files differ or changed"):
-        fill_store(store, world.directory, world.encoder_dir)
+        fill_store(store, world.directory, world.encoder, Workers())
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_actors_write_what_this_process_would(ray_local: ModuleType, world: Worl
     store.write(2, world.vectors[32:48])
     before = (tmp_path / "shard-000002.npy").stat().st_mtime_ns
     reported: list[int] = []
-    fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=reported.append)
+    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), reported.append)
     world.check(store)
     assert (tmp_path / "shard-000002.npy").stat().st_mtime_ns == before
     assert sum(reported) == store.header.count - len(store.rows(2))
@@ -131,8 +131,7 @@ def test_an_index_built_by_actors_is_the_same(ray_local: ModuleType, world: Worl
             passages,
             tmp_path / f"there-{len(encoder)}",
             encoder=encoder,
-            num_actors=2,
-            num_cpus_per_actor=0.5,
+            workers=Workers(2, 0.5),
             progress=False,
         )
         assert index_info(here) == index_info(there)
@@ -148,7 +147,7 @@ def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, 
         killed.append(actor_processes()[0])
         os.kill(killed[0], signal.SIGKILL)
 
-    fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=after_three_shards(kill))
+    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), after_three_shards(kill))
     assert killed
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
 
@@ -159,11 +158,11 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
     store = world.store(tmp_path)
     advance = after_three_shards(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        fill_store(store, world.directory, world.encoder_dir, 2, num_cpus_per_actor=0.5, advance=advance)
+        fill_store(store, world.directory, world.encoder, Workers(2, 0.5), advance)
     assert wait_for(lambda: not actor_processes(), 20)
     again = EmbeddingStore.create(tmp_path, store.header)
-    assert 0 < len(again.missing()) < again.num_shards
-    fill_store(again, world.directory, world.encoder_dir, encoder=world.encoder)
+    assert 0 < len(again.missing()) < NUM_SHARDS
+    fill_store(again, world.directory, world.encoder, Workers())
     world.check(again)
 
 
@@ -172,11 +171,11 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
 def test_what_an_actor_refuses_is_said_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     other = world.store(tmp_path / "a", encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000"):
-        fill_store(other, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
+        fill_store(other, world.directory, world.encoder, Workers(1, 0))
     store = world.store(tmp_path / "b")
     with pytest.raises(ConfigError, match="unknown dtype 'fp8'"):
-        fill_store(store, world.directory, world.encoder_dir, 1, num_cpus_per_actor=0, dtype="fp8")
-    assert len(store.missing()) == store.num_shards
+        fill_store(store, world.directory, world.encoder, Workers(1, 0, dtype="fp8"))
+    assert len(store.missing()) == NUM_SHARDS
 
 
 @pytest.mark.ray
@@ -185,14 +184,7 @@ def test_actors_that_cannot_start_are_not_waited_for(
 ) -> None:
     monkeypatch.setattr(embedding_fleet, "START_TIMEOUT_S", 0.5)
     with pytest.raises(FleetError, match=r"no actor with num_cpus=0, num_gpus=0\.25 started within 0\.5 s"):
-        fill_store(
-            world.store(tmp_path),
-            world.directory,
-            world.encoder_dir,
-            2,
-            num_cpus_per_actor=0,
-            num_gpus_per_actor=0.25,
-        )
+        fill_store(world.store(tmp_path), world.directory, world.encoder, Workers(2, 0, 0.25))
 
 
 @pytest.mark.ray
@@ -209,7 +201,7 @@ def test_actors_that_die_again_and_again_end_it(ray_local: ModuleType, world: Wo
     thread.start()
     try:
         with pytest.raises(FleetError, match="6 actors that encode the corpus died one after the other"):
-            fill_store(world.store(tmp_path), world.directory, world.encoder_dir, 1, num_cpus_per_actor=0)
+            fill_store(world.store(tmp_path), world.directory, world.encoder, Workers(1, 0))
     finally:
         stop.set()
         thread.join()

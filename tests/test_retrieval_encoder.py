@@ -105,7 +105,7 @@ def test_a_text_without_words_makes_no_encoder(tmp_path: Path) -> None:
 
 
 def test_a_title_counts_twice(encoder: Encoder) -> None:
-    assert encoder.pooling == "static"
+    assert encoder.plan.pooling == "static"
     title, text, both = encoder.encode_queries(["Ana Bell", "Riga", "Ana Bell Ana Bell Riga"])
     assert np.allclose(encoder.encode_passages([Passage("p", "Ana Bell", "Riga")])[0], both, atol=1e-6)
     assert both @ title > both @ text

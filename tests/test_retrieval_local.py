@@ -96,15 +96,15 @@ def test_rows_belong_to_their_passages(name: str, retrievers: dict[str, LocalRet
 
 def test_queries_encoded_elsewhere(retrievers: dict[str, LocalRetriever], index_dirs: dict[str, Path]) -> None:
     for name in ("flat", "hybrid"):
-        vectors = retrievers[name].encode(NAMES)
+        ranker = retrievers[name].dense
+        assert ranker is not None
+        vectors = ranker.encoder.encode_queries(NAMES)
         blind = LocalRetriever(index_dirs[name], load_encoder=False)
         assert blind.search_batch(NAMES, 2, vectors) == retrievers[name].search_batch(NAMES, 2)
         with pytest.raises(ValueError, match="without an encoder"):
             blind.search_batch(NAMES, 2)
         with pytest.raises(RetrievalError, match="shape"):
             blind.search_batch(NAMES, 2, vectors[:1])
-    with pytest.raises(ValueError, match="'bm25' has no encoder"):
-        retrievers["bm25"].encode(NAMES)
 
 
 def test_a_hybrid_query_of_unknown_vectors_falls_back_to_words(retrievers: dict[str, LocalRetriever]) -> None:
@@ -224,7 +224,6 @@ def _other_encoder(directory: Path) -> None:
         ),
         (lambda d: (d / "corpus.arrow").write_bytes(b"ARROW1"), r"corpus\.arrow: got 6 bytes"),
         (lambda d: (d / "corpus.arrow").unlink(), r"no .*corpus\.arrow"),
-        (lambda d: (d / "corpus.ids").unlink(), r"no .*corpus\.ids"),
         (lambda d: (d / "manifest.json").unlink(), r"manifest\.json is missing"),
         (lambda d: (d / "manifest.json").write_text("{"), "not valid JSON"),
         (lambda d: (d / "manifest.json").write_text("[]"), "format version None, expected 2"),

@@ -16,7 +16,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 from retrieval.base import Passage
-from retrieval.replay import ReplayRetriever
+from retrieval.local import ReplayRetriever
 
 PASSAGES = [Passage("p1", "Riga", "Riga lies in Latvia.", 0.5), Passage("p2", "Oslo", "Oslo lies in Norway.", 0.25)]
 

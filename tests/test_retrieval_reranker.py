@@ -134,7 +134,8 @@ def test_nothing_found_long_texts_and_odd_queries(reranker: Reranker) -> None:
 
 
 def test_half_precision_orders_alike(folder: Path, reranker: Reranker) -> None:
-    half = Reranker.load(folder, dtype="bfloat16").rerank(QUERIES, FOUND, 7)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16)
+    half = Reranker(model, AutoTokenizer.from_pretrained(folder), MAX_POSITIONS, "cpu").rerank(QUERIES, FOUND, 7)
     for expected, found in zip(reranker.rerank(QUERIES, FOUND, 7), half, strict=True):
         scores = {passage.id: passage.score for passage in expected}
         assert {p.id: p.score for p in found} == pytest.approx(scores, rel=0.05, abs=0.05)

@@ -21,8 +21,8 @@ def test_long_passages_become_pieces_with_the_title() -> None:
     ]
 
 
-def test_a_hundred_words_are_one_piece_by_default() -> None:
-    pieces = list(split_passages([Passage("a", "A", "w " * 100), Passage("b", "B", "w " * 101)]))
+def test_a_passage_of_as_many_words_is_one_piece() -> None:
+    pieces = list(split_passages([Passage("a", "A", "w " * 100), Passage("b", "B", "w " * 101)], 100))
     assert [(piece.id, len(piece.text.split())) for piece in pieces] == [("a", 100), ("b#0", 100), ("b#1", 1)]
 
 

@@ -50,6 +50,7 @@ def build(
     from cluster.session import Session
     from retrieval.build import build_index, building_dir, index_info
     from retrieval.corpora.readers import read_passages
+    from retrieval.encoders.embedding import Workers
 
     settings: dict[str, Any] = {
         "encoder": encoder,
@@ -57,8 +58,7 @@ def build(
         "vector_type": vector_type,
         "num_shards": num_shards,
         "options": parse_options(option),
-        "device": device,
-        "num_actors": num_actors,
+        "workers": Workers(num_actors, device=device),
         "restart": restart,
     }
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
@@ -119,9 +119,7 @@ def evaluate(
     from retrieval.evaluation import evaluate_index
 
     loaded = load_tasks(tasks)
-    found = evaluate_index(
-        index, loaded.tasks, exact=exact or None, latency=True, reranker=reranker, options=parse_options(option)
-    )
+    found = evaluate_index(index, loaded.tasks, exact=exact, reranker=reranker, options=parse_options(option))
     if as_json:
         print_json(found)
         return
@@ -140,7 +138,7 @@ def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False)
 
     found = audit_corpus(Corpus.open(index), load_tasks(tasks).tasks)
     if as_json:
-        print_json(found.to_dict())
+        print_json(asdict(found))
     else:
         print_line(str(found))
 

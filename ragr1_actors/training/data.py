@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +26,9 @@ from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
-from retrieval.evaluation import evaluate_index
+from retrieval.evaluation import supporting_recall
 from retrieval.indexes.manifest import Manifest
+from retrieval.local import LocalRetriever
 
 WORLD = "world"
 TINY = "tiny"
@@ -75,7 +77,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     index_dir = prepare_index(config, run_dir)
     recall = {}
     if index_dir is not None and any(task.supporting_ids for task in evaluation):
-        recall = evaluate_index(index_dir, evaluation)
+        recall = supporting_recall(LocalRetriever(index_dir, os.cpu_count() or 1), evaluation)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
     return Workspace(train, evaluation, index_dir, policy_dir, _demonstrate(environment), recall, notes)
 

@@ -25,7 +25,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -53,38 +53,35 @@ class RecordError(ValueError):
 class Namer:
     """Ids for passages that have none, and the paragraphs seen before.
 
-    Neither titles nor texts are kept, only their hashes: 18 to 36 bytes a title, and as much a paragraph where
-    paragraphs repeat. Should two titles share a hash (see ``hash_text``), the second becomes ``title#2``; should two
+    Only hashes are kept. Should two titles share one (see ``hash_text``), the second becomes ``title#2``; should two
     paragraphs, the second is left out.
     """
 
     def __init__(self) -> None:
-        """Know no title."""
+        """Know no title and no paragraph."""
         self._uses = HashTable()
         self._paragraphs = HashTable()
 
     def name(self, title: str) -> str:
         """Return an id not returned before: the title, ``title#2`` from its second use on; ``#1`` for an empty one."""
-        uses = self._use(title)
+        uses = _count(self._uses, title)
         if title and uses == 1:
             return title
-        while self._use(name := f"{title}#{uses}") > 1:  # another passage has this name as its title
-            uses = self._use(title)
+        while _count(self._uses, name := f"{title}#{uses}") > 1:  # another passage has this name as its title
+            uses = _count(self._uses, title)
         return name
 
     def is_new(self, title: str, text: str) -> bool:
         """Return whether this paragraph comes for the first time."""
-        key = hash_text(f"{title}\0{text}")
-        if self._paragraphs.get(key):
-            return False
-        self._paragraphs.set(key, 1)
-        return True
+        return _count(self._paragraphs, f"{title}\0{text}") == 1
 
-    def _use(self, title: str) -> int:
-        key = hash_text(title)
-        uses = self._uses.get(key) + 1
-        self._uses.set(key, uses)
-        return uses
+
+def _count(table: HashTable, text: str) -> int:
+    """Count a text, and return how often it has come."""
+    key = hash_text(text)
+    times = table.get(key) + 1
+    table.set(key, times)
+    return times
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +184,8 @@ SHAPES = {
 }
 
 
-def passages_of(record: Any, shapes: tuple[str, ...], namer: Namer) -> Iterator[Passage]:
-    """Yield the passages of a record that must have one of some shapes, named by keys of ``SHAPES``.
-
-    Raises:
-        RecordError: it has none of them, or more than one.
-    """
+def _shape_of(record: Any, shapes: tuple[str, ...]) -> Shape:
+    """Return the one of some shapes that a record has; ``RecordError`` if it has none of them, or more than one."""
     if not isinstance(record, dict):
         raise RecordError(f"got a JSON {type(record).__name__}, expected an object with title and text")
     fitting = [name for name in shapes if SHAPES[name].fits(record)]
@@ -204,7 +197,7 @@ def passages_of(record: Any, shapes: tuple[str, ...], namer: Namer) -> Iterator[
         raise RecordError(
             f"got keys {_shown(sorted(record))}, which could be {_looks(fitting)}; name the corpus format"
         )
-    return SHAPES[fitting[0]].passages(record, namer)
+    return SHAPES[fitting[0]]
 
 
 def _passage(record: Record, title: str, text: str, namer: Namer) -> Passage:
@@ -324,7 +317,10 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     is_header = set(_COLUMNS) <= {cell.strip('"\r\n ') for cell in text.split("\t")}
     if corpus_format == "auto" and (suffix == ".tsv" or is_header):
         return "table"
-    record = _try_parse(text) if text.startswith("{") else None
+    record = None
+    if text.startswith("{"):
+        with suppress(ValueError, RecursionError):
+            record = _DECODER.decode(text)
     # In HotpotQA's one object a passage called "text" maps to a list, which is not a record either.
     if suffix == ".jsonl" or (isinstance(record, dict) and any(shape.fits(record) for shape in SHAPES.values())):
         return "lines"
@@ -338,7 +334,12 @@ def _read_table(file: BinaryIO, path: Path) -> Iterator[Passage]:
     try:
         for row in filter(None, rows):
             if not columns:
-                columns = _columns(row, path)
+                if sorted(row) != sorted(_COLUMNS):
+                    shown = ", ".join(row)[:200]
+                    raise DataError(
+                        f"{path}, line 1: got the columns {shown!r}, expected a header of {', '.join(_COLUMNS)}"
+                    )
+                columns = [row.index(name) for name in _COLUMNS]
             elif len(row) == len(_COLUMNS):
                 passage_id, text, title = (row[column] for column in columns)
                 yield Passage(passage_id, title, text)
@@ -350,19 +351,14 @@ def _read_table(file: BinaryIO, path: Path) -> Iterator[Passage]:
         ) from error
 
 
-def _columns(header: list[str], path: Path) -> list[int]:
-    """Return where id, text and title stand."""
-    if sorted(header) != sorted(_COLUMNS):
-        shown = ", ".join(header)[:200]
-        raise DataError(f"{path}, line 1: got the columns {shown!r}, expected a header of {', '.join(_COLUMNS)}")
-    return [header.index(name) for name in _COLUMNS]
-
-
 def _read_lines(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passage]:
     namer = Namer()
     for number, line in _text_lines(file, path):
         if line.strip():
-            record = _parse_line(line, path, number)
+            try:
+                record = _DECODER.decode(line)
+            except (ValueError, RecursionError) as error:
+                raise _not_json(path, number, _cause(error)) from error
             yield from _placed(record, corpus_format, namer, f"{path}, line {number}")
 
 
@@ -402,7 +398,7 @@ def _read_object(stream: JsonStream, path: Path) -> Iterator[Passage]:
 def _placed(record: Any, corpus_format: str, namer: Namer, where: str) -> Iterator[Passage]:
     """Yield the passages of a record; an error names the line or the entry."""
     try:
-        yield from passages_of(record, CORPUS_FORMATS[corpus_format], namer)
+        yield from _shape_of(record, CORPUS_FORMATS[corpus_format]).passages(record, namer)
     except RecordError as error:
         raise DataError(f"{where}: {error}") from error
 
@@ -437,22 +433,6 @@ def _text_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
             raise _not_utf8(path, number, error.start) from error
 
 
-def _parse_line(line: str, path: Path, number: int) -> Any:
-    """Return the JSON value of line ``number``. ``DataError``: no JSON, a key used twice, or nested too deep."""
-    try:
-        return _DECODER.decode(line)
-    except (ValueError, RecursionError) as error:
-        raise _not_json(path, number, _cause(error)) from error
-
-
-def _try_parse(line: str) -> Any:
-    """Return the JSON value of a line, ``None`` where it is not a whole one."""
-    try:
-        return _DECODER.decode(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 class JsonStream:
     """One JSON value in a file, an entry at a time: memory holds a chunk or an entry, whichever is longer."""
 
@@ -462,7 +442,6 @@ class JsonStream:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._buffer, self._position = "", 0
         self._line = 1  # where the buffer begins
-        self._num_bytes = self._num_newlines = 0  # read so far
         self._is_end = False
 
     def peek(self) -> str:
@@ -476,7 +455,7 @@ class JsonStream:
                 return ""
 
     def value(self) -> Any:
-        """Return the value that begins at the next character. Errors: as of ``_parse_line``, or it is too long."""
+        """Return the value that begins at the next character. ``DataError``: no JSON, a key twice, too deep or long."""
         self.peek()
         while True:
             try:
@@ -496,16 +475,12 @@ class JsonStream:
 
     def elements(self) -> Iterator[Any]:
         """Yield the elements of the list that begins at the next character, and see that nothing follows it."""
-        is_more = self._enter("]")
-        while is_more:
+        for _ in self._entries("]"):
             yield self.value()
-            is_more = self._goes_on("]")
-        self._expect_end()
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield the keys and values of the object that begins at the next character; repeated keys are yielded too."""
-        is_more = self._enter("}")
-        while is_more:
+        for _ in self._entries("}"):
             if self.peek() != '"':
                 raise self._error("Expecting property name enclosed in double quotes", self._position)
             key = self.value()
@@ -513,24 +488,21 @@ class JsonStream:
                 raise self._error("Expecting ':' delimiter", self._position)
             self._position += 1
             yield key, self.value()
-            is_more = self._goes_on("}")
-        self._expect_end()
 
-    def _enter(self, closing: str) -> bool:
+    def _entries(self, closing: str) -> Iterator[None]:
+        """Stop before every entry of the list or object that begins at the next character."""
         self.peek()
         self._position += 1
-        is_empty = self.peek() == closing
-        self._position += is_empty
-        return not is_empty
-
-    def _goes_on(self, closing: str) -> bool:
-        mark = self.peek()
-        if mark not in (",", closing):
-            raise self._error("Expecting ',' delimiter", self._position)
-        self._position += 1
-        return mark == ","
-
-    def _expect_end(self) -> None:
+        mark = ","
+        if self.peek() == closing:
+            mark = closing
+            self._position += 1
+        while mark == ",":
+            yield
+            mark = self.peek()
+            if mark not in (",", closing):
+                raise self._error("Expecting ',' delimiter", self._position)
+            self._position += 1
         if self.peek():
             raise self._error("Extra data", self._position)
 
@@ -545,20 +517,13 @@ class JsonStream:
         # As much again as is kept: an entry of any length is parsed a few times, not once a chunk.
         data = self._file.read(max(_CHUNK, len(kept)))
         self._is_end = not data
-        self._buffer, self._position = kept + self._decode(data), 0
-        return True
-
-    def _decode(self, data: bytes) -> str:
         try:
-            text = self._decoder.decode(data, final=not data)
+            self._buffer, self._position = kept + self._decoder.decode(data, final=not data), 0
         except UnicodeDecodeError as error:
-            line = 1 + self._num_newlines + error.object.count(b"\n", 0, error.start)
+            line = self._line + kept.count("\n") + error.object.count(b"\n", 0, error.start)
             # The object is this chunk and the bytes of a character that was cut before it.
-            byte = self._num_bytes + len(data) - len(error.object) + error.start
-            raise _not_utf8(self._path, line, byte) from error
-        self._num_bytes += len(data)
-        self._num_newlines += data.count(b"\n")
-        return text
+            raise _not_utf8(self._path, line, self._file.tell() - len(error.object) + error.start) from error
+        return True
 
     def _error(self, cause: str, position: int) -> DataError:
         return _not_json(self._path, self._line + self._buffer.count("\n", 0, position), cause)

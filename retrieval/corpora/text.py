@@ -27,6 +27,14 @@ def valid_unicode(text: str) -> str:
     return text
 
 
+def normalise(query: str) -> str:
+    r"""Return the query with single spaces: ``" Ana\n Bell "`` and ``"Ana Bell"`` are the same query.
+
+    Case is kept, since an encoder may distinguish it.
+    """
+    return " ".join(query.split())
+
+
 def hash_text(text: str) -> int:
     """Return 64 bits of BLAKE2b of a valid text, the same in every process and on every machine, never 0.
 
@@ -121,13 +129,12 @@ def word_settings() -> dict[str, Any]:
     return {"pattern": _WORD.pattern, "stemmer": f"{_LANGUAGE} {version}", "stop_words": sorted(STOP_WORDS)}
 
 
-DEFAULT_WORDS = 100
 MAX_WORDS = 1_000_000
 
 _NUMBERED = re.compile(r"#[0-9]+\Z")
 
 
-def split_passages(passages: Iterable[Passage], num_words: int = DEFAULT_WORDS) -> Iterator[Passage]:
+def split_passages(passages: Iterable[Passage], num_words: int) -> Iterator[Passage]:
     """Cut passages into pieces of at most ``num_words`` words, none of them empty.
 
     Pieces keep the title and the white space between their words, and are named ``id#0``,

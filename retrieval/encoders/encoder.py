@@ -1,8 +1,8 @@
-"""Text to vectors. With ``static_encoder``, the only door to sentence_transformers.
+"""Text to vectors. The only door to sentence_transformers.
 
 ::
 
-    folder ─► plan: pooling, prompts (encoder_families) ─► model
+    folder ─► plan: pooling, prompts (families) ─► model
     texts ─► prompt ─► token ids ─► batches of similar length ─► model's modules ─► length 1
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.md"]
 _NO_HUB = ["onnx/*", "openvino/*"]
 _NO_LIMIT = 2**20
 """Tokens; a tokenizer without a limit says 10**30."""
+_Batch = tuple[list[int], dict[str, torch.Tensor]]
+"""Positions of texts in a request, and what the model's first module takes: tensors of as many rows."""
 # What the libraries raise for a damaged folder depends on where the damage is.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
@@ -57,13 +59,6 @@ _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Runtim
 def passage_text(passage: Passage, title_repeats: int = 1) -> str:
     """Return the text that is encoded for a passage: its title on a line, then its text."""
     return f"{passage.title}\n" * title_repeats + passage.text
-
-
-class _Batch(NamedTuple):
-    positions: list[int]
-    """Positions of the texts in the request."""
-    features: dict[str, torch.Tensor]
-    """What the model's first module takes: tensors of ``len(positions)`` rows."""
 
 
 class Encoder:
@@ -76,12 +71,7 @@ class Encoder:
         self._tokens = _Tokens(first, plan) if isinstance(first, Transformer) else None
         self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
         self.name = name
-        self.pooling = plan.pooling
-        """Which token's vector is the text's: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
-        self.query_prompt, self.passage_prompt = plan.query_prompt, plan.passage_prompt
-        """The texts before every query and every passage."""
-        self.notes = plan.notes
-        """Where pooling and prompts are from, as far as they are not simply the folder's own."""
+        self.plan = plan
         self.fingerprint = fingerprint
         """Hash of the model's files, pooling and prompts: two encoders of one fingerprint give the same vectors."""
         dimension = model.get_embedding_dimension()
@@ -94,10 +84,8 @@ class Encoder:
     def load(cls, name_or_path: str | Path, *, device: str = "cpu", dtype: str = "auto") -> Encoder:
         """Load a sentence-transformers folder, or a model by its hub name.
 
-        Args:
-            name_or_path: a folder; of transformers alone only where its family is known, see ``encoder_families``.
-            device: ``cpu`` or ``cuda``.
-            dtype: of the weights, a key of ``DTYPES``; ``auto`` is float16 on a GPU and float32 elsewhere.
+        A folder of transformers alone is loaded only where its family is known, see ``families``. ``device`` is ``cpu``
+        or ``cuda``; ``dtype``, of the weights, a key of ``DTYPES`` or ``auto``: float16 on a GPU and float32 elsewhere.
 
         Raises:
             DataError: neither a folder of a model nor a model of the hub (or of its cache, without a network), a
@@ -105,7 +93,7 @@ class Encoder:
             ConfigError: no such device or dtype.
         """
         name = str(name_or_path)
-        weights_dtype = _weights_dtype(dtype, _check_device(device))
+        weights_dtype = _weights_dtype(dtype, device)
         folder = _find(name)
         plan = plan_encoder(folder, name)
         try:
@@ -127,15 +115,16 @@ class Encoder:
         return cls(model, name, plan, _fingerprint(folder, plan))
 
     def encode_queries(self, queries: list[str]) -> NDArray[np.float32]:
-        """Encode queries, each behind ``query_prompt``: float32 ``[len(queries), dimension]``.
+        """Encode queries, each behind its prompt: float32 ``[len(queries), dimension]``.
 
         A query of more tokens than the model takes is cut off there. Raises ``DataError`` for NaN or infinity.
         """
-        return self._encode(queries, self.query_prompt)
+        return self._encode(queries, self.plan.query_prompt)
 
     def encode_passages(self, passages: list[Passage]) -> NDArray[np.float32]:
-        """Encode passages, each behind ``passage_prompt``: float32 ``[len(passages), dimension]``; errors as above."""
-        return self._encode([passage_text(passage, self._title_repeats) for passage in passages], self.passage_prompt)
+        """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; errors as above."""
+        texts = [passage_text(passage, self._title_repeats) for passage in passages]
+        return self._encode(texts, self.plan.passage_prompt)
 
     def _encode(self, texts: list[str], prompt: str) -> NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dimension), np.float32)
@@ -163,7 +152,7 @@ class Encoder:
             return
         for start in range(0, len(texts), _STATIC_BATCH):
             batch = texts[start : start + _STATIC_BATCH]
-            yield _Batch(list(range(start, start + len(batch))), self._model.preprocess(batch))
+            yield list(range(start, start + len(batch))), self._model.preprocess(batch)
 
     def _check_finite(self, vectors: NDArray[np.float32], texts: list[str]) -> None:
         is_finite = np.isfinite(vectors).all(axis=1)
@@ -200,7 +189,7 @@ class _Tokens:
         for batch in batch_by_length(lengths, _MAX_TOKENS[kind], _SPARE_TOKENS[kind]):
             positions = [position for position in batch if lengths[position]]
             if positions:
-                yield _Batch(positions, self._pad(ids, positions, [lengths[position] for position in positions]))
+                yield positions, self._pad(ids, positions, [lengths[position] for position in positions])
 
     def _ids(self, texts: list[str]) -> dict[str, list[list[int]]]:
         end = self._end
@@ -225,24 +214,15 @@ class _Tokens:
         return features
 
 
-def set_encoder_threads(num_threads: int) -> None:
-    """Set torch's threads. They are the whole process's: only a process that does nothing but retrieve may call it."""
-    torch.set_num_threads(num_threads)
-
-
-def _check_device(device: str) -> torch.device:
+def _weights_dtype(dtype: str, device: str) -> torch.dtype:
     try:
-        found = torch.device(device)
+        is_gpu = torch.device(device).type == "cuda"
     except RuntimeError as error:
         raise ConfigError(f"unknown device {device!r}; expected cpu or cuda") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if is_gpu and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} of the encoder: torch sees no GPU here; use cpu")
-    return found
-
-
-def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
+        return torch.float16 if is_gpu else torch.float32
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r} of an encoder; expected auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -360,13 +340,10 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-STATIC_DIMENSION = 512
 _UNKNOWN = "[UNK]"
 
 
-def make_static_encoder(
-    directory: str | Path, texts: Iterable[str], *, dimension: int = STATIC_DIMENSION, seed: int = 0
-) -> Path:
+def make_static_encoder(directory: str | Path, texts: Iterable[str], *, dimension: int = 512, seed: int = 0) -> Path:
     """Write a sentence-transformers folder that matches words, made from ``texts`` alone: nothing is downloaded.
 
     Every word of ``texts`` gets a random direction with the length of its inverse document frequency, so the inner
@@ -413,13 +390,10 @@ def make_static_encoder(
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) -> list[list[int]]:
-    """Cut texts into batches, longest first.
+    """Cut texts of so many tokens into batches of positions in ``lengths``, longest first and equal lengths in order.
 
     A batch ends where it would hold more than ``max_tokens``, or more padding than ``spare_tokens``: from there on,
-    more padding would cost more than another batch.
-
-    Returns positions in ``lengths`` (tokens of the texts), one list per batch; every position once, equal lengths in
-    order. A text longer than ``max_tokens`` is a batch on its own.
+    more padding would cost more than another batch. A text longer than ``max_tokens`` is a batch on its own.
     """
     batches: list[list[int]] = []
     longest = padding = 0

@@ -13,14 +13,15 @@ find less. So each choice is read from a file or from the table below; there is 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.files import read_json_as
 
+T = TypeVar("T")
 MODULES_FILE = "modules.json"
 STATIC_POOLING = "static"
 _SETTINGS_FILE = "config_sentence_transformers.json"
@@ -52,11 +53,6 @@ class Family:
     query_prompt: str = ""
     passage_prompt: str = ""
 
-    @property
-    def ends_texts(self) -> bool:
-        """Whether the last token, whose vector counts, is the end-of-text token."""
-        return self.pooling == "lasttoken"
-
 
 # From the model cards of intfloat, BAAI, thenlper, Alibaba-NLP and sentence-transformers, whose code reads
 # `average_pool`, `last_hidden_state[:, 0]` or `last_token_pool`; FlagEmbedding's table of embedders says the same. The
@@ -84,15 +80,32 @@ class EncoderPlan:
     pooling: str
     """``mean``, ``cls``, ``lasttoken``, ``static``; several, as ``cls+mean``, stand side by side in the vector."""
     query_prompt: str
+    """Stands before every query."""
     passage_prompt: str
     is_plain: bool
     """Whether the folder is of transformers alone, so that the pooling has to be added."""
     ends_texts: bool
-    """Whether every text must end with the end-of-text token."""
+    """Whether every text must end with the end-of-text token, whose vector counts."""
     module_folders: tuple[str, ...]
     """Relative to the folder; what the model is made of."""
     notes: tuple[str, ...]
     """What a user may want to know: which choices were not the folder's own."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """An entry of ``modules.json``."""
+
+    type: str
+    path: str
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is read of ``config_sentence_transformers.json``."""
+
+    model_type: str = "SentenceTransformer"
+    prompts: dict[str, str | None] | None = None
 
 
 def plan_encoder(folder: Path, name: str) -> EncoderPlan:
@@ -103,7 +116,7 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
     Raises:
         DataError: no encoder, a broken file, a pooling that is unknown or not the family's, or two families.
     """
-    config = _read_json(folder / _CONFIG_FILE, dict) if (folder / _CONFIG_FILE).is_file() else {}
+    config = _read(dict[str, Any], folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
     if not config and not (folder / MODULES_FILE).is_file():
         raise DataError(
             f"encoder {name!r} is no model: {folder} holds neither {MODULES_FILE} nor {_CONFIG_FILE}; give the folder "
@@ -120,16 +133,15 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
         )
     notes = (f"pooling {family.pooling!r} and prompts of the {family.name} family: the folder names none",)
     prompts = (family.query_prompt, family.passage_prompt)
-    return EncoderPlan(family.pooling, *prompts, True, family.ends_texts, ("",), notes)
+    return EncoderPlan(family.pooling, *prompts, True, family.pooling == "lasttoken", ("",), notes)
 
 
 def _plan_modules(folder: Path, name: str, family: Family | None) -> EncoderPlan:
-    settings = _read_json(folder / _SETTINGS_FILE, dict) if (folder / _SETTINGS_FILE).is_file() else {}
-    model_type = settings.get("model_type", "SentenceTransformer")
-    if model_type != "SentenceTransformer":
-        raise DataError(f"encoder {name!r} is a {model_type}; give a model that makes one vector of a text")
-    modules = _read_json(folder / MODULES_FILE, list)
-    pooling, module_folders = _read_pooling(folder, name, modules)
+    settings = _read(_Settings, folder / _SETTINGS_FILE) if (folder / _SETTINGS_FILE).is_file() else _Settings()
+    if settings.model_type != "SentenceTransformer":
+        raise DataError(f"encoder {name!r} is a {settings.model_type}; give a model that makes one vector of a text")
+    modules = _read(list[_Module], folder / MODULES_FILE)
+    pooling = _read_pooling(folder, name, modules)
     if pooling == STATIC_POOLING:
         family = None
     if family is not None and pooling != family.pooling:
@@ -138,42 +150,22 @@ def _plan_modules(folder: Path, name: str, family: Family | None) -> EncoderPlan
             f"{family.pooling!r}; correct its pooling, or if it was trained so, keep the family's name out of its "
             f"folder, {_CONFIG_FILE} and {_CARD_FILE}"
         )
-    prompts = settings.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+    chosen, notes = _choose_prompts(settings.prompts or {}, family)
+    ends_texts = family is not None and pooling == "lasttoken"
+    return EncoderPlan(pooling, *chosen, False, ends_texts, tuple(module.path for module in modules), notes)
+
+
+def _read_pooling(folder: Path, name: str, modules: list[_Module]) -> str:
+    kinds = [module.type.rpartition(".")[2] for module in modules]
+    if "StaticEmbedding" in kinds:
+        return STATIC_POOLING
+    if "Pooling" not in kinds:
         raise DataError(
-            f"{folder / _SETTINGS_FILE}: got prompts {prompts!r}, expected a text for each name; correct them"
+            f"encoder {name!r} names no pooling: its modules are {', '.join(kinds) or 'none'}; give a model with a "
+            "Pooling or a StaticEmbedding module"
         )
-    chosen, notes = _choose_prompts(prompts, family)
-    ends_texts = family is not None and family.ends_texts
-    return EncoderPlan(pooling, *chosen, False, ends_texts, module_folders, notes)
-
-
-def _read_pooling(folder: Path, name: str, modules: list[Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the pooling that the folder names, and the folders of all modules."""
-    pooling = ""
-    module_folders = []
-    for module in modules:
-        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
-            raise DataError(
-                f"{folder / MODULES_FILE}: got {module!r}, expected a module's type and path; copy it again"
-            )
-        module_folders.append(module["path"])
-        kind = module["type"].rpartition(".")[2]
-        if kind == "Pooling":
-            pooling = _read_mode(folder / module["path"] / _CONFIG_FILE)
-        elif kind == "StaticEmbedding":
-            pooling = STATIC_POOLING
-    if not pooling:
-        kinds = ", ".join(module["type"].rpartition(".")[2] for module in modules)
-        raise DataError(
-            f"encoder {name!r} names no pooling: its modules are {kinds or 'none'}; give a model with a Pooling or a "
-            "StaticEmbedding module"
-        )
-    return pooling, tuple(module_folders)
-
-
-def _read_mode(path: Path) -> str:
-    config = _read_json(path, dict)
+    path = folder / modules[kinds.index("Pooling")].path / _CONFIG_FILE
+    config = _read(dict[str, Any], path)
     modes = config.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if config.get(key)]
     if isinstance(modes, str):
         modes = [modes]
@@ -206,17 +198,14 @@ def _recognise(folder: Path, name: str, config: dict[str, Any]) -> Family | None
     """Return the family that the model's names tell, all of them the same one."""
     found: dict[str, str] = {}
     for source, text in _names(folder, name, config):
-        family = next((each for each in FAMILIES if _is_named(each, text)), None)
-        if family is not None:
-            found.setdefault(family.name, f"{source} {text!r}")
+        for family in FAMILIES:
+            if re.search(rf"(?<![a-z0-9])({family.pattern})(?![a-z0-9])", text.lower()):
+                found.setdefault(family.name, f"{source} {text!r}")
+                break
     if len(found) > 1:
         told = " and ".join(f"{family} by its {source}" for family, source in found.items())
         raise DataError(f"encoder {name!r} names two families, {told}; correct the wrong one")
     return next((each for each in FAMILIES if each.name in found), None)
-
-
-def _is_named(family: Family, text: str) -> bool:
-    return re.search(rf"(?<![a-z0-9])({family.pattern})(?![a-z0-9])", text.lower()) is not None
 
 
 def _names(folder: Path, name: str, config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -242,11 +231,8 @@ def _titles(card: str) -> list[str]:
     return [title for title in titles if re.fullmatch(r"[\w./-]+", title)]
 
 
-def _read_json(path: Path, kind: type[Any]) -> Any:
+def _read(kind: type[T], path: Path) -> T:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not readable JSON ({one_line(error)}); copy the encoder again") from error
-    if not isinstance(content, kind):
-        raise DataError(f"{path}: got {type(content).__name__}, expected {kind.__name__}; copy the encoder again")
-    return content
+        return read_json_as(kind, path)
+    except DataError as error:
+        raise DataError(f"{error}; copy the encoder again") from error

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ragr1_actors.core.errors import DataError, RetrievalError, one_line
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.encoders.encoder import DTYPES, batch_by_length
+from retrieval.encoders.encoder import batch_by_length, passage_text
 
 MAX_TOKENS = 512
 """Length of a query and a passage together; longer pairs are cut, the longer text first."""
@@ -43,13 +43,10 @@ class Reranker:
         self._device = device
 
     @classmethod
-    def load(cls, name_or_path: str | Path, *, device: str = "cpu", dtype: str = "auto") -> Reranker:
+    def load(cls, name_or_path: str | Path, *, device: str = "cpu") -> Reranker:
         """Load a transformers model for sequence classification with one label, such as sentence-transformers saves.
 
-        Args:
-            name_or_path: a folder, or a hub name.
-            device: ``cpu`` or ``cuda``.
-            dtype: ``float32``, ``float16``, ``bfloat16``, or ``auto``: float16 on a GPU, else float32.
+        ``name_or_path`` is a folder or a hub name. The weights are float32 on ``cpu`` and float16 on ``cuda``.
 
         Raises:
             DataError: no such model, a damaged one, or one that does not score pairs.
@@ -57,14 +54,13 @@ class Reranker:
         name = str(name_or_path)
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
             raise DataError(f"no reranker folder {name}; give the folder of a cross-encoder or a hub name")
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "float16"
+        dtype = torch.float32 if device == "cpu" else torch.float16
         try:
             config = AutoConfig.from_pretrained(name)
             _check_kind(name, config)
             tokenizer = AutoTokenizer.from_pretrained(name)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=DTYPES[dtype], output_loading_info=True
+                name, dtype=dtype, output_loading_info=True
             )
         except DataError:
             raise
@@ -81,15 +77,10 @@ class Reranker:
     def rerank(self, queries: list[str], found: Sequence[Sequence[Passage]], k: int) -> list[list[Passage]]:
         """Return the best ``k`` of the passages found for each query, best first, equal scores in their former order.
 
-        All pairs are scored together, equal ones once.
-
-        ``found``, ``[len(queries)]``, holds the passages of each query; the result is ``[len(queries)][<= k]``, with
-        the scores of this model.
-
-        Raises:
-            RetrievalError: the model's scores are no numbers.
+        All pairs are scored together, equal ones once. ``found`` is ``[len(queries)]``, the result
+        ``[len(queries)][<= k]`` with the scores of this model. Raises ``RetrievalError``: these are no numbers.
         """
-        texts = [[_pair_text(passage) for passage in passages] for passages in found]
+        texts = [[passage_text(p, title_repeats=1 if p.title else 0) for p in passages] for passages in found]
         pairs = list(dict.fromkeys((query, text) for query, row in zip(queries, texts, strict=True) for text in row))
         scores = dict(zip(pairs, self._score(pairs).tolist(), strict=True))
         reranked = []
@@ -99,7 +90,6 @@ class Reranker:
         return reranked
 
     def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
-        """Return a score for each pair, float32 ``[len(pairs)]``."""
         scores = np.zeros(len(pairs), np.float32)
         if not pairs:
             return scores
@@ -131,10 +121,6 @@ class Reranker:
 
     def _cut(self, text: str) -> str:
         return valid_unicode(text[: _CHARS_PER_TOKEN * self._max_tokens])
-
-
-def _pair_text(passage: Passage) -> str:
-    return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
 
 def _check_kind(name: str, config: Any) -> None:

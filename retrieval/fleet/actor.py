@@ -154,9 +154,9 @@ class RetrieverActor(RpcActor):
         from retrieval.local import LocalRetriever
 
         if settings.encodes:  # otherwise torch is not imported at all
-            from retrieval.encoders.encoder import set_encoder_threads
+            import torch
 
-            set_encoder_threads(settings.num_threads)
+            torch.set_num_threads(settings.num_threads)
         self._retriever = LocalRetriever(
             settings.index_dir,
             settings.num_threads,
@@ -201,10 +201,11 @@ class EncoderActor(RpcActor):
         self.serve(self.encode)
 
     def _load_encoder(self, settings: ActorSettings) -> None:
-        from retrieval.encoders.encoder import set_encoder_threads
+        import torch
+
         from retrieval.indexes.vector_index import open_encoder
 
-        set_encoder_threads(settings.num_threads)
+        torch.set_num_threads(settings.num_threads)
         manifest = Manifest.read(settings.index_dir)
         self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
         self._encoder.encode_queries(["warm up"])

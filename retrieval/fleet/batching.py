@@ -26,6 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
+from retrieval.corpora.text import normalise
 
 MAX_BATCH = 512
 """Queries in one batch; bounds what one failure delays."""
@@ -358,14 +359,6 @@ class Batcher(Generic[A]):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def normalise(query: str) -> str:
-    r"""Return the query with single spaces: ``" Ana\n Bell "`` and ``"Ana Bell"`` are the same query.
-
-    Case is kept, since an encoder may distinguish it.
-    """
-    return " ".join(query.split())
 
 
 class PooledRetriever:

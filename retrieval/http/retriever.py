@@ -34,8 +34,8 @@ from yarl import URL
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from retrieval.base import Hits, Passage
-from retrieval.corpora.text import valid_unicode
-from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal, normalise
+from retrieval.corpora.text import normalise, valid_unicode
+from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal
 
 BUSY_TRIES = 5
 """Requests to a server without a second one beside it, as long as it answers that it is busy."""

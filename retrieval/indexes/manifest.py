@@ -4,7 +4,7 @@
 
     index/
       manifest.json         written last by ``retrieval.build``, read by every retriever
-      corpus.arrow          the passages, one row each          corpus.ids   id -> row
+      corpus.arrow          the passages, one row each
       encoder/              only with ``static``: the encoder made from the corpus
       shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
       bm25/                 the inverted index                  (bm25 and hybrid)
@@ -95,7 +95,7 @@ class Manifest:
     """Passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file except the shards: ids, inverted index."""
+    """Every other file except the shards: the inverted index."""
     metric: str = ""
     """``inner_product``, of vectors of length 1. Empty for ``bm25``, and so are all fields below."""
     vector_type: str = ""
