@@ -17,7 +17,7 @@ from benchmarks import workload
 from benchmarks.sides import NUM_IN_FLIGHT, SideRun, TurnRecord
 from envs.observations import format_observation
 from ragr1_actors.core.types import Message
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 _request_ids = count()
 

@@ -8,9 +8,10 @@ are a quarter as long as in the rest of the benchmark, so that groups come and g
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from typing import Any
 from benchmarks import workload
 from benchmarks.measurement import Sample
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.rollout.engines.base import EngineSettings, ScriptedEngine
+from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.task_sampler import Issue
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOKEN_LATENCY_S = 0.06
@@ -57,8 +58,29 @@ class Scripts(Mapping[str, list[str]]):
         return 0
 
 
-class PacedEngine(ScriptedEngine):
-    """A scripted engine as a recipe names it: ``env_runners.engine: benchmarks.fleet:PacedEngine``."""
+class PacedScripts(ScriptedEngine):
+    """A scripted engine that takes ``token_latency_s`` for each token and reports the text as it grows."""
+
+    def __init__(
+        self, scripts: Mapping[str, Sequence[str]], encode: EncodeFn, version: int = 0, *, token_latency_s: float
+    ) -> None:
+        super().__init__(scripts, encode, version)
+        self._token_latency_s = token_latency_s
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        completion = await super().generate(prompt_token_ids, sampling, request_id=request_id)
+        text, num_new = completion.text, len(completion.token_ids)
+        for num_played in range(1, num_new + 1):
+            await asyncio.sleep(self._token_latency_s)
+            if on_text is not None:
+                on_text(text[: len(text) * num_played // num_new])
+        return completion
+
+
+class PacedEngine(PacedScripts):
+    """The engine of the fleet as a recipe names it: ``env_runners.engine: benchmarks.fleet:PacedEngine``."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
         super().__init__(Scripts(), tokenizer.encode, settings.version, token_latency_s=TOKEN_LATENCY_S)
@@ -90,10 +112,10 @@ class Fleets:
     """A fleet of one runner and one of eight, started once for all repeats."""
 
     def __init__(self, policy_dir: Path) -> None:
-        from cluster.session import Session
+        from cluster.session import ray_session
 
         os.environ.pop("RAY_ADDRESS", None)  # a private cluster, whoever else has one
-        self._session = Session(num_cpus=NUM_RUNNERS)
+        self._session = ray_session(num_cpus=NUM_RUNNERS)
         self._session.__enter__()
         self._fleets = [EnvRunnerGroup(make_config(n), policy_dir, workload.SlowRetriever()) for n in (1, NUM_RUNNERS)]
         for fleet in self._fleets:

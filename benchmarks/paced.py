@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks import workload
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 STEP_S = 0.004
 PREFILL_S = 38e-6

@@ -15,8 +15,7 @@ from benchmarks import workload
 from benchmarks.measurement import Sample, quotient
 from envs.actions import STOP_TAGS
 from ragr1_actors.core.types import Completion, Message, Sampling
-from ragr1_actors.rollout.engines.base import Engine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer
 
 Weights = Mapping[str, NDArray[Any]]
 SPELLED_STOPS = ("a b", "e k", "z q", "o m")

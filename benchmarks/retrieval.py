@@ -92,7 +92,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     """
     wanted = choose(only, METRICS)
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
-    with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory, sides.ray_session():
+    with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory, sides.local_ray():
         bench = Bench(Path(directory), wanted, quick)
         for part in (bench.files, bench.stubs, bench.http, bench.fleet):
             for metric, samples in part(repeats).items():

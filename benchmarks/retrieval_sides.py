@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import evidence
 from benchmarks.measurement import Sample, quotient
-from cluster.session import Session
+from cluster.session import ray_session
 from ragr1_actors.core.config import RetrievalSettings
 from retrieval.indexes.manifest import Manifest
 
@@ -71,10 +71,10 @@ class World:
         return self._made[index_type]
 
 
-def ray_session() -> Session:
+def local_ray() -> AbstractContextManager[None]:
     """A local Ray of our own, with more logical CPUs than actors ask for, at the priority of the other side."""
     os.environ.setdefault("RAY_worker_niceness", "0")
-    return Session(16)
+    return ray_session(16)
 
 
 async def load(ask: Ask, queries_per_call: int, duration_s: float, seed: int) -> Load:

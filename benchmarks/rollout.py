@@ -210,7 +210,7 @@ class EngineBench:
 def run_paced(policy_dir: Path, num_trajectories: int, repeats: int) -> Samples:
     """The loops on a ``PacedEngine``, after a small run of each that does not count."""
     from benchmarks.paced import PacedEngine
-    from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+    from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
     tokenizer = PolicyTokenizer(policy_dir)
     samples: Samples = {metric: [] for metric in METRICS if metric in _PACED}
@@ -261,9 +261,8 @@ async def _clocked(llm: Any, name: str, side: Coroutine[Any, Any, SideRun]) -> S
 def _engine(runner: asyncio.Runner, policy_dir: Path) -> Iterator[tuple[Any, Any]]:
     """The product's own vLLM engine, made as an ``EnvRunner`` makes it, and its tokenizer."""
     from ragr1_actors.core.resolve import load_object
-    from ragr1_actors.rollout.engines.base import ENGINES
+    from ragr1_actors.rollout.engines.base import ENGINES, PolicyTokenizer
     from ragr1_actors.rollout.env_runner import engine_settings
-    from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
     tokenizer = PolicyTokenizer(policy_dir)
     engine_class = load_object("vllm", ENGINES)

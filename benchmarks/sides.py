@@ -17,7 +17,7 @@ from envs.base import Action, Answer, EnvContext, Search
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.types import Completion, Message, OnText, Sampling, Task
-from ragr1_actors.rollout.engines.base import Engine
+from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -155,7 +155,7 @@ def make_config(num_in_flight: int = NUM_IN_FLIGHT) -> RunConfig:
 async def run_loop(config: RunConfig, policy_dir: str, engine: Engine, names: Sequence[str]) -> SideRun:
     """Sample the trajectories ``names`` with the real ``EnvRunner``."""
     retriever, planned = workload.SlowRetriever(), PlannedEngine(engine)
-    runner = EnvRunner(config, policy_dir, retriever, planned)
+    runner = EnvRunner(config, PolicyTokenizer(policy_dir), retriever, planned)
     requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), 1, 1.0) for name in names]
     started = time.perf_counter()
     groups = await asyncio.gather(*(runner.sample_group(request) for request in requests))

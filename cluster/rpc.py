@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ import numpy as np
 import ray
 import zmq
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
@@ -322,6 +324,28 @@ def last_line(error: Exception) -> str:
     """Return an error's class and the last line of its message, the cause: Ray puts remote tracebacks before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def outcomes(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Iterator[tuple[Any, RayError | None]]:
+    """Yield each call as it ends, with its error, given calls with their actors.
+
+    An actor none of whose calls ends within ``timeout_s`` hangs: it is killed, and Ray restarts it.
+    """
+    left = dict(calls)
+    while left:
+        done, hanging = ray.wait(list(left), timeout=timeout_s)
+        for call in done or hanging:
+            handle = left.pop(call)
+            error: RayError | None = None
+            if not done:
+                ray.kill(handle, no_restart=False)
+                error = GetTimeoutError(f"no answer in {timeout_s:g} s")
+            else:
+                try:
+                    ray.get(call)
+                except RayError as raised:
+                    error = raised
+            yield call, error
 
 
 def _admit(admission: zmq.Socket[bytes], client_key: bytes) -> None:

@@ -7,11 +7,10 @@ A turn is the policy's reasoning followed by exactly one action::
 
     <think> 1931 is before 1950</think><answer> Ana Bell</answer>
 
-The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action, and nothing behind its closing tag is read.
-Text between ``<think>`` and the next ``</think>`` is never an action, and a ``<think>`` that is never closed
-reaches to the end of the turn. Everything here takes time linear in the length of any text.
+The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action. Text behind its closing tag is not read. A
+``<think>`` that is never closed reaches to the end of the turn. Everything here takes time linear in the text.
 
-How queries are written inside ``<search>`` is ``environment.query_format``::
+``environment.query_format`` says how queries are written inside ``<search>``::
 
     lines    Ana Bell\n Bo Cole            the default: no character of a query has a second meaning
     comma    Ana Bell, Bo Cole             RAG-R1-mq's checkpoints; a comma inside a query splits it
@@ -24,7 +23,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from envs.base import Action, Answer, Malformed, Search
 from ragr1_actors.core.config import QueryFormat
@@ -34,20 +32,20 @@ _OPENING = re.compile(r"<(think|search|answer)>")
 _ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _END_OF_THINK = re.compile("</think>")
 _LONGEST_TAG = len("</search>")  # of those that are looked for
-_ENDS_OF_QUERY: dict[QueryFormat, re.Pattern[str]] = {
+_END_OF_QUERY: dict[QueryFormat, re.Pattern[str]] = {
     "lines": re.compile(r"\n|</search>"),
     "comma": re.compile(r",|</search>"),
-    "json": re.compile('"'),
     "single": re.compile("</search>"),
 }
-_SPACE, _SPACE_OR_COMMA = re.compile(r"\s*+"), re.compile(r"[\s,]*+")
-_QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
-# Control characters and halves of surrogate pairs (JSON can write both) are nothing that can be searched or encoded.
+_STRING = r'("(?:[^"\\]|\\.)*+")'
+_FIRST_STRING = re.compile(r"\s*+\[\s*+" + _STRING, re.DOTALL)
+_NEXT_STRING = re.compile(r"\s*+,\s*+" + _STRING, re.DOTALL)
+# Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def parse_action(completion: str, query_format: QueryFormat = "lines") -> Action:
-    """Read the first action that stands outside ``<think>``; its queries are not cleaned yet.
+    """Return the first action outside ``<think>``; its queries are not cleaned yet.
 
     ``parse_action("<think> a <search>b</search></think><answer> Riga</answer>") == Answer("Riga")``
     """
@@ -85,7 +83,7 @@ def _read_body(tag: str, body: str, query_format: QueryFormat) -> Action:
 def _read_json(body: str) -> Search | Malformed:
     try:
         queries = json.loads(body)
-    except (ValueError, RecursionError) as error:  # ten thousand brackets are no list of queries either
+    except (ValueError, RecursionError) as error:  # ten thousand brackets
         return Malformed(f"<search> holds no JSON: {error}")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         return Malformed("<search> holds JSON that is not a list of strings")
@@ -116,50 +114,43 @@ def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") 
             return texts[0]
 
 
-@dataclass(frozen=True, slots=True)
-class CleanQueries:
-    """Queries of one turn after cleaning, with counts of what was cleaned away."""
-
-    queries: tuple[str, ...]
-    num_duplicate: int
-    num_empty: int
-    num_over_limit: int
-
-
-def clean_queries(queries: Sequence[str], limit: int) -> CleanQueries:
-    """Reduce the queries of one turn to at most ``limit`` distinct ones, and count what is dropped.
-
-    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ("Ana Bell", "Bo Cole")``: white space and
-    control characters are squeezed; empty queries, duplicates (ignoring case) and those over the limit are dropped.
-    """
-    cleaner = QueryCleaner(limit)
-    kept = [query for query in map(cleaner.add, queries) if query]
-    return CleanQueries(tuple(kept), cleaner.num_duplicate, cleaner.num_empty, cleaner.num_over_limit)
-
-
 class QueryCleaner:
-    """``clean_queries`` one query at a time: for a whole turn and for one that is still being sampled alike."""
+    """Keeps the distinct queries of one turn, up to a limit, and counts what is dropped."""
 
     def __init__(self, limit: int) -> None:
         """Keep at most ``limit`` queries."""
+        self.queries: list[str] = []
         self.num_duplicate = self.num_empty = self.num_over_limit = 0
         self._limit = limit
         self._seen: set[str] = set()
 
-    def add(self, query: str) -> str:
-        """Return the query, squeezed; empty where it is not one, not new or over the limit."""
+    def add(self, query: str) -> bool:
+        """Squeeze white space and control characters; keep the query if it is not empty, new, and within the limit."""
         squeezed = " ".join(_UNPRINTABLE.sub(" ", query).split())
         key = squeezed.casefold()
         if not squeezed:
             self.num_empty += 1
         elif key in self._seen:
             self.num_duplicate += 1
+        elif len(self.queries) == self._limit:
+            self._seen.add(key)
+            self.num_over_limit += 1
         else:
             self._seen.add(key)
-            if len(self._seen) <= self._limit:
-                return squeezed
-            self.num_over_limit += 1
-        return ""
+            self.queries.append(squeezed)
+            return True
+        return False
+
+
+def clean_queries(queries: Sequence[str], limit: int) -> QueryCleaner:
+    """Return what is kept of the queries of a turn, with the counts of what is dropped.
+
+    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ["Ana Bell", "Bo Cole"]``
+    """
+    cleaner = QueryCleaner(limit)
+    for query in queries:
+        cleaner.add(query)
+    return cleaner
 
 
 class QueryStream:
@@ -168,14 +159,14 @@ class QueryStream:
     ``feed("<search>Ana")`` is ``[]``, then ``feed("<search>Ana Bell\nBo")`` is ``["Ana Bell"]``, and
     ``feed("<search>Ana Bell\nBo Cole</search>")`` is ``["Bo Cole"]``: together what ``parse_action`` reads of it all.
 
-    A hint only: the turn may still become malformed. Nothing is read twice, so a turn costs time linear in its text.
+    A hint only: the turn may still become malformed. No text is read twice but a JSON string that has not ended.
     """
 
     def __init__(self, query_format: QueryFormat) -> None:
         """Start in front of a turn."""
-        self._is_json = query_format == "json"
-        self._end_of_query = _ENDS_OF_QUERY[query_format]
-        self._state = "outside"  # outside, think, search, list (of JSON), string (in it) or done
+        self._end_of_query = _END_OF_QUERY.get(query_format)  # None for JSON
+        self._next_string = _FIRST_STRING
+        self._state = "outside"  # or think, search, answer, done
         self._position = 0  # the text before it has been read
         self._start = 0  # of the query that is being read
 
@@ -200,11 +191,8 @@ class QueryStream:
                     self._state = "outside"
                 return closing is not None
             case "search":
-                return self._expect("[", "list", _SPACE, text) if self._is_json else self._read_query(text, found)
-            case "list":
-                return self._expect('"', "string", _SPACE_OR_COMMA, text)
-            case "string":
-                return self._read_string(text, found)
+                end = self._end_of_query
+                return self._read_string(text, found) if end is None else self._read_query(end, text, found)
             case _:  # inside <answer>, or behind the last query
                 return False
 
@@ -214,8 +202,8 @@ class QueryStream:
         self._position = match.end() if match else max(self._position, len(text) - _LONGEST_TAG + 1)
         return match
 
-    def _read_query(self, text: str, found: list[str]) -> bool:
-        end = self._find(self._end_of_query, text)
+    def _read_query(self, end_of_query: re.Pattern[str], text: str, found: list[str]) -> bool:
+        end = self._find(end_of_query, text)
         if end is None:
             return False
         found.append(text[self._start : end.start()])
@@ -224,30 +212,13 @@ class QueryStream:
             self._state = "done"
         return True
 
-    def _expect(self, character: str, state: str, skipped: re.Pattern[str], text: str) -> bool:
-        skip = skipped.match(text, self._position)
-        assert skip is not None, "the pattern matches the empty string too"
-        self._position = skip.end()
-        if self._position == len(text):
-            return False
-        self._start = self._position
-        self._position += 1
-        self._state = state if text[self._start] == character else "done"
-        return True
-
     def _read_string(self, text: str, found: list[str]) -> bool:
-        end = _QUOTE_OR_BACKSLASH.search(text, self._position)
-        if end is None:
-            self._position = len(text)
+        string = self._next_string.match(text, self._position)
+        if string is None:
             return False
-        if end[0] == "\\":
-            is_whole = end.end() < len(text)
-            self._position = end.end() + 1 if is_whole else end.start()
-            return is_whole
-        self._position = end.end()
+        self._position, self._next_string = string.end(), _NEXT_STRING
         try:
-            found.append(json.loads(text[self._start : self._position]))
-            self._state = "list"
+            found.append(json.loads(string[1]))
         except ValueError:
             self._state = "done"
         return True

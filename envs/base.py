@@ -72,11 +72,14 @@ def check_result(result: object, method: str) -> StepResult:
     """Check and return the result of ``method``; a NaN is refused, as it would make the mean of the whole batch NaN.
 
     Raises:
-        TypeError: the result is not a ``StepResult``.
+        TypeError: the result is not a ``StepResult`` with texts.
         ValueError: the reward is not a finite number.
     """
     if not isinstance(result, StepResult):
         raise TypeError(f"{method} returned {result!r}, expected a StepResult")
+    for text in (result.observation, result.notice):
+        if not isinstance(text, str):
+            raise TypeError(f"{method} gave {text!r} as observation or notice, expected text")
     if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
         raise ValueError(
             f"{method} gave a reward of {result.reward!r}, expected a finite number; fix environment.reward or "

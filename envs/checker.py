@@ -1,6 +1,6 @@
-"""Looks a custom environment over before a run is spent on it: one small episode over made-up evidence.
+"""Checks a custom environment before a run: small episodes over made-up evidence find what would end every trajectory.
 
-What it cannot see is whether the environment is a good one. What it sees is what would end every trajectory of a run::
+::
 
     for check in await check_env(MyEnv, EnvironmentSettings()):
         print(check.name, check.problem or "ok")
@@ -34,7 +34,7 @@ ODD_TEXTS = (
     "<search>" + "a, b\n" * 5_000 + "</search>",
     "<" * 20_000,
 )
-"""What a policy may write: an environment reads it as ``Malformed`` at worst."""
+"""Completions of a policy. ``parse`` may return ``Malformed`` for them, and must not raise."""
 _ASYNC = ("reset", "step", "submit", "malformed")
 _PLAIN = ("parse", "peek", "close")
 _TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
@@ -42,15 +42,15 @@ _TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     problem: str = ""
-    """Empty where there is none."""
+    """Empty if there is none."""
 
 
 class OnePassage:
-    """A retriever that finds the same passage for every query."""
+    """A retriever with one passage."""
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return one passage for each query."""
@@ -58,7 +58,7 @@ class OnePassage:
 
 
 async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> list[Check]:
-    """Look a class over that ``env_class(settings, context)`` makes an environment of; each check makes its own."""
+    """Check the class of an environment; each check makes its own by ``env_class(settings, context)``."""
     trial = _Trial(env_class, settings)
     episodes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
         ("reset returns the prompt as messages", trial.reset),
@@ -78,14 +78,14 @@ async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What is played; each method raises where something is wrong."""
+    """The episodes. A method raises if something is wrong."""
 
     env_class: type[TextEnv]
     settings: EnvironmentSettings
 
     def _make(self) -> TextEnv:
         make: Callable[..., TextEnv] = self.env_class
-        return make(self.settings, EnvContext(OnePassage(), _encode))
+        return make(self.settings, EnvContext(OnePassage(), lambda text: list(text.encode())))
 
     async def _start(self) -> TextEnv:
         env = self._make()
@@ -93,7 +93,11 @@ class _Trial:
         return env
 
     async def reset(self) -> None:
-        _check_messages(await self._make().reset(_TASK))
+        messages: object = await self._make().reset(_TASK)
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, Message) for m in messages):
+            raise TypeError(f"reset returned {messages!r}, expected a list of at least one Message")
+        if not any(_TASK.question in message.content for message in messages):
+            raise ValueError("no message holds the question: the policy would never see what to answer")
 
     async def parse(self) -> None:
         env = await self._start()
@@ -109,8 +113,7 @@ class _Trial:
 
     async def step(self) -> None:
         env = await self._start()
-        result = check_result(await env.step(["lamp"]), "step")
-        _check_texts(result.observation, result.notice)
+        check_result(await env.step(["lamp"]), "step")
 
     async def submit(self) -> None:
         env = await self._start()
@@ -123,20 +126,18 @@ class _Trial:
         check_result(await (await self._start()).submit(""), "submit")
 
     async def malformed(self) -> None:
-        result = check_result(await (await self._start()).malformed("no tag"), "malformed")
-        _check_texts(result.observation, result.notice)
+        check_result(await (await self._start()).malformed("no tag"), "malformed")
 
 
 async def _problem(play: Callable[[], Awaitable[None]]) -> str:
     try:
         await play()
-    except Exception as error:  # a user's environment may raise anything: that is what is looked for
+    except Exception as error:  # a user's environment may raise anything
         return " ".join(f"{type(error).__name__}: {error}".split())
     return ""
 
 
 def _async_problem(env_class: type[TextEnv]) -> str:
-    """A plain function may return a coroutine and work; here it says in its first line that it waits."""
     wrong = [f"{name} is plain, expected async def" for name in _ASYNC if not _is_async(env_class, name)]
     wrong += [f"{name} is async, expected plain def" for name in _PLAIN if _is_async(env_class, name)]
     return "; ".join(wrong)
@@ -148,18 +149,11 @@ def _is_async(env_class: type[TextEnv], name: str) -> bool:
 
 def _stop_problem(env_class: type[TextEnv]) -> str:
     stop: object = env_class.stop
-    if isinstance(stop, property):  # of each instance; reset and the engine see to it
+    if isinstance(stop, property):  # every instance has its own
         return ""
     if isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop):
         return ""
     return f"got {stop!r}, expected a tuple of texts that are not empty, such as ('</search>', '</answer>')"
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, Message) for m in messages):
-        raise TypeError(f"reset returned {messages!r}, expected a list of at least one Message")
-    if not any(_TASK.question in message.content for message in messages):
-        raise ValueError("no message holds the question: the policy would never see what to answer")
 
 
 def _check_parse(env: TextEnv, text: str) -> None:
@@ -170,14 +164,3 @@ def _check_parse(env: TextEnv, text: str) -> None:
         raise ValueError(f"parse({shown}) raised {type(error).__name__}: {error}") from error
     if not isinstance(action, Search | Answer | Malformed):
         raise TypeError(f"parse({shown}) returned {action!r}, expected Search, Answer or Malformed")
-
-
-def _check_texts(*texts: object) -> None:
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"got {text!r} as observation or notice, expected text")
-
-
-def _encode(text: str) -> list[int]:
-    """A tokenizer of bytes."""
-    return list(text.encode())

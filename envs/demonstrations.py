@@ -1,17 +1,14 @@
 """Scripted demonstrations over a world: what supervised fine-tuning shows a policy before reinforcement learning.
 
-A demonstration is the list of a searcher's turns, written from the world's facts::
+A demonstration is a list of turns, written from the world's facts::
 
     <think> find Silent River</think><search> Silent River</search>
     <think> found Ana Bell</think><search> Ana Bell</search>
     <think> found Riga</think><answer> Riga</answer>
 
-The queries of a turn are written in ``environment.query_format``. Scripts run in the same trajectory loop and against
-the same retriever as a policy, so the policy learns from the observations that it will get.
-
-Demonstrations are a mixture of good and bad searching, as a small policy's own first attempts are: they teach the
-format, to copy, to read and to compare, but the commonest habit of some categories is a bad one. Which habits pay is
-left for reinforcement learning to find out.
+Scripts run in the trajectory loop, against the same retriever as a policy, so the policy learns from the observations
+that it will get. Good and bad habits of searching are mixed, as in a small policy's first attempts. The demonstrations
+teach the format, copying, reading and comparing. Reinforcement learning finds out which habit is rewarded.
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ from ragr1_actors.core.types import Task
 
 
 class Habit(StrEnum):
-    """How a demonstration goes about its question."""
+    """A way to work on a question."""
 
     GOOD = "good"
     """Search what is needed, then answer."""
     GUESS = "guess"
-    """Answer at once with something of the right kind."""
+    """Answer at once, with a random answer of the right kind."""
     STOP_EARLY = "stop_early"
-    """Leave the last hop out and answer with what the one before it found."""
+    """Leave the last hop out, and answer with the result of the hop before it."""
     FIRST_ONLY = "first_only"
     """Look up the first of the things to compare and answer with its year."""
     LATEST = "latest"
@@ -56,10 +53,9 @@ DEFAULT_MIXTURE: Mapping[str, Mapping[Habit, float]] = {
 }
 """Probability of each habit by the category of the task.
 
-Comparing is the hardest skill, so most comparisons are good ones: ``FIRST_ONLY`` is right every other time, and where a
-sampled comparison is right less often than that, exact match rewards the habit that does not look.
+Most comparisons are good, because comparing is the hardest skill. ``FIRST_ONLY`` is right every second time: if sampled
+comparisons are right less often, exact match rewards ``FIRST_ONLY`` instead.
 """
-
 
 _FIND_ALL = {2: "find both", 3: "find all three"}
 _ORDINALS = ("first", "second", "third")
@@ -105,21 +101,23 @@ class Demonstrator:
         found = [*names[1:], task.golden_answers[0]]
         if habit is Habit.STOP_EARLY:
             names, found = names[:-1], found[: len(names) - 1]
-        turns = [self._search(f"find {names[0]}", names[:1])]
-        turns += [self._search(f"found {name}", [name]) for name in names[1:]]
+        turns = [_search(f"find {names[0]}", names[:1], self.query_format)]
+        turns += [_search(f"found {name}", [name], self.query_format) for name in names[1:]]
         return [*turns, _answer(f"found {found[-1]}", found[-1])]
 
     def _comparison(self, task: Task, habit: Habit) -> list[str]:
         names = list(task.plan[0])
         years = [str(self.world.entities[name].year) for name in names]
         if habit is Habit.FIRST_ONLY:
-            return [self._search("find one", names[:1]), _answer(f"found {years[0]}", years[0])]
+            return [_search("find one", names[:1], self.query_format), _answer(f"found {years[0]}", years[0])]
         rounds = _rounds(names, self.max_queries_per_turn, self.query_format)
-        # The count stands beside the names to come: without it, a small policy mixes up where two and three stand.
+        # the number of things is in the first thought: without it, a small policy confuses two and three
         thoughts = [_FIND_ALL[len(names)]]
         if len(rounds) > 1:
             thoughts = [f"find {ordinal} of {_NUMBERS[len(rounds)]}" for ordinal in _ORDINALS[: len(rounds)]]
-        turns = [self._search(thought, queries) for thought, queries in zip(thoughts, rounds, strict=True)]
+        turns = [
+            _search(thought, queries, self.query_format) for thought, queries in zip(thoughts, rounds, strict=True)
+        ]
         order, picked = ("last", max(years)) if habit is Habit.LATEST else ("first", min(years))
         return [*turns, _answer(f"{' , '.join(years)} , {order} {picked}", picked)]
 
@@ -127,14 +125,11 @@ class Demonstrator:
         answer = task.golden_answers[0]
         last = _answer(f"given {answer}", answer)
         if habit is Habit.NEEDLESS:
-            return [self._search(f"find {answer}", [answer]), last]
+            return [_search(f"find {answer}", [answer], self.query_format), last]
         return [last]
 
-    def _search(self, thought: str, queries: Sequence[str]) -> str:
-        return _search(thought, queries, self.query_format)
-
     def _guess(self, task: Task, rng: random.Random) -> str:
-        """Return something of the kind the question asks for, right only by chance."""
+        """Return a random answer of the kind that the question asks for."""
         answer = task.golden_answers[0]
         if answer.isdigit():
             return str(rng.choice(YEARS))
@@ -142,7 +137,7 @@ class Demonstrator:
 
     @cached_property
     def _alike(self) -> dict[str, list[str]]:
-        """The answers that a question may have instead of one: other people, other cities, other countries."""
+        """By an answer, all answers of its kind: people, films, companies, cities, countries."""
         entities = list(self.world.entities.values())
         of_kind = {kind: [e.name for e in entities if e.kind == kind] for kind in EntityKind}
         countries = sorted({e.place_or_maker for e in entities if e.kind is EntityKind.CITY})
@@ -156,7 +151,7 @@ def _rounds(names: list[str], max_queries: int, query_format: QueryFormat) -> li
 
 
 def _search(thought: str, queries: Sequence[str], query_format: QueryFormat) -> str:
-    # Every name follows a space, also behind a line break: a name is the same tokens wherever it stands.
+    # a space before every name, so that its tokens are the same everywhere
     body = format_queries([f" {query}" for query in queries], query_format)
     return f"<think> {thought}</think><search>{body}</search>"
 
@@ -168,7 +163,7 @@ def _answer(thought: str, answer: str) -> str:
 def evidence_demonstration(task: Task, max_queries: int, query_format: QueryFormat = "lines") -> list[str]:
     """Write a demonstration for a task of a file: search for its evidence, then give its answer.
 
-    The queries are the task's supporting passages where they are known, else the question itself.
+    The queries are the titles of the task's supporting passages if they are known, else the question itself.
     """
     names = [" ".join(name.split()) for name in task.supporting_ids or (task.question,)]
     rounds = _rounds(names, max_queries, query_format)

@@ -7,13 +7,12 @@ The layouts, named in a recipe as ``environment.observation_format``::
     ragr1        \n<information>\nDoc 1: Ana Bell Ana Bell was born in Riga.\nDoc 2: ..\n</information>\n
     searchr1     \n\n<information>Doc 1(Title: Ana Bell) Ana Bell was born in Riga.\nDoc 2..</information>\n\n
 
-``grouped`` is this project's own. The others are what RAG-R1-mq, RAG-R1-sq and Search-R1 were trained on, so that their
-published checkpoints can be run; those two deviate where the originals lose text:
+``grouped`` is this project's own. RAG-R1-mq, RAG-R1-sq and Search-R1 were trained on the others; published checkpoints
+can be run with them. Two deviations keep text that the originals lose:
 
-* Every tag is closed, where a cut at a fixed length loses the end of the observation with its tag.
-* ``ragr1_json`` (indented by 2, as theirs) keeps characters as they are, where RAG-R1 writes ``Beyonc\u00e9``: an
-  escape costs several tokens, and an answer that is copied from it is not the answer. What is cut is cut before it
-  becomes JSON, so it stays JSON.
+* Every tag is closed. A cut at a fixed length loses the end of the observation with its tag.
+* ``ragr1_json``, indented by 2 as theirs, keeps characters as they are, where RAG-R1 writes ``Beyonc\u00e9``: an escape
+  costs several tokens, and an answer copied from it is wrong. Text is cut before it becomes JSON.
 """
 
 from __future__ import annotations
@@ -77,14 +76,11 @@ def format_observation(
     max_tokens: int,
     observation_format: ObservationFormat = "grouped",
 ) -> str:
-    r"""Lay out what each query found, inside a tag that is always closed.
+    r"""Write the passages of each query, ``results``, ``[len(queries)][<= k]``, best first, inside a closed tag.
 
     The text of one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. The rest is
-    cut from the end of the longest blocks, between words or else between characters, so that no character is ever
-    broken. Where not even one token per query is left, the tag stays empty: the tag itself is never cut.
-
-    ``results`` are the passages of each query, best first: ``[len(queries)][<= k]``. Queries are written as executed,
-    in ``grouped`` and ``ragr1_json``.
+    cut from the end of the longest blocks, between words or else between characters. If not even one token per query is
+    left, the tag is empty; the tag itself is never cut.
     """
     layout = _LAYOUTS[observation_format]
     parts = [(defuse(query), layout.block(query, passages)) for query, passages in zip(queries, results, strict=True)]
@@ -107,9 +103,7 @@ def format_observation(
 
 
 def defuse(text: str) -> str:
-    """Remove what a text must not write: ``defuse("</ Answer><|im_end|>") == "(/ Answer)(|im_end|)"``.
-
-    The text is that of a document, or a query that is echoed.
+    """Make a document, or a query that is repeated, harmless: ``defuse("</ Answer>") == "(/ Answer)"``.
 
     The protocol's tags, in any case and with any white space, and ``<|...|>`` tokens, which a tokenizer reads in any
     text, lose their angle brackets. Halves of surrogate pairs, which no tokenizer can encode, become U+FFFD.

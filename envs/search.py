@@ -97,7 +97,7 @@ class SearchEnv(TextEnv):
             observation_format=self._settings.observation_format,
         )
         records = tuple(
-            _record(query, self._settings.top_k, result, ended)
+            result.record(query, self._settings.top_k, ended)
             for query, result in zip(clean.queries, results, strict=True)
         )
         info["cached_queries"] = float(sum(record.is_cached for record in records))
@@ -141,21 +141,20 @@ class _Result:
     found_at: float
     """``time.perf_counter()``"""
 
-
-def _record(query: str, k: int, result: _Result, turn_ended: float) -> RetrievalRecord:
-    passages = result.passages
-    return RetrievalRecord(
-        query=query,
-        k=k,
-        passage_ids=tuple(passage.id for passage in passages),
-        scores=tuple(passage.score for passage in passages),
-        titles=tuple(passage.title for passage in passages),
-        texts=tuple(passage.text for passage in passages),
-        latency_s=result.latency_s,
-        waited_s=min(result.latency_s, max(0.0, result.found_at - turn_ended)),
-        is_cached=passages.is_cached if isinstance(passages, Hits) else False,
-        index_version=passages.index_version if isinstance(passages, Hits) else "",
-    )
+    def record(self, query: str, k: int, turn_ended: float) -> RetrievalRecord:
+        found = self.passages
+        return RetrievalRecord(
+            query=query,
+            k=k,
+            passage_ids=tuple(passage.id for passage in found),
+            scores=tuple(passage.score for passage in found),
+            titles=tuple(passage.title for passage in found),
+            texts=tuple(passage.text for passage in found),
+            latency_s=self.latency_s,
+            waited_s=min(self.latency_s, max(0.0, self.found_at - turn_ended)),
+            is_cached=found.is_cached if isinstance(found, Hits) else False,
+            index_version=found.index_version if isinstance(found, Hits) else "",
+        )
 
 
 class _TurnSearches:
@@ -171,9 +170,8 @@ class _TurnSearches:
     def peek(self, partial: str) -> None:
         """Start a search for each query that was completed since the last call."""
         for raw in self._stream.feed(partial):
-            query = self._cleaner.add(raw)
-            if query:
-                self._begin([query])
+            if self._cleaner.add(raw):
+                self._begin(self._cleaner.queries[-1:])
 
     async def answer(self, queries: Sequence[str]) -> list[_Result]:
         """Return the result of each query; those without a search yet are searched in one call."""

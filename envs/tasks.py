@@ -7,7 +7,7 @@ anything else       a JSON list, or one JSON object a line, with ``question`` an
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
 ==================  ======================================================================================
 
-Published files are not clean. What cannot be trained on is left out and counted; what is only odd is kept and counted::
+Published files have faults. A task that cannot be trained on is left out and counted; an odd one is kept and counted::
 
     loaded = load_tasks(Path("ragr1_mq_train_6664.json"))
     print(loaded.report)  # ragr1_mq_train_6664.json: 6,662 tasks of 6,664 records; 2 duplicate questions left out; ...
@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 
 _ID_KEYS = ("_id", "id")
@@ -34,7 +35,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """What a task file holds. ``str`` of it is one line for a person."""
+    """Counts over a task file; ``str`` makes one line of those that are not zero."""
 
     source: str
     """File name."""
@@ -42,21 +43,21 @@ class TaskReport:
     num_tasks: int
     """Records kept."""
     num_duplicates: int = 0
-    """Left out: the question stands earlier in the file."""
+    """Left out: the question was read before."""
     num_conflicting: int = 0
     """Duplicates whose answers differ from those that were kept."""
     num_empty_questions: int = 0
     """Left out."""
     num_empty_answers: int = 0
-    """Left out: no answer, or none that is left once articles and punctuation are removed, so nothing can match it."""
+    """Left out: no answer, or only articles and punctuation, which nothing can match."""
     num_questions_with_comma: int = 0
     """Counted over the tasks kept, like the next two. A policy that separates queries by commas splits the question."""
     num_answers_with_comma: int = 0
     num_yes_no: int = 0
-    """Every answer is yes or no: half of them are guessed."""
+    """Every answer is yes or no, so a guess is right half of the time."""
 
     def __str__(self) -> str:
-        """One line; counts that are zero are not named."""
+        """One line."""
         left_out = [
             (self.num_duplicates, "duplicate questions left out"),
             (self.num_conflicting, "of those with another answer"),
@@ -75,7 +76,7 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """The tasks of a file, in its order, and what was found on the way."""
+    """The tasks of a file, in its order."""
 
     tasks: tuple[Task, ...]
     report: TaskReport
@@ -83,7 +84,7 @@ class LoadedTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One entry of a file and where it stands, for messages."""
+    """One entry of a file, and its place for messages."""
 
     fields: dict[str, Any]
     where: str  # "questions.jsonl, line 3"
@@ -99,17 +100,18 @@ def load_tasks(path: str | Path) -> LoadedTasks:
     path = Path(path)
     kept: dict[str, Task] = {}  # by question key
     location_of_id: dict[str, str] = {}
-    num_records = num_duplicates = num_conflicting = num_empty_questions = num_empty_answers = 0
+    counts: Counter[str] = Counter()
+    num_records = 0
     for num_records, record in enumerate(_records(path), start=1):
         task = _task(record, path.stem, num_records - 1)
         key = question_key(task.question)
         if not key:
-            num_empty_questions += 1
+            counts["num_empty_questions"] += 1
         elif not task.golden_answers:
-            num_empty_answers += 1
+            counts["num_empty_answers"] += 1
         elif key in kept:
-            num_duplicates += 1
-            num_conflicting += _answer_keys(task) != _answer_keys(kept[key])
+            counts["num_duplicates"] += 1
+            counts["num_conflicting"] += _answer_keys(task) != _answer_keys(kept[key])
         elif task.task_id in location_of_id:
             local_id, first = task.task_id.removeprefix(f"{path.stem}/"), location_of_id[task.task_id]
             raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
@@ -119,28 +121,25 @@ def load_tasks(path: str | Path) -> LoadedTasks:
     if not kept:
         raise DataError(
             f"{path}: no usable question among {num_records} records "
-            f"({num_empty_questions} empty questions, {num_empty_answers} without a usable answer)"
+            f"({counts['num_empty_questions']} empty questions, {counts['num_empty_answers']} without a usable answer)"
         )
     tasks = tuple(kept.values())
     report = TaskReport(
         source=path.name,
         num_records=num_records,
         num_tasks=len(tasks),
-        num_duplicates=num_duplicates,
-        num_conflicting=num_conflicting,
-        num_empty_questions=num_empty_questions,
-        num_empty_answers=num_empty_answers,
         num_questions_with_comma=sum("," in task.question for task in tasks),
         num_answers_with_comma=sum(any("," in answer for answer in task.golden_answers) for task in tasks),
         num_yes_no=sum(_answer_keys(task) <= {"yes", "no"} for task in tasks),
+        **counts,
     )
     return LoadedTasks(tasks, report)
 
 
 def question_key(question: str) -> str:
-    """What two spellings of one question share: case, spaces and closing punctuation do not count.
+    """Return a key without case, extra spaces and closing punctuation: ``"who wrote faust"`` of " Who wrote  Faust? ".
 
-    ``question_key(" Who wrote  Faust? ") == "who wrote faust"``. Punctuation inside does count: "C++" is not "C#".
+    Punctuation inside is kept: "C++" is not "C#".
     """
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split()).strip("?.! ")
 
@@ -190,7 +189,7 @@ def _read(path: Path) -> str:
 
 
 def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
+    # not str.splitlines: it splits at U+2028, which JSON strings may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -201,7 +200,7 @@ def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    # Entry by entry instead of json.loads, which would forget on which line an entry stands.
+    # entry by entry: json.loads would not tell the line of an entry
     decoder = json.JSONDecoder()
     position = _skip_space(text, text.index("[") + 1)
     line, counted_to = 1, 0
@@ -303,4 +302,4 @@ def _shown(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return "brackets nested deeply"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text, 60)

@@ -18,8 +18,8 @@ comparison_3  When was the first of Ana Bell or Bo Cole or Cy Dow born?         
 no_search     Ana Bell lives in Riga. Where does Ana Bell live?                   ()
 ============  ==================================================================  =====================================
 
-Training never asks what evaluation asks, in these or in other words: no training question has both the supporting
-passages and the answer of an evaluation question. Entities are shared, as they are between the splits of HotpotQA.
+No training question has both the supporting passages and the answer of an evaluation question, in whatever words.
+Both splits ask about the same entities, as those of HotpotQA do.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ def _make_entities(rng: random.Random) -> list[Entity]:
         for country_index, (country, names) in enumerate(_CITIES_BY_COUNTRY.items())
         for city_index, city in enumerate(names.split())
     ]
-    # Every pair of words is a name, and there are many: a small policy can neither tell the second word from the
-    # first nor keep the facts in mind, so that what it has to learn is to read.
+    # Every pair of words is a name. There are so many that a small policy cannot learn the facts: it has to read.
     people = _make_kind(rng, EntityKind.PERSON, (_FIRST_NAMES, _LAST_NAMES), cities)
     films = _make_kind(rng, EntityKind.FILM, (_FILM_ADJECTIVES, _FILM_NOUNS), people)
     companies = _make_kind(rng, EntityKind.COMPANY, (_COMPANY_NAMES, _COMPANY_KINDS), people)
@@ -254,7 +253,7 @@ class _QuestionDraw:
             entities = rng.sample(self._pools[kind], count)
             years = [entity.year or 0 for entity in entities]
             words = {word for entity in entities for word in entity.name.split()}
-            # One is the first, one the last, and no name can be mistaken for another.
+            # one is the first, one is the last, and no two names share a word
             if years.count(min(years)) == years.count(max(years)) == 1 and len(words) == 2 * count:
                 break
         names = tuple(entity.name for entity in entities)
@@ -262,11 +261,22 @@ class _QuestionDraw:
         return Task("", question, (str(min(years)),), category, tuple(e.passage_id for e in entities), (names,))
 
     def _no_search(self, rng: random.Random) -> Task:
-        # The fact is in no passage: reading the question is the only way to know it.
+        # the fact is in no passage, only in the question
         person = rng.choice(self._pools[EntityKind.PERSON])
         city = rng.choice(self._pools[EntityKind.CITY])
         question = f"Today {person.name} lives in {city.name}. Where does {person.name} live?"
         return Task("", question, (city.name,), "no_search")
+
+
+def _questions_on_work(maker: str, first_hop: list[tuple[str, bool]]) -> dict[int, list[tuple[str, bool]]]:
+    return {
+        1: first_hop,
+        2: [(f"Where was the {maker} of {{}} born?", False), (f"When was the {maker} of {{}} born?", True)],
+        3: [
+            (f"In which country was the {maker} of {{}} born?", False),
+            (f"From which country is the {maker} of {{}}?", False),
+        ],
+    }
 
 
 _CHAINS: dict[EntityKind, dict[int, list[tuple[str, bool]]]] = {
@@ -274,22 +284,8 @@ _CHAINS: dict[EntityKind, dict[int, list[tuple[str, bool]]]] = {
         1: [("Where was {} born?", False), ("When was {} born?", True)],
         2: [("In which country was {} born?", False)],
     },
-    EntityKind.FILM: {
-        1: [("Who directed {}?", False), ("When was {} filmed?", True)],
-        2: [("Where was the director of {} born?", False), ("When was the director of {} born?", True)],
-        3: [
-            ("In which country was the director of {} born?", False),
-            ("From which country is the director of {}?", False),
-        ],
-    },
-    EntityKind.COMPANY: {
-        1: [("Who founded {}?", False), ("When was {} founded?", True)],
-        2: [("Where was the founder of {} born?", False), ("When was the founder of {} born?", True)],
-        3: [
-            ("In which country was the founder of {} born?", False),
-            ("From which country is the founder of {}?", False),
-        ],
-    },
+    EntityKind.FILM: _questions_on_work("director", [("Who directed {}?", False), ("When was {} filmed?", True)]),
+    EntityKind.COMPANY: _questions_on_work("founder", [("Who founded {}?", False), ("When was {} founded?", True)]),
 }
 """By kind of the first entity and number of hops: question template, and whether it asks for a year."""
 _COMPARISONS = {EntityKind.PERSON: "born", EntityKind.FILM: "filmed", EntityKind.COMPANY: "founded"}

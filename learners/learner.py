@@ -53,7 +53,7 @@ from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_bat
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
-from ragr1_actors.core.weight_transport import BASE_KEY, MERGING_ENGINES, AdapterBase
+from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -81,7 +81,7 @@ class Learner(ABC):
         self.schedule = self.make_schedule()
         self.num_updates = 0
         self.lora = read_lora(config.learners.lora)
-        self._sends_adapters = self.lora is not None and config.env_runners.engine in MERGING_ENGINES
+        self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES
         self._reference: FrozenModule | None = None
 
     # What an algorithm overrides
@@ -345,7 +345,7 @@ class Learner(ABC):
     def published_tensors(self) -> Iterator[WholeTensor]:
         """Yield what env runners receive, of ``self.dtype``, a tied tensor once; all ranks gather in the same order.
 
-        With ``learners.lora``, ``MERGING_ENGINES`` receive adapters only.
+        With ``learners.lora``, ``RECEIVING_ENGINES`` receive adapters only.
         """
         return policy_tensors(self.policy, self.lora, adapters_only=self._sends_adapters)
 

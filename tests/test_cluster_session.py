@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.session import Session
+from cluster.session import ray_session
 from ragr1_actors.core.errors import FleetError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys
-from cluster.session import Session
+from cluster.session import ray_session
 from ragr1_actors.core.errors import UserError
 try:
-    with Session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
+    with ray_session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
         import ray
         print("cpus", ray.cluster_resources()["CPU"])
         assert ray.get(ray.remote(num_cpus=float(sys.argv[1]))(lambda: "ran").remote(), timeout=60) == "ran"
@@ -30,14 +30,14 @@ assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 KILL = """
 import os, signal, sys, time
 from pathlib import Path
-from cluster.session import Session
+from cluster.session import ray_session
 class Sleeper:
     def sleep(self, started):
         writing = Path(f"{started}.writing")
         writing.write_text(str(os.getpid()))
         writing.rename(started)
         time.sleep(60)
-with Session():
+with ray_session():
     import ray
     for number in range(4):
         actor = ray.remote(num_cpus=0, max_restarts=-1)(Sleeper).remote()
@@ -93,7 +93,7 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(FleetError, match=r"^Ray did not start: The current node timed out during"), Session():
+    with pytest.raises(FleetError, match=r"^Ray did not start: The current node timed out during"), ray_session():
         pass
 
 

@@ -98,14 +98,14 @@ def test_what_is_no_json_list_of_strings_is_malformed(body: str, reason: str) ->
 
 def test_what_is_cleaned_away_is_counted() -> None:
     clean = clean_queries([" a  b", "A B", "", "c", "d", "e", "c", "E"], 3)
-    assert clean.queries == ("a b", "c", "d")
+    assert clean.queries == ["a b", "c", "d"]
     assert (clean.num_duplicate, clean.num_empty, clean.num_over_limit) == (3, 1, 1)
 
 
 def test_control_characters_and_halves_of_characters_are_white_space() -> None:
     action = parse_action(r'<search>["\u0000Ana\u0007Bell\ud800", "\udfff", "\ud83c\udf89"]</search>', "json")
     assert isinstance(action, Search)
-    assert clean_queries(action.queries, 3).queries == ("Ana Bell", "🎉")
+    assert clean_queries(action.queries, 3).queries == ["Ana Bell", "🎉"]
 
 
 # Tags, halves of tags, all that delimits, and what is hard to encode.

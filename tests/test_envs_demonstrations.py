@@ -29,7 +29,9 @@ def asked(turns: list[str], query_format: QueryFormat, limit: int) -> tuple[tupl
     actions = [parse_action(turn, query_format) for turn in turns]
     assert isinstance(actions[-1], Answer)
     assert all(isinstance(action, Search) for action in actions[:-1]), actions
-    return tuple(clean_queries(action.queries, limit).queries for action in actions if isinstance(action, Search))
+    return tuple(
+        tuple(clean_queries(action.queries, limit).queries) for action in actions if isinstance(action, Search)
+    )
 
 
 @pytest.mark.parametrize("query_format", FORMATS)

@@ -18,9 +18,9 @@ from learners.algorithms.ppo import PPOLearner
 from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.env_runner import engine_settings
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine

@@ -21,9 +21,8 @@ from learners.learner import Learner
 from learners.losses import truncated_importance_weights
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
+from benchmarks.fleet import PacedScripts
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings, ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
@@ -221,7 +221,7 @@ def test_bytes_that_are_no_characters_are_decoded_seldom() -> None:
 async def test_a_script_is_played_at_its_pace() -> None:
     script = "<think> é日🎉</think><search> Ana Bell</search>"
     tokenizer = ByteTokenizer()
-    engine = ScriptedEngine({"a": [script, script], "b": [script]}, tokenizer.encode, token_latency_s=0.001)
+    engine = PacedScripts({"a": [script, script], "b": [script]}, tokenizer.encode, token_latency_s=0.001)
     seen: list[str] = []
     started = time.perf_counter()
     completion = await engine.generate([], Sampling(200), request_id="a", on_text=seen.append)

@@ -17,6 +17,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task, TokenKind
+from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
@@ -93,7 +94,8 @@ async def test_a_scripted_runner_plays_through_the_environment(policy_dir: Path)
     asked = request(0, temperature=0.0)
     script = ["<search> Riga</search>", "<answer> Latvia</answer>"]
     scripts = {asked.trajectory_id(index): script for index in range(2)}
-    runner = EnvRunner.scripted(make_config(), policy_dir, OnePassage(), scripts)
+    tokenizer = PolicyTokenizer(policy_dir)
+    runner = EnvRunner(make_config(), tokenizer, OnePassage(), ScriptedEngine(scripts, tokenizer.encode))
     summary = summarize(await runner.sample_group(asked))
     assert summary.rewards == (1.0, 1.0)
     assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)
@@ -184,7 +186,7 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
         fleet.submit(request(0))
         assert len(drain(fleet)) == 1
         assert time.monotonic() < deadline
-    assert fleet.load == [-1, 0]
+    assert fleet.num_healthy == 1
     assert "env runner 0 did not start again" in caplog.text
     assert "1 of 2 go on" in caplog.text
     fleet.submit(request(0))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
+from benchmarks.fleet import PacedScripts
 from envs.base import Action, Answer, EnvContext, StepResult, TextEnv
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
@@ -22,7 +23,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory, turn_seed
+from ragr1_actors.rollout.trajectory_loop import run_trajectory, turn_seed
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))
@@ -49,8 +50,8 @@ def make_env(retriever: Retriever | None = None, env_class: type[SearchEnv] = Se
 
 
 async def play(env: TextEnv, generate: GenerateFn, max_context: int = 4096) -> Trajectory:
-    settings = RolloutSettings(Sampling(max_new_tokens=200), max_context)
-    return await run_trajectory(env, TASK, generate, TOKENIZER, settings, trajectory_id="x", seed=0)
+    sampling = Sampling(max_new_tokens=200)
+    return await run_trajectory(env, TASK, generate, TOKENIZER, sampling, max_context, trajectory_id="x", seed=0)
 
 
 def text_of(trajectory: Trajectory, kind: TokenKind) -> str:
@@ -182,7 +183,7 @@ class SlowRetriever(DictRetriever):
 
 async def test_retrieval_overlaps_with_sampling() -> None:
     turn = "<search>Ana Bell\nBo Cole of the Silent River\nCy</search>"
-    engine = ScriptedEngine({"x": [turn, ANSWER]}, TOKENIZER.encode, token_latency_s=0.01)
+    engine = PacedScripts({"x": [turn, ANSWER]}, TOKENIZER.encode, token_latency_s=0.01)
     ended: list[float] = []
 
     async def generate(
@@ -255,7 +256,7 @@ async def test_a_peek_that_raises_ends_its_own_trajectory() -> None:
 
 async def test_a_cancelled_trajectory_leaves_no_task_running() -> None:
     retriever = SlowRetriever()
-    engine = ScriptedEngine({"x": ["<search>a\nb\n</search>"]}, TOKENIZER.encode, token_latency_s=0.01)
+    engine = PacedScripts({"x": ["<search>a\nb\n</search>"]}, TOKENIZER.encode, token_latency_s=0.01)
     trajectory = asyncio.create_task(play(make_env(retriever), engine.generate))
     while len(retriever.began) < 2:
         await asyncio.sleep(0.001)

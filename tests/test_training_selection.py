@@ -12,8 +12,7 @@ from small_world import THINGS, invoke, make_config, make_files
 
 from envs.tasks import load_tasks
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.engines.base import EngineSettings, ScriptedEngine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.evaluation import SelectionSettings, choose
 from ragr1_actors.training.stages import TrainingRun

@@ -18,9 +18,8 @@ pytest.importorskip("vllm")
 
 from ragr1_actors.core.errors import EngineDeadError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import SHARED_MEMORY, VLLMEngine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

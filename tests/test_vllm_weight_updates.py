@@ -21,14 +21,13 @@ pytest.importorskip("vllm")
 from test_vllm_engine import LONG, TEXTS, Reference, Weights, turns_under_way
 from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
-from cluster.weights.weight_sender import Delivery, RunnerClient, send
 from learners.deepspeed_engine import WholeTensor
 from ragr1_actors.core.errors import EngineError, TransferError
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
-from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings
+from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.weight_sync import Delivery, send
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -111,9 +110,8 @@ async def send_parts(engine: VLLMEngine, weights: Weights, num_parts: int | None
     sendable = [(name, torch.from_numpy(weight)) for name, weight in weights.items() if name != "lm_head.weight"]
     parts = [sendable[first : first + 5] for first in range(0, len(sendable), 5)]
     await engine.start_weight_update()
-    for index, part in enumerate(parts[:num_parts]):
-        blob = np.frombuffer(save(dict(part)), np.uint8)
-        await engine.receive_weights({"base": base, "is_last": index == len(parts) - 1}, blob)
+    for part in parts[:num_parts]:
+        await engine.receive_weights({"base": base}, np.frombuffer(save(dict(part)), np.uint8))
 
 
 async def update(engine: VLLMEngine, weights: Weights, version: int, base: str = "") -> None:
@@ -266,8 +264,8 @@ class OneOfTwo:
 
 
 async def test_a_rank_that_does_not_send_gathers_every_parameter_in_vllms_transfer() -> None:
-    learner, delivery = OneOfTwo(), Delivery(1, (), "nccl")
-    assert isinstance(RunnerClient(delivery), VLLMWeightSyncClient)
+    learner, delivery = OneOfTwo(), Delivery("nccl", version=1)
+    assert isinstance(delivery, VLLMWeightSyncClient)
     for num_gathered in (2, 4):
         assert send(delivery, learner) == {}
         assert learner.num_gathered == num_gathered

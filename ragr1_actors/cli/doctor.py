@@ -144,9 +144,9 @@ def _ray() -> Finding:
     try:
         import ray
 
-        from cluster.session import Session
+        from cluster.session import ray_session
 
-        with Session():
+        with ray_session():
             resources = ray.cluster_resources()
     except ImportError as error:
         return Finding("Ray", "missing", f"cannot be imported: {error}")

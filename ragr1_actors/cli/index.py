@@ -47,7 +47,7 @@ def build(
     option: OptionsOption = None,
 ) -> None:
     """Index a corpus. After an interruption the same command continues where it stopped."""
-    from cluster.session import Session
+    from cluster.session import ray_session
     from retrieval.build import build_index, building_dir, index_info
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
@@ -63,7 +63,7 @@ def build(
     }
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
     try:
-        with Session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
+        with ray_session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
             build_index(passages, out, **settings)
     except KeyboardInterrupt:
         print_line(f"interrupted; the same command continues with {building_dir(out)}")
@@ -163,7 +163,7 @@ def serve(
     option: OptionsOption = None,
 ) -> None:
     """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}."""
-    from cluster.session import Session
+    from cluster.session import ray_session
     from ragr1_actors.core.config import RetrievalSettings
     from retrieval.fleet.group import RetrieverGroup
     from retrieval.http.server import run_server
@@ -179,7 +179,7 @@ def serve(
     if not num_retrievers:
         run_server(RetrieverGroup(index, settings).retriever(), host=host, port=port, token=token)
         return
-    with Session(num_retrievers + num_encoders):
+    with ray_session(num_retrievers + num_encoders):
         group = RetrieverGroup(index, settings)
         try:
             group.wait_until_ready()

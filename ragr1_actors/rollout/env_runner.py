@@ -10,7 +10,8 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,18 +26,17 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.core.weight_transport import WakeTag, choose_backend, choose_transport
+from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
     ColocatedEngine,
     Engine,
     EngineSettings,
+    PolicyTokenizer,
     ReceivingEngine,
-    ScriptedEngine,
 )
 from ragr1_actors.rollout.task_sampler import Issue
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
-from ragr1_actors.rollout.trajectory_loop import RolloutSettings, run_trajectory
+from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
@@ -72,11 +72,11 @@ class GroupSummary:
 class EnvRunner:
     """Samples trajectories with one engine."""
 
-    def __init__(self, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, engine: Engine) -> None:
-        """Sample with a loaded engine, which only this runner uses and closes; ``policy_dir`` has the tokenizer."""
+    def __init__(self, config: SamplerConfig, tokenizer: PolicyTokenizer, retriever: Retriever, engine: Engine) -> None:
+        """Sample with a loaded engine, which only this runner uses."""
+        self.engine = engine
         self._config = config
-        self._tokenizer = PolicyTokenizer(policy_dir)
-        self._engine = engine
+        self._tokenizer = tokenizer
         self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
         self._context = EnvContext(retriever, self._tokenizer.encode)
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
@@ -84,25 +84,17 @@ class EnvRunner:
     @classmethod
     def load(cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
+        tokenizer = PolicyTokenizer(policy_dir)
         engine_class = load_object(config.env_runners.engine, ENGINES)
-        engine = engine_class(policy_dir, PolicyTokenizer(policy_dir), engine_settings(config, version))
-        runner = cls(config, policy_dir, retriever, engine)
+        engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published
-        if (transport == "broadcast" and not isinstance(engine, ReceivingEngine)) or (
-            transport == "ipc" and not isinstance(engine, ColocatedEngine)
-        ):
+        takes_part: dict[str, type] = {"broadcast": ReceivingEngine, "ipc": ColocatedEngine}
+        if not isinstance(engine, takes_part.get(transport, object)):
             raise ConfigError(
                 f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
                 "take part; set it to object_store"
             )
-        return runner
-
-    @classmethod
-    def scripted(
-        cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, scripts: Mapping[str, Sequence[str]]
-    ) -> Self:
-        """Return a runner that plays ``scripts``, turns by trajectory id, instead of a policy; no model is loaded."""
-        return cls(config, policy_dir, retriever, ScriptedEngine(scripts, PolicyTokenizer(policy_dir).encode))
+        return cls(config, tokenizer, retriever, engine)
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
         """Sample the trajectories of one group concurrently, up to ``max_concurrent_trajectories`` of the runner."""
@@ -120,41 +112,15 @@ class EnvRunner:
                 return await run_trajectory(
                     self._env_class(self._config.environment, self._context),
                     request.issue.task,
-                    self._engine.generate,
+                    self.engine.generate,
                     self._tokenizer,
-                    RolloutSettings(
-                        Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
-                        settings.max_context_tokens,
-                    ),
+                    Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
+                    settings.max_context_tokens,
                     trajectory_id=trajectory_id,
                     seed=self._config.debugging.seed,
                 )
             finally:
-                self._engine.release(trajectory_id)
-
-    async def check(self) -> None:
-        """Raise if the engine is dead; see ``Engine.check``."""
-        await self._engine.check()
-
-    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the policy's weights in; see ``Engine.update_weights``."""
-        await self._engine.update_weights(weights, version)
-
-    @property
-    def receiving_engine(self) -> ReceivingEngine:
-        """The engine, if learners send weights to it directly."""
-        assert isinstance(self._engine, ReceivingEngine), "load() has checked it"
-        return self._engine
-
-    @property
-    def colocated_engine(self) -> ColocatedEngine:
-        """The engine, if it shares a device with a learner."""
-        assert isinstance(self._engine, ColocatedEngine), "load() has checked it"
-        return self._engine
-
-    async def close(self) -> None:
-        """Free the engine."""
-        await self._engine.close()
+                self.engine.release(trajectory_id)
 
 
 class EnvRunnerActor:
@@ -167,8 +133,11 @@ class EnvRunnerActor:
         runner.
         """
         import ray
+        import torch
 
-        set_threads(config)
+        torch.set_num_threads(
+            config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
+        )
         self._load = partial(EnvRunner.load, config, policy_dir, retriever, version)
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
         self._loaded: EnvRunner | None = None if waits else self._load()
@@ -181,46 +150,22 @@ class EnvRunnerActor:
 
     async def ping(self) -> None:
         """Return if the engine is loaded and alive; else raise ``EngineDeadError``."""
-        await self._runner.check()
+        await self._runner.engine.check()
 
     async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""
         group = await _or_exit(self._runner.sample_group(request))
         return summarize(group), groups_to_record_batch([group])
 
-    async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the policy's weights in."""
-        await _or_exit(self._runner.update_weights(weights, version))
-
     async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Load the engine after a restart, with the newest weights."""
         if self._loaded is None:
             self._loaded = self._load()
-        await self.update_weights(weights, version)
+        await self.call_engine("update_weights", weights, version)
 
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """See ``ReceivingEngine``, as for the next three."""
-        await _or_exit(self._runner.receiving_engine.init_weight_transfer(init_info))
-
-    async def start_weight_update(self) -> None:
-        """Prepare for the parts of an update."""
-        await _or_exit(self._runner.receiving_engine.start_weight_update())
-
-    async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[Any] | None = None) -> None:
-        """Receive a part."""
-        await _or_exit(self._runner.receiving_engine.receive_weights(update_info, blob))
-
-    async def finish_weight_update(self, version: int) -> None:
-        """Swap the weights in."""
-        await _or_exit(self._runner.receiving_engine.finish_weight_update(version))
-
-    async def sleep(self) -> None:
-        """Free the device's memory; see ``ColocatedEngine.sleep``."""
-        await _or_exit(self._runner.colocated_engine.sleep())
-
-    async def wake_up(self, tag: WakeTag) -> None:
-        """Allocate it again; see ``ColocatedEngine.wake_up``."""
-        await _or_exit(self._runner.colocated_engine.wake_up(tag))
+    async def call_engine(self, method: str, *arguments: Any) -> None:
+        """Call one of the engine's methods for weights and memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
+        await _or_exit(getattr(self._runner.engine, method)(*arguments))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
@@ -250,26 +195,16 @@ def engine_settings(config: SamplerConfig, version: int) -> EngineSettings:
         device="cuda" if settings.num_gpus_per_env_runner else "cpu",
         version=version,
         sleeps=choose_transport(config) == "ipc",
-        weight_backend=choose_backend(config),
         options=settings.engine_options,
-    )
-
-
-def set_threads(config: SamplerConfig) -> None:
-    """Give torch the runner's share of the cores."""
-    import torch
-
-    torch.set_num_threads(
-        config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
     )
 
 
 def summarize(group: TrajectoryGroup) -> GroupSummary:
     """Return what the driver needs of a group, for its task sampler and metrics."""
     kept = [t for t in group.trajectories if not t.stop_reason.is_failure]
-    totals: dict[str, float] = {}
+    totals: Counter[str] = Counter()
     for trajectory in kept:
-        values = {
+        values: dict[str, float] = {
             "em": exact_match(trajectory.answer, trajectory.task.golden_answers),
             "f1": token_f1(trajectory.answer, trajectory.task.golden_answers),
             "rounds": float(trajectory.num_search_rounds),
@@ -281,8 +216,7 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
             f"stop_{trajectory.stop_reason.value}": 1.0,
             **trajectory.metrics,
         }
-        for name, value in values.items():
-            totals[name] = totals.get(name, 0.0) + value
+        totals.update(values)
     versions = [int(v) for t in kept for v in t.policy_versions[t.kinds == TokenKind.MODEL][:1]]
     return GroupSummary(
         rewards=tuple(t.reward for t in kept),

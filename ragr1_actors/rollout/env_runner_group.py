@@ -18,20 +18,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from cluster.placement import ActorOptions, anywhere
-from cluster.rpc import last_line
-from cluster.weights.weight_sender import Receiver
+from cluster.rpc import last_line, outcomes
+from cluster.session import ActorOptions, anywhere
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.weight_transport import WakeTag
 from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
 from retrieval.base import Retriever
 
@@ -83,27 +81,8 @@ class _Runner:
         return f"env runner {self.index}"
 
     @property
-    def receiver(self) -> Receiver:
-        return Receiver(f"{self.name}, life {1 + self.num_deaths}", self.handle)
-
-
-class _Newest:
-    """The newest policy version. Its weights are fetched once a runner needs them."""
-
-    def __init__(self, version: int, fetch: Callable[[], Any]) -> None:
-        self.version = version
-        self._fetch = fetch
-
-    @cached_property
-    def weights(self) -> Any:
-        return self._fetch()
-
-
-@dataclass(slots=True)
-class _InFlight:
-    request: GroupRequest
-    runner: _Runner
-    batch: Any = field(repr=False, default=None)
+    def life(self) -> str:
+        return f"{self.name}, life {1 + self.num_deaths}"
 
 
 class EnvRunnerGroup:
@@ -127,13 +106,13 @@ class EnvRunnerGroup:
         """
         settings = config.env_runners
         self._pending: deque[GroupRequest] = deque()
-        self._in_flight: dict[Any, _InFlight] = {}
+        self._in_flight: dict[Any, tuple[GroupRequest, _Runner, Any]] = {}  # the last is the reference of the batch
         self._runners: list[_Runner] = []
-        self._newest: _Newest | None = None
+        self._newest: tuple[int, Callable[[], Any]] | None = None  # version, and what fetches its weights once
         self._last_loss = "none came back in time"
         self.num_restarts = 0
         self._local: EnvRunner | None = None
-        self._loads: list[tuple[float, int]] = []
+        self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
         if settings.num_env_runners == 0:
@@ -171,13 +150,6 @@ class EnvRunnerGroup:
         """Runners that take requests."""
         return 1 if self._local is not None else sum(runner.is_healthy for runner in self._runners)
 
-    @property
-    def load(self) -> list[int]:
-        """Trajectories in flight on each runner; -1 for a runner that takes none."""
-        if self._local is not None:
-            return [sum(request.num_trajectories for request in self._pending)]
-        return [runner.num_in_flight if runner.is_healthy else -1 for runner in self._runners]
-
     def metrics(self) -> dict[str, float]:
         """Health and load of the fleet; ``num_restarts`` counts the deaths since the start.
 
@@ -192,12 +164,6 @@ class EnvRunnerGroup:
             "load": sum(load for load, _ in loads) / len(loads),
             "queue": sum(queue for _, queue in loads) / len(loads),
         }
-
-    def _note_load(self) -> None:
-        """Remember how much the fleet has to do, for ``metrics``."""
-        loads = [load for load in self.load if load >= 0]
-        queue = 0 if self._local is not None else len(self._pending)
-        self._loads.append((sum(loads) / max(1, len(loads)), queue))
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
         """Return ``func(runner)`` of every healthy runner, from its process; ``FleetError`` if it raised or died."""
@@ -221,9 +187,11 @@ class EnvRunnerGroup:
         Raises:
             FleetError: no runner is left and none comes back; the message has the reason of the last.
         """
-        self._note_load()
         if self._local is not None:
+            self._loads.append((float(sum(request.num_trajectories for request in self._pending)), 0))
             return self._loop.run_until_complete(self._collect_local(self._local))
+        loads = [runner.num_in_flight for runner in self._runners if runner.is_healthy]
+        self._loads.append((sum(loads) / max(1, len(loads)), len(self._pending)))
         deadline = time.monotonic() + RESTART_TIMEOUT_S
         while self.num_unfinished:
             self._probe()
@@ -250,13 +218,13 @@ class EnvRunnerGroup:
         ]
 
     @property
-    def receivers(self) -> list[Receiver]:
-        """The healthy runners, for a transport that calls them. A runner that came back is another receiver."""
-        return [runner.receiver for runner in self._runners if runner.is_healthy]
+    def receivers(self) -> dict[str, Any]:
+        """Actors of the healthy runners, each in one of its lives: ``{"env runner 3, life 1": handle}``."""
+        return {runner.life: runner.handle for runner in self._runners if runner.is_healthy}
 
     def expect(self, version: int, fetch: Callable[[], Any]) -> None:
         """Note a version that a transport publishes; ``fetch`` returns its weights for runners that come back."""
-        self._newest = _Newest(version, fetch)
+        self._newest = version, cache(fetch)
         for runner in self._runners:
             if not runner.is_healthy:
                 runner.probe = None  # it may carry older weights
@@ -269,30 +237,23 @@ class EnvRunnerGroup:
         """
         if self._local is not None:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
-            self._loop.run_until_complete(self._local.update_weights(found, version))
+            self._loop.run_until_complete(self._local.engine.update_weights(found, version))
             return
         self.expect(version, lambda: weights)
-        lacking = [r for r in self._runners if r.is_healthy and (receivers is None or r.receiver.name in receivers)]
-        self._wait({r.handle.update_weights.remote(weights, version): r for r in lacking})
+        self.call_engines("update_weights", weights, version, receivers=receivers)
 
-    def sleep(self) -> None:
-        """Have the engines free their devices' memory, weights and cache; see ``ColocatedEngine.sleep``."""
-        self._wait({r.handle.sleep.remote(): r for r in self._runners if r.is_healthy})
+    def call_engines(self, method: str, *arguments: Any, receivers: Collection[str] | None = None) -> None:
+        """Call the engines of healthy runners, all or ``receivers``, by ``EnvRunnerActor.call_engine``, and wait.
 
-    def wake_up(self, tag: WakeTag) -> None:
-        """Have the engines allocate memory again: for the weights, then for the cache, with which requests continue."""
-        self._wait({r.handle.wake_up.remote(tag): r for r in self._runners if r.is_healthy})
-
-    def _wait(self, calls: dict[Any, _Runner]) -> None:
-        """Wait for one call per runner. Runners that die during it, or hang, are restarted."""
-        for call, runner in calls.items():
-            try:
-                ray.get(call, timeout=START_TIMEOUT_S)
-            except RayActorError as error:
-                self._mark_dead(runner, error)
-            except GetTimeoutError as error:
-                ray.kill(runner.handle, no_restart=False)
-                self._mark_dead(runner, error)
+        Runners that die during it, or hang, are restarted.
+        """
+        chosen = [r for r in self._runners if r.is_healthy and (receivers is None or r.life in receivers)]
+        calls = {runner.handle.call_engine.remote(method, *arguments): runner for runner in chosen}
+        for call, error in outcomes({call: r.handle for call, r in calls.items()}, START_TIMEOUT_S):
+            if isinstance(error, RayTaskError):
+                raise error
+            if error is not None:
+                self._mark_dead(calls[call], error)
 
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""
@@ -300,8 +261,9 @@ class EnvRunnerGroup:
             left = asyncio.all_tasks(self._loop)  # after an interrupt
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(_end(left))
-            self._loop.run_until_complete(self._local.close())
+            if left:  # awaited, else asyncio prints a message for each
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._local.engine.close())
             self._loop.close()
             self._local = None
         for runner in self._runners:
@@ -319,22 +281,22 @@ class EnvRunnerGroup:
             request = self._pending.popleft()
             summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
             runner.num_in_flight += request.num_trajectories
-            self._in_flight[summary] = _InFlight(request, runner, batch)
+            self._in_flight[summary] = request, runner, batch
 
     def _finish(self, ref: Any) -> FinishedGroup | None:
-        flight = self._in_flight.pop(ref)
-        flight.runner.num_in_flight -= flight.request.num_trajectories
+        request, runner, batch = self._in_flight.pop(ref)
+        runner.num_in_flight -= request.num_trajectories
         try:
             summary = ray.get(ref)
         except RayActorError as error:
-            self._pending.appendleft(flight.request)
-            self._mark_dead(flight.runner, error)
+            self._pending.appendleft(request)
+            self._mark_dead(runner, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
-            raise FleetError(f"an env runner failed on {flight.request.issue.issue_id}: {last_line(error)}") from error
-        return FinishedGroup(flight.request, summary, flight.batch)
+            raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+        return FinishedGroup(request, summary, batch)
 
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:
         if runner.is_healthy:
@@ -360,9 +322,9 @@ class EnvRunnerGroup:
             if runner.probe is None and now - runner.probed_at > interval:
                 runner.probed_at = now
                 if self._newest is not None and not runner.is_healthy:
-                    newest = self._newest
-                    weights = newest.weights  # fetched before the call: it may have to put the other engines to sleep
-                    runner.probe = runner.handle.catch_up.remote(weights, newest.version)
+                    version, fetch = self._newest
+                    weights = fetch()  # before the call: it may have to put the other engines to sleep
+                    runner.probe = runner.handle.catch_up.remote(weights, version)
                 else:
                     runner.probe = runner.handle.ping.remote()
             if runner.probe is not None:
@@ -384,8 +346,3 @@ class EnvRunnerGroup:
             self._mark_dead(runner, error)
             return
         runner.is_healthy, runner.num_failed_loads = True, 0
-
-
-async def _end(cancelled: set[asyncio.Task[Any]]) -> None:
-    """Await cancelled tasks: asyncio prints a message for tasks that were never awaited."""
-    await asyncio.gather(*cancelled, return_exceptions=True)

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Self
 
-from cluster.placement import ActorOptions, anywhere
-from cluster.session import Session
+from cluster.session import ActorOptions, anywhere, ray_session
 from ragr1_actors.core.config import LearnerSettings, SamplerConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
@@ -30,10 +30,6 @@ from retrieval.fleet.group import RetrieverGroup
 logger = logging.getLogger(__name__)
 
 OnGroup = Callable[[FinishedGroup], None]
-
-
-def _drop(group: FinishedGroup) -> None:
-    """The ``aside`` of a sampler that is used for one list of tasks only."""
 
 
 class Sampler:
@@ -89,7 +85,7 @@ class Sampler:
         num_trajectories: int,
         temperature: float,
         on_group: OnGroup,
-        aside: OnGroup = _drop,
+        aside: OnGroup = lambda group: None,
     ) -> int:
         """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
@@ -143,11 +139,14 @@ class Sampler:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
-        return asyncio.run(self._play(requests, turns))
+        tokenizer = PolicyTokenizer(self._policy_dir)
+        engine = ScriptedEngine(turns, tokenizer.encode)
+        runner = EnvRunner(self._config, tokenizer, self._retrievers.retriever(), engine)
 
-    async def _play(self, requests: list[GroupRequest], turns: dict[str, Sequence[str]]) -> list[TrajectoryGroup]:
-        runner = EnvRunner.scripted(self._config, self._policy_dir, self._retrievers.retriever(), turns)
-        return await asyncio.gather(*(runner.sample_group(request) for request in requests))
+        async def play() -> list[TrajectoryGroup]:
+            return await asyncio.gather(*(runner.sample_group(request) for request in requests))
+
+        return asyncio.run(play())
 
     def metrics(self) -> dict[str, float]:
         """Health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/retriever_busy": 0.3, ...}``."""
@@ -182,4 +181,4 @@ def session_for(config: SamplerConfig, learners: LearnerSettings | None = None) 
         num_gpus += runners.num_env_runners * runners.num_gpus_per_env_runner
         num_gpus += learners.num_learners * learners.num_gpus_per_learner
     num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
-    return Session(num_cpus, num_gpus) if num_actors else nullcontext()
+    return ray_session(num_cpus, num_gpus) if num_actors else nullcontext()

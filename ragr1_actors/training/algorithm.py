@@ -19,7 +19,7 @@ publish            weights                        policy version + 1            
 =================  =============================  ==============================  ================================
 
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
-``publish`` wakes them (``cluster/weights/weight_sync.py``). Writing a checkpoint is a turn of the learners, too.
+``publish`` wakes them (``rollout/weight_sync.py``). Writing a checkpoint is a turn of the learners, too.
 
 With dynamic sampling the buffer sets aside groups whose rewards are all equal, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is in flight at a time: synchronous training is the same path. With a lag
@@ -39,8 +39,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from cluster.placement import Placement
-from cluster.weights.weight_sync import make_weight_sync
+from cluster.session import Placement
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
@@ -51,6 +50,7 @@ from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
+from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, read_state
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
@@ -102,7 +102,7 @@ class Algorithm:
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
-        self._transport = make_weight_sync(config, learners, self._env_runners)
+        self._transport = WeightSync(config, learners, self._env_runners)
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: Path) -> Self:

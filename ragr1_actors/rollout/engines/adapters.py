@@ -38,13 +38,13 @@ def merged_weights(
     adapters: Mapping[str, torch.Tensor],
     base: AdapterBase,
     dtype: torch.dtype,
+    device: torch.device,
     names: Collection[str] | None = None,
-    device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by their Hugging Face names, with the adapters merged, in the engine's ``dtype``.
+    """Yield weights by their Hugging Face names, with the adapters merged on ``device``, in the engine's ``dtype``.
 
     ``adapters`` are all of the policy's, by the names of their layers: ``...q_proj.lora_A.weight``. ``names`` are the
-    weights to yield; None is those that have an adapter. ``device`` is where to merge; None is where the adapters are.
+    weights to yield; None is those that have an adapter.
 
     Raises:
         EngineError: the folder is not on this node, or not that of a policy with these adapters.

@@ -1,4 +1,4 @@
-"""The engine protocols, the engines that a recipe names by a word, and the engine that plays scripts.
+"""The engine protocols, the policy's tokenizer, the engines that a recipe names, and the engine that plays scripts.
 
 An engine continues token ids (``Engine``). To take part in ``broadcast`` it has ``ReceivingEngine``'s methods besides,
 and to share a device with a learner rank ``ColocatedEngine``'s.
@@ -6,17 +6,21 @@ and to share a device with a learner rank ``ColocatedEngine``'s.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import AutoTokenizer, GenerationConfig
 
-from ragr1_actors.core.errors import EngineError
-from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import WakeTag, WeightBackend
+from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
+
+WakeTag = Literal["weights", "kv_cache"]
+"""What an engine that sleeps allocates again, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,54 @@ class EngineSettings:
     """Policy version of the weights in the folder."""
     sleeps: bool = False
     """Whether the engine has to give its device's memory to a learner between two batches: see ``ColocatedEngine``."""
-    weight_backend: WeightBackend = "host"
-    """What carries the weights of a ``ReceivingEngine``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
+
+
+class PolicyTokenizer:
+    """A Hugging Face tokenizer with the methods that a trajectory needs."""
+
+    def __init__(self, policy_dir: str | Path) -> None:
+        """Load the tokenizer and end-of-sequence ids of a folder or hub name; ``ConfigError`` if either is missing."""
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load a tokenizer from {policy_dir}: {error}") from error
+        # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
+        self._backend: Any = self._tokenizer.backend_tokenizer
+        eos: list[int | None] = [self._tokenizer.eos_token_id]
+        with suppress(OSError):  # the file is optional
+            more = GenerationConfig.from_pretrained(policy_dir).eos_token_id
+            eos += more if isinstance(more, list) else [more]
+        self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
+        if not self.eos_token_ids:
+            raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; nothing is added before or after it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens (end of sequence)."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents."""
+        if self._tokenizer.chat_template is None:
+            return self.encode("\n".join(message.content for message in messages) + "\n")
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
+        ids: Any = self._tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        return list(ids)
+
+    def tokens_containing(self, characters: set[str]) -> frozenset[int]:
+        """Return the ids of the tokens whose text contains any of some ASCII characters."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return frozenset(i for token, i in vocabulary.items() if any(char in token for char in characters))
 
 
 class Engine(Protocol):
@@ -61,7 +109,7 @@ class Engine(Protocol):
         """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
 
         ``weights`` has every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
-        engines in ``MERGING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
+        engines in ``RECEIVING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
         merged into, see ``engines/adapters.py``. ``version`` is recorded with every token sampled from now on.
         """
 
@@ -90,8 +138,8 @@ class ReceivingEngine(Protocol):
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
         """Receive a part: as vLLM's backend does, or with ``host`` a safetensors file, ``blob``.
 
-        With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON that the adapters are merged into (empty
-        where they are weights), and ``is_last``.
+        With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON that the adapters are merged into; empty
+        where they are weights.
         """
 
     async def finish_weight_update(self, version: int) -> None:
@@ -125,17 +173,11 @@ ENGINES: dict[str, EngineClass | Any] = {
 class ScriptedEngine:
     """Returns ``script[0]`` as the first turn of a request, ``script[1]`` as the second, and so on. Log-probs are 0."""
 
-    def __init__(
-        self, scripts: Mapping[str, Sequence[str]], encode: EncodeFn, version: int = 0, *, token_latency_s: float = 0.0
-    ) -> None:
-        """Play turns by request id; ``version`` is reported for every token.
-
-        ``token_latency_s`` is seconds per token, such as 0.02; with 0, a turn's text comes all at once.
-        """
+    def __init__(self, scripts: Mapping[str, Sequence[str]], encode: EncodeFn, version: int = 0) -> None:
+        """Play turns by request id; ``version`` is reported for every token."""
         self._scripts = scripts
         self._encode = encode
         self._version = version
-        self._token_latency_s = token_latency_s
         self._next_turn: dict[str, int] = {}
 
     async def generate(
@@ -147,17 +189,13 @@ class ScriptedEngine:
         if turn >= len(script):
             raise EngineError(f"got turn {turn + 1} of {request_id!r}, expected at most {len(script)}: its script ends")
         self._next_turn[request_id] = turn + 1
-        token_ids = self._encode(script[turn])
-        num_all, num_new = len(token_ids), min(len(token_ids), sampling.max_new_tokens)
-        text = script[turn] if num_new == num_all else script[turn][: len(script[turn]) * num_new // num_all]
-        if self._token_latency_s:
-            for num_played in range(1, num_new + 1):
-                await asyncio.sleep(self._token_latency_s)
-                if on_text is not None:
-                    on_text(script[turn][: len(script[turn]) * num_played // num_all])
-        elif on_text is not None:
+        text, token_ids = script[turn], self._encode(script[turn])
+        finish, num_new = FinishReason.STOP, len(token_ids)
+        if num_new > sampling.max_new_tokens:
+            finish, num_new = FinishReason.LENGTH, sampling.max_new_tokens
+            text = text[: len(text) * num_new // len(token_ids)]
+        if on_text is not None:
             on_text(text)
-        finish = FinishReason.STOP if num_new == num_all else FinishReason.LENGTH
         return Completion(token_ids[:num_new], [0.0] * num_new, [self._version] * num_new, text, finish)
 
     def release(self, request_id: str) -> None:

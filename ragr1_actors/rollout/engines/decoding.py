@@ -76,10 +76,9 @@ class RowCache(Cache):
             used[:, :, [row_a, row_b]] = used[:, :, [row_b, row_a]]
 
     def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
-        """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns.
+        """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns, a slice without a copy.
 
-        A slice of rows is read without a copy. ``positions``, ``[n, num_new]``, are the columns that the new tokens are
-        written to.
+        ``positions``, ``[n, num_new]``, are the columns that the new tokens are written to.
         """
         self._rows, self._positions, self.length = rows, positions, length
         index = torch.arange(rows.start, rows.stop, device=self._device) if isinstance(rows, slice) else rows
@@ -102,7 +101,7 @@ class _RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache owns the tensor."""
+        """Do nothing: the cache owns the tensor."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store this layer's new keys and values and return those of the context."""
@@ -139,8 +138,7 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tenso
     """Sample a token per row of ``logits``, ``[n, vocab]``; return ids, ``[n]`` int64, and log-probs, ``[n]`` float32.
 
     The log-probs are those of the distribution that was sampled from. ``temperatures``, ``[n]``: 0 is greedy, with the
-    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps the whole distribution. ``uniforms``, ``[n]``, are in [0,
-    1).
+    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]``, are in [0, 1).
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
@@ -172,7 +170,7 @@ class TurnText:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Start a turn; ``decode`` is the tokenizer's."""
+        """Start a turn."""
         self.text = ""
         self._decode = decode
         self._start = 0  # index of the first token of the last piece

@@ -11,7 +11,8 @@ trajectory computes only the tokens that are not cached yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,10 @@ from transformers.utils import logging
 
 from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
+from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import merged_weights
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
@@ -72,7 +72,8 @@ class TransformersEngine:
         self._is_whole.set()
         self._is_awake = asyncio.Event()
         self._is_awake.set()
-        self._stop_candidates: dict[tuple[str, ...], frozenset[int]] = {}
+        # the tokens that can complete a stop string: those that contain its last character
+        self._candidates = cache(lambda stop: tokenizer.tokens_containing({string[-1] for string in stop}))
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -113,12 +114,9 @@ class TransformersEngine:
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in between two passes; every trajectory's cache is then computed again."""
         state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items() if name != BASE_KEY}
-        if BASE_KEY in weights:
-            self._merge(state, str(weights[BASE_KEY]))
-        else:
-            self._model.load_state_dict(state, strict=False)
-            self._check_whole(state.keys())
-        self._take_over(version)
+        await self.start_weight_update()
+        self._receive(state, str(weights.get(BASE_KEY, "")))
+        await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Not called: this engine's backend is ``host``."""
@@ -130,36 +128,26 @@ class TransformersEngine:
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
         """Overwrite a part of the weights; see ``ReceivingEngine``."""
-        weights = load(blob.tobytes()) if blob is not None else {}
-        self._base = update_info["base"]
-        if self._base:
+        assert blob is not None, "this engine's backend is host"
+        self._receive(load(blob.tobytes()), update_info["base"])
+
+    def _receive(self, weights: Mapping[str, Tensor], base: str) -> None:
+        self._base = base
+        if base:
             self._adapters |= weights
-            return
-        self._model.load_state_dict(weights, strict=False)
-        self._received |= weights.keys()
+        else:
+            self._model.load_state_dict(weights, strict=False)
+            self._received |= weights.keys()
 
     async def finish_weight_update(self, version: int) -> None:
-        """Check that everything was received, and go on."""
-        if self._base:
-            self._merge(self._adapters, self._base)
-        else:
-            self._check_whole(self._received)
-        self._take_over(version)
-
-    def _check_whole(self, names: Set[str]) -> None:
-        missing = dict(self._model.named_parameters()).keys() - names
-        if missing:
-            raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
-
-    def _merge(self, adapters: Mapping[str, Tensor], base: str) -> None:
-        """Overwrite the weights that have an adapter; the others never change."""
+        """Check that everything was received, merge adapters, and go on."""
         parameters = dict(self._model.named_parameters())
-        found = AdapterBase.model_validate_json(base)
-        for name, value in merged_weights(adapters, found, self._model.dtype, device=self._device):
-            parameters[name].data.copy_(value)
-
-    def _take_over(self, version: int) -> None:
-        """Go on with weights that are whole."""
+        if self._base:
+            base = AdapterBase.model_validate_json(self._base)
+            for name, value in merged_weights(self._adapters, base, self._model.dtype, self._device):
+                parameters[name].data.copy_(value)  # the others never change
+        elif missing := parameters.keys() - self._received:
+            raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
         self._version = version
         self._forget()
         self._is_whole.set()
@@ -200,16 +188,14 @@ class TransformersEngine:
                     await self._is_awake.wait()
                     continue
                 # a large prefill is more efficient; if few rows are active, little decoding waits for it
-                if self._waiting and (len(self._waiting) * 4 >= self._num_active or self._is_full()):
+                is_full = self._num_active == len(self._resident) >= self._max_rows
+                if self._waiting and (len(self._waiting) * 4 >= self._num_active or is_full):
                     self._prefill()
                 else:
                     self._decode()
                 await asyncio.sleep(0)
         except (RuntimeError, ValueError, IndexError) as error:  # torch's errors: they fail every request
             self._fail(EngineError(f"generation failed: {error}"))
-
-    def _is_full(self) -> bool:
-        return len(self._resident) >= self._max_rows and self._num_active == self._max_rows
 
     def _fail(self, error: EngineError) -> None:
         for session in self._sessions.values():
@@ -226,10 +212,6 @@ class TransformersEngine:
         self._cache.swap(row_a, row_b, max(resident[row_a].num_cached, resident[row_b].num_cached))
         resident[row_a], resident[row_b] = resident[row_b], resident[row_a]
         resident[row_a].row, resident[row_b].row = row_a, row_b
-
-    def _activate(self, session: Session) -> None:
-        self._swap(session.row, self._num_active)
-        self._num_active += 1
 
     def _deactivate(self, session: Session) -> None:
         self._num_active -= 1
@@ -274,7 +256,8 @@ class TransformersEngine:
         self._forward(batch, torch.tensor([session.row for session in batch], device=self._device), longest)
         for session in batch:
             if session.future is not None:
-                self._activate(session)
+                self._swap(session.row, self._num_active)
+                self._num_active += 1
 
     def _decode(self) -> None:
         """Sample one token for every active trajectory."""
@@ -342,19 +325,11 @@ class TransformersEngine:
         full = len(session.tokens) - session.num_prompt >= session.sampling.max_new_tokens
         return FinishReason.LENGTH if full else None
 
-    def _candidates(self, stop: tuple[str, ...]) -> frozenset[int]:
-        """Return the tokens that can complete a stop string: those that contain its last character."""
-        if stop not in self._stop_candidates:
-            self._stop_candidates[stop] = self._tokenizer.tokens_containing({string[-1] for string in stop})
-        return self._stop_candidates[stop]
-
     def _finish(self, session: Session, reason: FinishReason) -> None:
         token_ids = session.tokens[session.num_prompt :]
-        completion = Completion(
-            token_ids, session.logprobs, session.versions, self._tokenizer.decode(token_ids), reason
-        )
+        text = self._tokenizer.decode(token_ids)
         if session.future is not None and not session.future.done():
-            session.future.set_result(completion)
+            session.future.set_result(Completion(token_ids, session.logprobs, session.versions, text, reason))
         session.future = None
 
 

@@ -53,10 +53,9 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError, one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase, WakeTag
+from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import base_names
-from ragr1_actors.rollout.engines.base import EngineSettings
-from ragr1_actors.rollout.tokenizer import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 
 SHARED_MEMORY = Path("/dev/shm")
 TWIN_BACKEND = "ragr1_twin"
@@ -78,8 +77,8 @@ class VLLMEngine:
         self._engine = _start(arguments)
         self._first_version = settings.version
         self._has_twin = arguments["weight_transfer_config"]["backend"] == TWIN_BACKEND
-        self._is_updating = False
         self._sleeps = False
+        self._base: str | None = None  # an ``AdapterBase`` as JSON, empty for weights, None if no file came
         self._paused_at: float | None = None
         self.last_pause_s = 0.0
         """How long the newest update of weights kept generation waiting."""
@@ -96,18 +95,15 @@ class VLLMEngine:
         )
         try:
             with _alive(f"in a turn of {request_id!r}"):
-                outputs = [await _last(stream)] if on_text is None else await _stream(stream, on_text)
+                outputs = await _collect(stream, on_text)
         except (VLLMClientError, EngineGenerateError, ValueError) as error:
             raise EngineError(f"vLLM refused a turn of {request_id!r}: {error.__cause__ or error}") from error
         return self._completion(outputs)
 
     def _completion(self, outputs: list[Any]) -> Completion:
         """Join the pieces of one completion."""
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        for output in outputs:
-            token_ids.extend(output.token_ids)
-            logprobs.extend(output.logprobs.logprobs)  # flat: one value per token, the sampled one's
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        logprobs = [value for output in outputs for value in output.logprobs.logprobs]  # flat: of the sampled tokens
         last = outputs[-1]
         versions = np.full(len(token_ids), self._first_version, dtype=np.int64)
         for span in last.weight_versions or ():
@@ -129,7 +125,7 @@ class VLLMEngine:
         with _shared_file() as path:
             await asyncio.to_thread(save_file, tensors, path)
             await self.start_weight_update()
-            await self._load(path, str(weights.get(BASE_KEY, "")), is_last=True)
+            await self._load(path, str(weights.get(BASE_KEY, "")))
         await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
@@ -140,11 +136,10 @@ class VLLMEngine:
     async def start_weight_update(self) -> None:
         """Prepare the workers; see ``ReceivingEngine``."""
         with _alive("at the start of a weight update"), _transferring():
+            await self._engine.collective_rpc("abandon_weight_update")
             if not self._has_twin:
                 await self._pause()
-            if self._is_updating:
-                await self._engine.collective_rpc("abandon_weight_update")
-            self._is_updating = True
+            self._base = None
             await self._engine.start_weight_update()
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
@@ -155,27 +150,33 @@ class VLLMEngine:
             return
         with _shared_file() as path:
             await asyncio.to_thread(path.write_bytes, blob.data)
-            await self._load(path, **update_info)
+            await self._load(path, update_info["base"])
 
-    async def _load(self, path: Path, base: str, is_last: bool) -> None:
-        """Have the workers load a file, one layer after the other: passes of the model run in between."""
-        if base:
-            groups = [[], *(layerwise_groups(base_names(AdapterBase.model_validate_json(base))) if is_last else [])]
-        else:
+    async def _load(self, path: Path, base: str) -> None:
+        """Have the workers load a file of weights, or keep its adapters, which belong to ``base``."""
+        self._base = base
+        names = []
+        if not base:
             with safe_open(path, "np") as file:
-                groups = layerwise_groups(list(file.keys()))
+                names = list(file.keys())
+        await self._update(str(path), names)
+
+    async def _update(self, path: str, names: list[str]) -> None:
+        """Have the workers load weights, one layer after the other: passes of the model run in between."""
         with _alive("in a weight update"), _transferring():
-            for index, names in enumerate(groups):
-                is_end = is_last and index == len(groups) - 1
-                part = {"path": str(path), "names": names, "base": base, "is_last": is_end}
+            for group in layerwise_groups(names) or [[]]:
+                part = {"path": path, "names": group, "base": self._base}
                 await self._engine.update_weights(WeightTransferUpdateRequest(part))
 
     async def finish_weight_update(self, version: int) -> None:
         """Take the new weights; see ``ReceivingEngine``. Where that fails, generation stays paused."""
+        if self._base:
+            await self._update("", base_names(AdapterBase.model_validate_json(self._base)))
         with _alive(f"before version {version}"), _transferring():
+            if self._base is not None:  # the worker got files, of which this is the end
+                await self._engine.update_weights(WeightTransferUpdateRequest({}))
             await self._pause()
             await self._engine.finish_weight_update(str(version))
-            self._is_updating = False
             if self._paused_at is not None:
                 await self._engine.resume_generation()
                 self.last_pause_s = asyncio.get_running_loop().time() - self._paused_at
@@ -250,7 +251,7 @@ def _arguments(policy_dir: str | Path, settings: EngineSettings) -> dict[str, An
         # log-probs of the sampling distribution, temperature included, as the learner computes them
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": f"ragr1_{'ipc' if settings.weight_backend == 'ipc' else 'nccl'}"},
+        "weight_transfer_config": {"backend": "ragr1_ipc" if settings.sleeps else "ragr1_nccl"},
         "enable_log_requests": False,
         "disable_log_stats": True,
     }
@@ -293,19 +294,14 @@ def _sampling_params(sampling: Sampling, *, is_streamed: bool) -> SamplingParams
     )
 
 
-async def _last(stream: Any) -> Any:
-    async for output in stream:
-        result = output.outputs[0]
-    return result
-
-
-async def _stream(stream: Any, on_text: OnText) -> list[Any]:
+async def _collect(stream: Any, on_text: OnText | None) -> list[Any]:
+    """Return the pieces of a completion; without ``on_text`` there is one, the whole."""
     pieces: list[Any] = []
     text = ""
     async for output in stream:
         piece = output.outputs[0]
         pieces.append(piece)
-        if piece.text:
+        if on_text is not None and piece.text:
             text += piece.text
             on_text(text)
     return pieces

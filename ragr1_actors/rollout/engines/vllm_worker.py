@@ -10,10 +10,8 @@ vLLM's ``WeightTransferEngineFactory``::
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,37 +20,20 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, record_metadata_for_reloading
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from cluster.weights.weight_sender import TIMEOUT_S
 from ragr1_actors.core.errors import TransferError
-from ragr1_actors.core.weight_transport import AdapterBase
+from ragr1_actors.core.weight_transport import TIMEOUT_S, AdapterBase
 from ragr1_actors.rollout.engines.adapters import merged_weights
 
-DEADLINE_S = TIMEOUT_S / 2
-"""For a broadcast; the sender waits for longer, and then ends the runner."""
+DEADLINE_S = TIMEOUT_S / 2  # for a broadcast; the sender waits for longer, and then ends the runner
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@dataclass
-class FileUpdate:
-    """A part of an update, in the order of the model's layers."""
-
-    path: str
-    """A safetensors file of this node; its adapters, where ``base`` is given, are kept until the update is finished."""
-    names: list[str] = field(default_factory=list)
-    """Weights to load now: of the file, or of the base with the adapters merged."""
-    base: str = ""
-    """An ``AdapterBase`` as JSON."""
-    is_last: bool = False
-
-
 class WeightUpdateExtension:
-    """Methods that vLLM's worker gets: ``worker_extension_cls``, with which this module is imported there."""
-
-    _weight_update_active: bool
+    """What vLLM's worker gets by ``worker_extension_cls``, with which this module is imported there."""
 
     def abandon_weight_update(self) -> None:
         """Forget an update that was not finished; vLLM would refuse to start another one."""
@@ -65,52 +46,41 @@ class FileUpdates:
     device: torch.device
     model: torch.nn.Module
     model_config: Any
-    _is_loading = False
     _expected: frozenset[str] = frozenset()
     """vLLM's names of what an update has to hold: what the one before held."""
 
     def start_weight_update(self) -> None:
         """Prepare the model. An update that was abandoned is finished first: vLLM would count on from it."""
-        self._forget_parts()
-        if self._is_loading:
-            finalize_layerwise_reload(self.model, self.model_config)
-        super().start_weight_update()  # type: ignore[misc]
-        self._is_loading = True
-
-    def _forget_parts(self) -> None:
         self._loaded: set[str] = set()
         self._adapters: dict[str, torch.Tensor] = {}
+        super().finish_weight_update()  # type: ignore[misc]
+        super().start_weight_update()  # type: ignore[misc]
 
     @torch.no_grad()
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a part of an update.
-
-        Raises:
-            TransferError: it is the last part, and parameters are missing.
-        """
-        if "path" not in update_info:
+        """Take a part: vLLM's own, the arguments of ``load``, or nothing, which says that all files were loaded."""
+        if "path" in update_info:
+            self.load(**update_info)
+        elif update_info:
             super().update_weights(update_info)  # type: ignore[misc]
+        else:
+            self.complete()
+
+    def load(self, path: str, names: list[str], base: str) -> None:
+        """Load weights of the file, or of ``base``, an ``AdapterBase`` as JSON; without names keep its adapters."""
+        if not names:
+            self._adapters |= load_file(path)
             return
-        update = FileUpdate(**update_info)
-        self._loaded |= self.model.load_weights(self._with_tied_head(self._read(update)))  # type: ignore[operator]
+        weights: Iterator[tuple[str, torch.Tensor]]
+        if base:
+            found = AdapterBase.model_validate_json(base)
+            weights = merged_weights(self._adapters, found, self.model_config.dtype, self.device, names)
+        else:
+            file: Any = safe_open(path, "pt")
+            weights = ((name, file.get_tensor(name)) for name in names)
+        self._loaded |= self.model.load_weights(self._with_tied_head(weights))  # type: ignore[operator]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        if update.is_last:
-            missing = self._expected - self._loaded
-            if missing:
-                raise TransferError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
-            self._expected = frozenset(self._loaded)
-            self.pack()
-
-    def _read(self, update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-        if not update.base:
-            with safe_open(update.path, "pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in update.names)
-        elif update.names:
-            base = AdapterBase.model_validate_json(update.base)
-            yield from merged_weights(self._adapters, base, self.model_config.dtype, update.names, self.device)
-        else:
-            self._adapters |= load_file(update.path)
 
     def _with_tied_head(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tied embedding as the head too: a CPU packs the head by itself, and would keep the old one."""
@@ -121,13 +91,11 @@ class FileUpdates:
             if is_tied and name == _EMBEDDING:
                 yield _HEAD, weight
 
-    def pack(self) -> None:
-        """Do what has to be done with whole weights while requests are still running; here nothing."""
-
-    def finish_weight_update(self) -> None:
-        """Go on with the new weights; nothing may be generating."""
-        super().finish_weight_update()  # type: ignore[misc]
-        self._is_loading = False
+    def complete(self) -> None:
+        """Raise ``TransferError`` if a parameter is missing. On a CPU, requests are still running."""
+        if missing := self._expected - self._loaded:
+            raise TransferError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
+        self._expected = frozenset(self._loaded)
 
 
 class NcclEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
@@ -139,14 +107,9 @@ class NcclEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive a broadcast.
-
-        Raises:
-            TransferError: it did not end in time; some weights are overwritten, and others are not.
-        """
+        """Receive a broadcast; ``TransferError`` if it does not end in time, with some of the weights overwritten."""
         group = self.model_update_group
         watchdog = threading.Timer(DEADLINE_S, group.destroy)  # aborts the communicator, which frees this thread
-        watchdog.daemon = True
         watchdog.start()
         try:
             super().receive_weights(update_info)
@@ -164,48 +127,27 @@ class IpcEngine(FileUpdates, IPCWeightTransferEngine):  # type: ignore[misc]
 class TwinEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
     """Loads files into a second model, which no request sees; what takes time on a CPU is packing the weights."""
 
-    _twin: torch.nn.Module | None = None
-    _is_packed = False
+    _twin: Any = None
 
     def start_weight_update(self) -> None:
-        """Make the twin the first time, and have it updated in place of the model."""
+        """Have the twin, made the first time, updated in place of the model."""
         if self._twin is None:
-            self._twin = self._make_twin()
-            self._expected = frozenset(name for name, _ in self._twin.named_parameters())
+            layers = self.vllm_config.compilation_config.static_forward_context
+            known = set(layers)
+            _ROPE_DICT.clear()  # else the models share rotary embeddings, which a reload empties under the requests
+            with set_default_torch_dtype(self.model_config.dtype), self.device:
+                self._twin = initialize_model(self.vllm_config, prefix="twin")
+                self._expected = frozenset(name for name, _ in self._twin.named_parameters())
+                process_weights_after_loading(self._twin, self.model_config, self.device)
+            for name in set(layers) - known:  # its attention has no cache
+                del layers[name]
         self.set_weight_update_target(self._twin, self.model_config)
-        if self._is_packed:
-            super().start_weight_update()
-        else:
-            self._forget_parts()
+        super().start_weight_update()
 
-    def _make_twin(self) -> torch.nn.Module:
-        layers = self.vllm_config.compilation_config.static_forward_context
-        known = set(layers)
-        with set_default_torch_dtype(self.model_config.dtype), self.device:
-            twin: torch.nn.Module = initialize_model(self.vllm_config, prefix="twin")
-        for name in set(layers) - known:  # its attention has no cache
-            del layers[name]
-        return twin
-
-    def pack(self) -> None:
-        """Pack what was not packed layer by layer."""
-        if self._is_packed:
-            super().finish_weight_update()
-            return
-        with set_default_torch_dtype(self.model_config.dtype), self.device:
-            process_weights_after_loading(self._twin, self.model_config, self.device)
-        self._unshare()
-        self._is_packed = True
-
-    def _unshare(self) -> None:
-        """Give the twin a copy of what vLLM hands out twice, rotary embeddings: a reload empties modules."""
-        copies = {m: copy.deepcopy(m) for m in set(self._default_model.modules()) & set(self.model.modules())}
-        for parent in list(self.model.modules()):
-            for name, child in parent.named_children():
-                if child in copies:
-                    setattr(parent, name, copies[child])
-        for copied in copies.values():
-            record_metadata_for_reloading(copied)
+    def complete(self) -> None:
+        """Pack, besides, what was not packed layer by layer."""
+        super().complete()
+        super().finish_weight_update()
 
     def finish_weight_update(self) -> None:
         """Swap the parameters of model and twin, packed ones too; nothing may be generating."""

@@ -1,1 +1,0 @@
-"""Publishing a policy version from the learners to the engines."""
