@@ -85,8 +85,7 @@ def generalized_advantages(
     starts = lengths.cumsum(0) - lengths
     next_value_N = values_M.new_zeros(len(lengths))
     next_advantage_N = values_M.new_zeros(len(lengths))
-    longest = int(lengths.max()) if len(lengths) else 0
-    for back in range(1, longest + 1):  # all trajectories at once, from their last tokens backwards
+    for back in range(1, int(lengths.max()) + 1):  # all trajectories at once, from their last tokens backwards
         alive_N = lengths >= back
         at = (starts + lengths - back)[alive_N]
         delta = rewards_M[at] + gamma * next_value_N[alive_N] - values_M[at]
@@ -96,9 +95,9 @@ def generalized_advantages(
     return advantages_M, advantages_M + values_M
 
 
-def whiten(values_M: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+def whiten(values_M: torch.Tensor) -> torch.Tensor:
     """Shift and scale to mean 0 and variance 1 over all tokens, ``[M]``."""
     count = len(values_M)
     mean = values_M.sum() / count
     variance = (values_M - mean).square().sum() / max(1, count - 1)
-    return (values_M - mean) * torch.rsqrt(variance + epsilon)
+    return (values_M - mean) * torch.rsqrt(variance + 1e-8)

@@ -40,13 +40,14 @@ def packed_attention(
     *,
     packing: PackedLayout,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Apply causal attention within every sequence of the row; return ``[1, T, H, D]`` as transformers expects.
+
+    The model's attention dropout is ignored: the tokens were sampled without it.
 
     Raises:
         LearnerError: the model needs another attention: a short sliding window, soft caps or sinks.
@@ -58,9 +59,8 @@ def packed_attention(
         )
     assert attention_mask is None, "a packed row has no mask: the layout holds the ends of the sequences"
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if takes_rows(query.device, query.dtype) and not dropout:
-        return flash_attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
-    return block_attention(query_THD, key_THD, value_THD, packing, scaling, dropout).unsqueeze(0), None
+    attention = flash_attention if takes_rows(query.device, query.dtype) else block_attention
+    return attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
 
 
 def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,7 +97,6 @@ def block_attention(
     value_THD: torch.Tensor,
     packing: PackedLayout,
     scaling: float | None = None,
-    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Run attention block by block, on any device and in any dtype; ``[T, H, D]``."""
     groups = query_THD.shape[1] // key_THD.shape[1]
@@ -109,7 +108,6 @@ def block_attention(
             _spread(query_THD, block),
             _spread(key_THD, block),
             _spread(value_THD, block),
-            dropout_p=dropout,
             is_causal=True,
             scale=scaling,
         )

@@ -47,7 +47,7 @@ def copy_tensors(tensors: Iterator[WholeTensor], rank: int, dtype: torch.dtype) 
 
 
 def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool) -> State:
-    """Do the same with fp32 arrays, since numpy has no bfloat16; a tied ``lm_head.weight`` is included."""
+    """Gather tensors as fp32 arrays, since numpy has no bfloat16; a tied ``lm_head.weight`` is included."""
     weights: State = {name: copy.numpy() for name, copy in copy_tensors(tensors, rank, torch.float32).items()}
     if is_tied and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

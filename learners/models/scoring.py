@@ -96,8 +96,6 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if isinstance(vars(module).get("attention_dropout"), float):  # a number, not a module
-                module.attention_dropout = 0.0  # type: ignore[assignment]
     return model
 
 
