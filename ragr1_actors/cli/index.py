@@ -52,19 +52,20 @@ def build(
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
 
-    settings: dict[str, Any] = {
-        "encoder": encoder,
-        "index_type": index_type,
-        "vector_type": vector_type,
-        "num_shards": num_shards,
-        "options": parse_options(option),
-        "workers": Workers(num_actors, device=device),
-        "restart": restart,
-    }
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
     try:
         with ray_session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
-            build_index(passages, out, **settings)
+            build_index(
+                passages,
+                out,
+                encoder=encoder,
+                index_type=index_type,
+                vector_type=vector_type,
+                num_shards=num_shards,
+                options=parse_options(option),
+                workers=Workers(num_actors, device=device),
+                restart=restart,
+            )
     except KeyboardInterrupt:
         print_line(f"interrupted; the same command continues with {building_dir(out)}")
         raise typer.Exit(130) from None
@@ -190,15 +191,12 @@ def serve(
 
 def parse_options(assignments: list[str] | None) -> dict[str, Any]:
     """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``; values are YAML. ``UserError`` on another form."""
-    import yaml
+    from ragr1_actors.core.resolve import parse_yaml
 
     options: dict[str, Any] = {}
     for assignment in assignments or []:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"--option: got {assignment!r}, expected KEY=VALUE, such as ef_search=256")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--option {key}: {value!r} is not a YAML value; quote it") from error
+        options[key] = parse_yaml(value, f"--option {key}")
     return options

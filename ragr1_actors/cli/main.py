@@ -29,7 +29,7 @@ from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.runs.report import RunReport
+    from ragr1_actors.runs.report import EvalResult, RunReport
 
 FEWER_ROUNDS_GOAL = 0.15
 """Share of search rounds that several queries per turn must save. RAG-R1 (arXiv:2507.02962, table 3) reports 2.15
@@ -102,7 +102,7 @@ def claims(
         check_names(config)
         create_run_directory(config, base / recipe)
         reports.append(_run(config, base / recipe, "ragr1 claims"))
-    comparison = compare(*reports)
+    comparison = Comparison(*(report.stages[-1].eval for report in reports))
     console.print(render_comparison(comparison))
     if not comparison.holds:
         raise typer.Exit(1)
@@ -207,45 +207,33 @@ def describe_start(recipe: str, config: RunConfig, run_dir: Path) -> Panel:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several queries per turn ("multi") against one ("single"), after reinforcement learning."""
+    """Several queries per turn against one: the evaluations after reinforcement learning."""
 
-    em_multi: float
-    em_single: float
-    rounds_multi: float
-    rounds_single: float
-    num_tasks: int
+    multi: EvalResult
+    single: EvalResult
 
     @property
     def fewer_rounds(self) -> float:
         """Share of search rounds that several queries per turn save."""
-        return 1 - self.rounds_multi / self.rounds_single if self.rounds_single else 0.0
+        return 1 - self.multi.rounds / self.single.rounds if self.single.rounds else 0.0
 
     @property
     def holds(self) -> bool:
         """Whether exact match is not lower and enough rounds are saved."""
-        return self.em_multi >= self.em_single and self.fewer_rounds >= FEWER_ROUNDS_GOAL
-
-
-def compare(multi: RunReport, single: RunReport) -> Comparison:
-    """Compare the last stages of two runs."""
-    a, b = multi.stages[-1].eval, single.stages[-1].eval
-    return Comparison(a.em, b.em, a.rounds, b.rounds, min(a.num_tasks, b.num_tasks))
+        return self.multi.em >= self.single.em and self.fewer_rounds >= FEWER_ROUNDS_GOAL
 
 
 def render_comparison(comparison: Comparison) -> Table:
     """Return the table that ``ragr1 claims`` prints."""
-    table = Table(title=f"Multi-query against single-query, after RL ({comparison.num_tasks} held-out tasks)")
+    multi, single = comparison.multi, comparison.single
+    num_tasks = min(multi.num_tasks, single.num_tasks)
+    table = Table(title=f"Multi-query against single-query, after RL ({num_tasks} held-out tasks)")
     for heading in ("", "multi-query", "single-query", "claim", "holds"):
         table.add_column(heading, justify="right" if heading else "left")
-    c = comparison
-    table.add_row("EM", f"{c.em_multi:.3f}", f"{c.em_single:.3f}", "not lower", _yes(c.em_multi >= c.em_single))
-    table.add_row(
-        "search rounds",
-        f"{c.rounds_multi:.2f}",
-        f"{c.rounds_single:.2f}",
-        f"{FEWER_ROUNDS_GOAL:.0%} fewer",
-        f"{_yes(c.fewer_rounds >= FEWER_ROUNDS_GOAL)} ({c.fewer_rounds:.0%})",
-    )
+    table.add_row("EM", f"{multi.em:.3f}", f"{single.em:.3f}", "not lower", _yes(multi.em >= single.em))
+    saved, wanted = comparison.fewer_rounds, FEWER_ROUNDS_GOAL
+    holds = f"{_yes(saved >= wanted)} ({saved:.0%})"
+    table.add_row("search rounds", f"{multi.rounds:.2f}", f"{single.rounds:.2f}", f"{wanted:.0%} fewer", holds)
     return table
 
 

@@ -51,11 +51,7 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, options: Mapping[str, Any], key: str) -> Self:
-        """Check a mapping that a recipe holds under ``key``, such as ``retrieval.options``.
-
-        Raises:
-            ConfigError: an unknown name, a wrong type or a value out of range.
-        """
+        """Check a mapping under ``key``, such as ``retrieval.options``; ``ConfigError`` on a wrong name or value."""
         cls.check_keys(options, key)
         try:
             return cls.model_validate(dict(options))

@@ -1,20 +1,5 @@
 """All exceptions that the project raises on purpose, and the words that their messages share.
 
-::
-
-    RagR1Error
-    ├── UserError                  what was asked for cannot be done; one sentence, exit status 2
-    │   ├── ConfigError (ValueError)   unknown key, wrong type, unknown recipe
-    │   ├── DataError (ValueError)     a task, corpus or index file that cannot be used
-    │   └── RunDirectoryError          the run directory holds a run already, or holds none
-    ├── RetrievalError             a search failed on every replica
-    ├── RpcError                   a remote call to an actor failed
-    ├── TransferError              weights did not get from the learner to an engine
-    ├── EngineError                an engine did not start or did not answer
-    │   └── EngineDeadError            it will not answer any more
-    ├── LearnerError               learning cannot go on
-    └── FleetError                 no actor of a fleet is left
-
 All of them pickle (Ray sends them between processes): they take one message and keep no other state.
 """
 
@@ -33,7 +18,7 @@ class RagR1Error(Exception):
 
 
 class UserError(RagR1Error):
-    """A request that cannot be met. The message says what was got, what was expected and what to do."""
+    """A request that cannot be met, said in one sentence: what was got, what was expected and what to do."""
 
 
 class ConfigError(UserError, ValueError):

@@ -127,11 +127,7 @@ def read_json_as(kind: type[T], path: Path) -> T:
 
 
 def validated(kind: type[T], value: Any, where: str) -> T:
-    """Return ``value``, which was read from the file ``where``, as a dataclass or pydantic model.
-
-    Raises:
-        DataError: a key is missing, unknown or has a wrong value; the message names the first one.
-    """
+    """Return ``value``, read from the file ``where``, as a dataclass or model; ``DataError`` on the first wrong key."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

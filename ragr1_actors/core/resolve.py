@@ -31,11 +31,7 @@ _MAX_BITS = 64
 
 
 def resolve(sections: Sections) -> RunConfig:
-    """Return the configuration with every key.
-
-    Raises:
-        ConfigError: names the first key that is unknown or has a value that does not fit.
-    """
+    """Return the configuration with every key; ``ConfigError`` on the first key or value that does not fit."""
     for section, settings in sections.items():
         check_keys(section, settings)
     config = RunConfig(**{section: _settings_of(section).read(keys, section) for section, keys in sections.items()})
@@ -44,11 +40,7 @@ def resolve(sections: Sections) -> RunConfig:
 
 
 def check_keys(section: str, settings: dict[str, Any]) -> None:
-    """Refuse an unknown section or key, and a value that no key can have.
-
-    Raises:
-        ConfigError: names the nearest known key.
-    """
+    """Refuse an unknown section or key, and a value that no key can have, with a ``ConfigError``."""
     if section not in RunConfig.model_fields:
         raise ConfigError(f"unknown section {section!r}{nearest(str(section), RunConfig.model_fields)}")
     _settings_of(section).check_keys(settings, section)
@@ -61,11 +53,7 @@ def _settings_of(section: str) -> type[Section]:
 
 
 def override(sections: Sections, assignments: Iterable[str]) -> Sections:
-    """Return the sections after ``section.key=value`` assignments, whose values are read as YAML.
-
-    Raises:
-        ConfigError: an assignment has another form, or names an unknown key.
-    """
+    """Return the sections after ``section.key=value`` assignments; ``ConfigError`` on another form or unknown key."""
     changed = {section: dict(settings) for section, settings in sections.items()}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -166,11 +154,7 @@ def _check_offload(config: RunConfig) -> None:
 
 
 def read_yaml_file(path: Path, instead: str) -> Any:
-    """Return what a YAML file holds; the message on a missing file ends with ``instead``.
-
-    Raises:
-        ConfigError: it is missing, cannot be read, or is not YAML in UTF-8.
-    """
+    """Return what a YAML file in UTF-8 holds; ``ConfigError``, with ``instead`` as advice, if it cannot be read."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -193,11 +177,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting.
-
-    Raises:
-        ConfigError: names the key and its value.
-    """
+    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting."""
     level: list[tuple[str, Any]] = [(name, value)]
     for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack
         below: dict[int, tuple[str, Any]] = {}  # by identity: YAML's aliases may repeat one list a billion times

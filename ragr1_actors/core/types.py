@@ -13,12 +13,6 @@ One trajectory, from question to gradient::
                                 ▼
                            Trajectory  ── siblings of one Task ──►  TrajectoryGroup
 
-* ``Task``: a question with its gold answers.
-* ``Completion``: what an engine sampled for one turn, as token ids with their log-probs.
-* ``Turn``: one completion, what it asked and what came back.
-* ``Trajectory``: all the tokens of one attempt, each with its ``TokenKind``.
-* ``TrajectoryGroup``: the attempts at one task, the unit that a baseline is computed over.
-
 Token ids are only ever appended. Nothing here is decoded and encoded again, so the ids a learner sees are the ids
 the engine sampled.
 """

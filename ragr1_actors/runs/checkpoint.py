@@ -30,16 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import (
-    WRITING,
-    error_number,
-    is_no_room,
-    read_json_as,
-    sync,
-    sync_tree,
-    validated,
-    write_json,
-)
+from ragr1_actors.core.files import WRITING, error_number, is_no_room, read_json_as, sync, sync_tree, write_json
 from ragr1_actors.runs.report import StageReport, TaskCounts
 
 STATE_FILE = "state.json"
@@ -89,11 +80,6 @@ class Standing(_Stored):
 def read_state(checkpoint: Path) -> RunState:
     """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged."""
     return read_json_as(RunState, checkpoint / STATE_FILE)
-
-
-def read_standing(extra: dict[str, Any]) -> Standing:
-    """Read ``RunState.extra`` of a ``TrainingRun``; ``DataError`` on a wrong key or value."""
-    return validated(Standing, extra, f"extra in {STATE_FILE}")
 
 
 class CheckpointStore:

@@ -135,11 +135,7 @@ class _EventFile:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl``, oldest first, without a last line that a crash cut off.
-
-    Raises:
-        RunDirectoryError: the folder has no metrics, or a complete line cannot be read.
-    """
+    """Return the lines of ``metrics.jsonl`` but one that a crash cut off; ``RunDirectoryError`` on a damaged line."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise RunDirectoryError(f"{run_dir} holds no {METRICS_FILE}; give the directory of a run")

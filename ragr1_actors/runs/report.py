@@ -1,14 +1,4 @@
-"""The report of a run: ``report.json`` for programs, ``report.html`` and a table for people.
-
-``report.json``::
-
-    {"peak_rss_bytes": 2147483648,
-     "ratios": {"rounds_vs_single_query": 0.71},
-     "stages": [{"eval": {"em": 0.93, "f1": 0.93, "num_failed": 0, "num_tasks": 200, "queries": 2.9,
-                          "queries_per_round": 1.6, "rounds": 1.8, "tokens": 61.0}, "stage": "rl", "wall_s": 402.5}],
-     "tasks": {"doubled": 0, "failed": 0, "issued": 6400, "lost": 0, "trained": 6400},
-     "wall_s": 517.0}
-"""
+"""The report of a run: ``report.json`` for programs (a ``RunReport``), ``report.html`` and a table for people."""
 
 from __future__ import annotations
 
@@ -105,11 +95,7 @@ def write_report(run_dir: Path, report: RunReport) -> None:
 
 
 def read_report(run_dir: Path) -> RunReport:
-    """Read ``report.json`` of a run.
-
-    Raises:
-        RunDirectoryError: the run has no report, which it writes at its end, or the report is damaged.
-    """
+    """Read ``report.json`` of a run; ``RunDirectoryError`` if there is none, as before its end, or it is damaged."""
     path = run_dir / REPORT_JSON
     if not path.is_file():
         raise RunDirectoryError(

@@ -27,11 +27,7 @@ _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
 def create_run_directory(config: RunConfig, run_dir: Path) -> None:
-    """Make the directory of a new run and store the resolved configuration in it.
-
-    Raises:
-        RunDirectoryError: the directory holds a run already, or cannot be made.
-    """
+    """Make the directory of a new run; ``RunDirectoryError`` if it holds a run already, or cannot be made."""
     try:
         if (run_dir / CONFIG_FILE).exists():
             raise RunDirectoryError(
@@ -74,11 +70,7 @@ def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) ->
 
 
 def open_run_directory(run_dir: Path) -> RunConfig:
-    """Return the configuration of the run in a directory.
-
-    Raises:
-        RunDirectoryError: the directory holds no run, or its configuration is damaged.
-    """
+    """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
     path = run_dir / CONFIG_FILE
     try:
         if not path.is_file():
@@ -96,11 +88,7 @@ def open_run_directory(run_dir: Path) -> RunConfig:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return the run directory and the checkpoint that ``path`` names.
-
-    Raises:
-        RunDirectoryError: ``path`` is neither a run with a checkpoint nor a checkpoint of a run.
-    """
+    """Return run directory and checkpoint for the path of either; ``RunDirectoryError`` if it is no path of one."""
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
@@ -124,11 +112,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 def keep_trajectories(
     run_dir: Path, name: str, batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]
 ) -> None:
-    """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written; ``ENOSPC`` if there is no room.
-    """
+    """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all."""
     directory = run_dir / "trajectories"
     directory.mkdir(exist_ok=True)
     fetched = [_fetch(batch) for batch in batches]
@@ -144,12 +128,7 @@ def _fetch(batch: pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]) -> pa.RecordBa
 
 
 def _is_complete(sections: object) -> bool:
-    fields = RunConfig.model_fields
-    return (
-        isinstance(sections, dict)
-        and sections.keys() == fields.keys()
-        and all(
-            isinstance(sections[name], dict) and sections[name].keys() == type(field.default).model_fields.keys()
-            for name, field in fields.items()
-        )
-    )
+    if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
+        return False
+    expected = {name: keys.keys() for name, keys in RunConfig().model_dump().items()}
+    return {name: keys.keys() for name, keys in sections.items()} == expected

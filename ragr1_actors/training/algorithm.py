@@ -49,7 +49,7 @@ from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
+from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, read_state
 from ragr1_actors.runs.report import EvalResult
@@ -128,17 +128,12 @@ class Algorithm:
         sampler = Sampler(config, workspace.policy_dir, workspace.index_dir, placement.options)
         learners = LearnerGroup(config, placement.options)
         algorithm = cls(config, run_dir.absolute(), workspace, sampler, learners, placement, held)
-        algorithm._load_first_learner()
+        if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
+            sampler.env_runners.wait_until_ready()
+        if algorithm._store.latest() is None:  # else ``restore`` builds the learner
+            algorithm._build_learner(algorithm._next_learner(), workspace.policy_dir)
         sampler.wait_until_ready()
         return algorithm
-
-    def _load_first_learner(self) -> None:
-        """Build the learner of a new run while the sampler loads; ``restore`` builds that of a resumed run."""
-        if self._transport.shares_devices:  # an engine takes the memory that is free when it starts
-            self._env_runners.wait_until_ready()
-        if self._store.latest() is None:
-            name = "sft" if self.config.sft.num_steps else self.config.training.algorithm
-            self._build_learner(name, self._stage_dir)
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +174,10 @@ class Algorithm:
 
     def _is_pretrained(self) -> bool:
         return self.sft_step >= self.config.sft.num_steps and self._sft_dir.exists()
+
+    def _next_learner(self) -> str:
+        is_in_sft = self.config.sft.num_steps and not self._is_pretrained()
+        return "sft" if is_in_sft else self.config.training.algorithm
 
     def _demonstration_batches(self, groups: list[TrajectoryGroup]) -> Iterator[list[TrajectoryGroup]]:
         rng = random.Random(f"sft {self.config.debugging.seed}")
@@ -246,13 +245,9 @@ class Algorithm:
         """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows."""
         training = self.config.training
         wanted = training.train_batch_size * (1 + training.max_policy_lag)
+        temperature = self.config.env_runners.temperature
         while self._env_runners.num_unfinished + len(self._buffer) < wanted:
-            self._submit(self._tasks.next())
-
-    def _submit(self, issue: Issue) -> None:
-        self._env_runners.submit(
-            GroupRequest(issue, self.config.training.group_size, self.config.env_runners.temperature)
-        )
+            self._env_runners.submit(GroupRequest(self._tasks.next(), training.group_size, temperature))
 
     def _next_batch(self) -> tuple[list[FinishedGroup], int]:
         """Sample until a batch is complete; the tasks of failed and stale groups are issued again."""
@@ -358,8 +353,7 @@ class Algorithm:
         if self._is_pretrained():
             self._stage_dir = str(self._sft_dir)
         self._transport.make_room()
-        in_sft = bool(self.config.sft.num_steps) and not self._is_pretrained()
-        learner = "sft" if in_sft else self.config.training.algorithm
+        learner = self._next_learner()
         self._build_learner(learner, self._stage_dir)
         if state.learner == learner:  # else it was saved between the stages, and the folder is the whole state
             self._learners.load_state(directory / LEARNER_FILE)

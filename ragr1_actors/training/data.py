@@ -59,11 +59,7 @@ class Workspace:
 
 
 def prepare(config: RunConfig, run_dir: Path) -> Workspace:
-    """Load the tasks, and build what is missing: the index from the corpus, the tiny policy from the texts.
-
-    Raises:
-        UserError: a file cannot be used, or no task is left to train on or to hold out.
-    """
+    """Load the tasks, and build what is missing: index and tiny policy; ``UserError`` on unusable or too few tasks."""
     environment = config.environment
     run_dir = run_dir.absolute()  # actors may have another working directory
     train, evaluation, notes = split_tasks(config, config.evaluation.num_tasks)
@@ -118,11 +114,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
 
 
 def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
-    """Return the index that ``retrieval`` names, or build it from the corpus into ``run_dir``; None if none is needed.
-
-    Raises:
-        UserError: the index or the corpus cannot be used.
-    """
+    """Return the index that ``retrieval`` names, or build one in ``run_dir``; None if none is needed."""
     settings = config.retrieval
     if not needs_index(settings.type):
         return None
@@ -158,10 +150,7 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
 
 
 def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], index_dir: Path | None) -> str:
-    """Return ``policy.model``; a tiny policy is made in ``run_dir``.
-
-    Its tokenizer is trained on the questions of ``tasks`` and the passages of the index.
-    """
+    """Return ``policy.model``, or make a tiny policy in ``run_dir`` for the words of ``tasks`` and index."""
     policy = config.policy
     if policy.model != TINY:
         return policy.model

@@ -16,7 +16,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def evaluate(
     """
     run_dir, checkpoint = find_checkpoint(path)
     run = open_run_directory(run_dir)
-    config = sampler_config(run, run_dir, index)
+    config = _config_in_process(run, run_dir, index)
     check_sampler(config, has_index=True)
     found = evaluation_tasks(run, tasks, num_tasks)
     groups: list[FinishedGroup] = []
@@ -70,13 +70,9 @@ def evaluate(
 
 
 def ask(path: Path, question: str) -> Trajectory:
-    """Answer ``question`` greedily with the newest checkpoint of a run, or with the checkpoint that is named.
-
-    Raises:
-        RunDirectoryError: there is no run, or it has no checkpoint yet.
-    """
+    """Answer ``question`` greedily with a checkpoint or a run's newest one; ``RunDirectoryError`` without any."""
     run_dir, checkpoint = find_checkpoint(path)
-    config = sampler_config(open_run_directory(run_dir), run_dir)
+    config = _config_in_process(open_run_directory(run_dir), run_dir)
     with Sampler(config, checkpoint / POLICY_FOLDER, prepare_index(config, run_dir)) as sampler:
         sampler.env_runners.submit(GroupRequest(Issue("ask", Task("ask", question, ()), 0), 1, 0.0))
         (finished,) = sampler.env_runners.collect()
@@ -84,20 +80,16 @@ def ask(path: Path, question: str) -> Trajectory:
     return group.trajectories[0]
 
 
-def sampler_config(run: RunConfig, run_dir: Path, index: Path | None = None) -> SamplerConfig:
-    """Return what is needed to sample in this process as a run does, without its fleets.
+def _config_in_process(run: RunConfig, run_dir: Path, index: Path | None = None) -> SamplerConfig:
+    """Return what is needed to sample in this process as a run does; ``index`` is None for the run's own."""
+    own = run.retrieval.index or run_dir / "index"
+    retrieval = {"num_retrievers": 0, "index": str(index or own)}
+    return _sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
 
-    ``index`` is None for the run's own, which is ``index`` in ``run_dir`` if the run has built one.
-    """
-    return SamplerConfig(
-        environment=run.environment,
-        policy=run.policy,
-        env_runners=run.env_runners.model_copy(update={"num_env_runners": 0}),
-        retrieval=run.retrieval.model_copy(
-            update={"num_retrievers": 0, "index": str(index or run.retrieval.index or run_dir / "index")}
-        ),
-        debugging=run.debugging,
-    )
+
+def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
+    sections = {name: getattr(run, name) for name in SamplerConfig.model_fields}
+    return SamplerConfig(**sections | {name: sections[name].model_copy(update=keys) for name, keys in changes.items()})
 
 
 def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) -> tuple[Task, ...]:
@@ -109,9 +101,7 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        if not tasks.is_file():
-            raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
-        return load_tasks(tasks).tasks[:count]
+        return _load_tasks(tasks)[:count]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
@@ -125,17 +115,9 @@ def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResul
     """Average the groups without a failed trajectory; ``num_failed`` tasks have none."""
     answered = [summary for summary in summaries if not summary.num_failed]
     mean = mean_over([summary.means for summary in answered])
-    rounds = mean["rounds"]
-    return EvalResult(
-        em=mean["em"],
-        f1=mean["f1"],
-        rounds=rounds,
-        queries_per_round=mean["queries"] / rounds if rounds else 0.0,
-        queries=mean["queries"],
-        tokens=mean["tokens"],
-        num_tasks=len(answered),
-        num_failed=num_failed,
-    )
+    per_task = {name: mean[name] for name in ("em", "f1", "rounds", "queries", "tokens")}
+    queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
+    return EvalResult(**per_task, queries_per_round=queries_per_round, num_tasks=len(answered), num_failed=num_failed)
 
 
 @dataclass(frozen=True)
@@ -178,7 +160,7 @@ def select(
     out: Path,
     settings: SelectionSettings,
     *,
-    overrides: Iterable[str] = (),
+    overrides: Sequence[str] = (),
     index: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> SelectionCounts:
@@ -196,10 +178,10 @@ def select(
         UserError: a file, recipe or run cannot be used; or no task would be kept.
         FleetError: every task failed.
     """
-    _check_arguments(tasks, out, settings)
-    config = selection_config(source, settings, overrides, index)
+    _check_arguments(out, settings)
+    found = _load_tasks(tasks)
+    config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
-    found = load_tasks(tasks).tasks
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
         index_dir = prepare_index(config, Path(scratch))
         policy_dir = prepare_policy(config, Path(scratch), found, index_dir)
@@ -211,13 +193,19 @@ def select(
             f"none of the {counts.tasks:,} tasks of {tasks} would be kept ({counts.never:,} never answered, "
             f"{counts.always:,} always); take another policy, more --num-samples or a larger --easy-share"
         )
-    _write(out, kept, successes, settings.num_samples, tasks.stem)
+    records = [_record(task, successes[task.task_id], settings.num_samples, tasks.stem) for task in kept]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
     return counts
 
 
-def _check_arguments(tasks: Path, out: Path, settings: SelectionSettings) -> None:
-    if not tasks.is_file():
-        raise DataError(f"there is no file {tasks}; --tasks wants a task file (JSON or JSONL)")
+def _load_tasks(path: Path) -> tuple[Task, ...]:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; --tasks wants a task file (JSON or JSONL)")
+    return load_tasks(path).tasks
+
+
+def _check_arguments(out: Path, settings: SelectionSettings) -> None:
     if out.exists():
         raise DataError(f"{out} exists already; choose another --out, or delete it")
     if not out.absolute().parent.is_dir():
@@ -228,11 +216,10 @@ def _check_arguments(tasks: Path, out: Path, settings: SelectionSettings) -> Non
         raise DataError(f"got --temperature {settings.temperature}, expected a finite number, 0 for greedy")
 
 
-def selection_config(
-    source: str, settings: SelectionSettings, overrides: Iterable[str], index: Path | None
+def _selection_config(
+    source: str, settings: SelectionSettings, overrides: Sequence[str], index: Path | None
 ) -> SamplerConfig:
     """Return how a recipe, run or checkpoint samples, with its policy and index; ``UserError`` on an unknown one."""
-    overrides = list(overrides)
     for name in (assignment.partition("=")[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
@@ -246,13 +233,8 @@ def selection_config(
         sections["policy"]["model"] = str((checkpoint / POLICY_FOLDER).absolute())
         own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
     config = resolve(override(sections, overrides))
-    return SamplerConfig(
-        environment=config.environment.model_copy(update={"max_turns": settings.max_turns}),
-        policy=config.policy,
-        env_runners=config.env_runners,
-        retrieval=config.retrieval.model_copy(update={"index": str(index or config.retrieval.index or own_index)}),
-        debugging=config.debugging,
-    )
+    found_index = str(index or config.retrieval.index or own_index)
+    return _sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})
 
 
 def _sample(
@@ -273,7 +255,7 @@ def _sample(
 
 
 def choose(
-    tasks: Iterable[Task], successes: dict[str, int], settings: SelectionSettings, seed: int
+    tasks: Sequence[Task], successes: dict[str, int], settings: SelectionSettings, seed: int
 ) -> tuple[list[Task], SelectionCounts]:
     """Return the tasks to keep, in their order, and the number of tasks per class.
 
@@ -281,7 +263,6 @@ def choose(
     failed. ``seed`` is that of the draw among the easier tasks.
     """
     classes: dict[str, list[Task]] = {name: [] for name in ("never", "hard", "easy", "always", "failed")}
-    tasks = list(tasks)
     for task in tasks:
         classes[_class(successes.get(task.task_id), settings)].append(task)
     easy = classes["easy"] + classes["always"]
@@ -300,12 +281,6 @@ def _class(num_correct: int | None, settings: SelectionSettings) -> str:
     if num_correct / settings.num_samples <= settings.max_pass_rate:
         return "hard"
     return "always" if num_correct == settings.num_samples else "easy"
-
-
-def _write(out: Path, tasks: list[Task], successes: dict[str, int], num_samples: int, stem: str) -> None:
-    records = (_record(task, successes[task.task_id], num_samples, stem) for task in tasks)
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
 
 
 def _record(task: Task, num_correct: int, num_samples: int, stem: str) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
-from ragr1_actors.core.files import is_no_room
+from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.rollout.sampler import session_for
-from ragr1_actors.runs.checkpoint import CheckpointStore, read_standing
+from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, Standing
 from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import (
     EvalResult,
@@ -82,9 +82,14 @@ class TrainingRun:
                 workspace = prepare(self._config, self._run_dir)
                 algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
             try:
-                # an interrupt in here saves nothing: the newest checkpoint is newer than the state
-                self._restore(algorithm)
-                self._run_or_save(algorithm, logger, guard)
+                self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
+                try:
+                    self._describe(workspace)
+                    self._run_stages(algorithm, logger)
+                except KeyboardInterrupt:
+                    if not guard.is_torn:  # else learner and task sampler differ; the checkpoint before is valid
+                        self._save(algorithm)
+                    raise
             finally:
                 algorithm.stop()
         report = RunReport(
@@ -97,22 +102,13 @@ class TrainingRun:
         write_report(self._run_dir, report)
         return report
 
-    def _run_or_save(self, algorithm: Algorithm, logger: MetricsLogger, guard: InterruptGuard) -> None:
-        try:
-            self._describe(algorithm.workspace)
-            self._run_stages(algorithm, logger)
-        except KeyboardInterrupt:
-            if not guard.is_torn:  # else learner and task sampler differ, and the checkpoint before is the valid one
-                self._save(algorithm)
-            raise
-
     def _restore(self, algorithm: Algorithm) -> None:
         store = CheckpointStore(self._run_dir / "checkpoints")
         checkpoint = store.latest()
         if checkpoint is None:
             return
         try:
-            standing = read_standing(algorithm.restore() or {})
+            standing = validated(Standing, algorithm.restore() or {}, f"extra in {STATE_FILE}")
         except DataError as error:
             raise RunDirectoryError(f"{error}; {store.without(checkpoint)}") from error
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)

@@ -15,16 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PROTOCOL_TAGS = (
-    "<think>",
-    "</think>",
-    "<search>",
-    "</search>",
-    "<information>",
-    "</information>",
-    "<answer>",
-    "</answer>",
-)
+_TAG_NAMES = ("think", "search", "information", "answer")
+PROTOCOL_TAGS = tuple(f"<{slash}{name}>" for name in _TAG_NAMES for slash in ("", "/"))
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
@@ -55,6 +47,7 @@ def make_tiny_policy(
     ``hidden_size``. ``num_heads`` is that of queries, keys and values. ``max_position_embeddings`` is in tokens.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -78,13 +71,8 @@ def make_tiny_policy(
     config.architectures, config.dtype = [Qwen2ForCausalLM.__name__], torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        _save(Qwen2ForCausalLM(config).float(), directory)
-
-
-def _save(model: Any, directory: Path) -> None:
-    """Do what ``save_pretrained`` does without importing DeepSpeed, which takes seconds and warns without a GPU."""
-    from safetensors.torch import save_file
-
+        model = Qwen2ForCausalLM(config).float()
+    # what save_pretrained does without importing DeepSpeed, which takes seconds and warns without a GPU
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(directory)
