@@ -58,7 +58,8 @@ def doctor(
 
 def examine(with_ray: bool = True) -> Iterator[Finding]:
     """Yield the findings as they are made; starting Ray takes seconds and is the last check."""
-    yield _python()
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("Python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version}, expected >=3.11")
     yield from packages(requirements())
     yield _faiss()
     yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
@@ -92,11 +93,6 @@ def packages(needed: list[Requirement]) -> Iterator[Finding]:
             yield Finding(need.name, "ok", found)
         else:
             yield Finding(need.name, "missing", f"{found}; pip install '{need}'")
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("Python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version}, expected >=3.11")
 
 
 def _faiss() -> Finding:

@@ -28,6 +28,7 @@ Sections = dict[str, dict[str, Any]]
 MAX_DEPTH = 16
 """Levels of lists and mappings in one value: ``env_runners.engine_options`` needs a few."""
 _MAX_BITS = 64
+_RECIPES = resources.files("ragr1_actors").joinpath("recipes")
 
 
 def resolve(sections: Sections) -> RunConfig:
@@ -67,10 +68,9 @@ def override(sections: Sections, assignments: Iterable[str]) -> Sections:
 
 
 def read_recipe(name_or_path: str) -> Sections:
-    """Return the sections of a recipe of the project, by name, or of a YAML file, by path; keys are not checked yet.
+    """Return the sections of a recipe by name, or of a YAML file by path; keys are not checked yet.
 
-    Raises:
-        ConfigError: there is no such recipe, or the file does not hold sections of keys.
+    ``ConfigError`` if there is no such recipe, or it does not hold sections of keys.
     """
     if Path(name_or_path).suffix in (".yaml", ".yml"):
         instead = f"give an existing YAML file or one of: {', '.join(recipe_names())}"
@@ -87,8 +87,7 @@ def read_recipe(name_or_path: str) -> Sections:
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with the project."""
-    files = resources.files("ragr1_actors").joinpath("recipes").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted(file.name.removesuffix(".yaml") for file in _RECIPES.iterdir() if file.name.endswith(".yaml"))
 
 
 def recipe_descriptions() -> dict[str, str]:
@@ -97,7 +96,7 @@ def recipe_descriptions() -> dict[str, str]:
 
 
 def _recipe_text(name: str) -> str:
-    return resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    return _RECIPES.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _check_settings(config: RunConfig) -> None:

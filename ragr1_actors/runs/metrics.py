@@ -59,9 +59,6 @@ class MetricsLogger:
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
-
-        Raises:
-            OSError: a file cannot be written; ``ENOSPC`` if there is no room.
         """
         values = {name: float(value) for name, value in metrics.items()}
         if stage not in self._events:

@@ -130,7 +130,7 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        """Sample nothing yet."""
+        """Prepare the thread."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
         self.peak_bytes = 0

@@ -53,9 +53,7 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
 def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) -> RunConfig:
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
-    Raises:
-        ConfigError: a key of another section or ``learners.lora``, which a checkpoint depends on, or a wrong value.
-        RunDirectoryError: the directory cannot be written.
+    ``ConfigError`` on a key of another section and on ``learners.lora``, which checkpoints depend on.
     """
     for name in (assignment.partition("=")[0] for assignment in assignments):
         if not name.startswith("learners.") or name == "learners.lora":

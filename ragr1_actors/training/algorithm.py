@@ -8,16 +8,6 @@ One ``train()``::
          └── again ─────────────│──RetrieverGroup ◄────────────────┘                             │
                                 └──────────────── Transport.publish(version + 1) ◄───────────────┘
 
-=================  =============================  ==============================  ================================
-part               consumes                       produces                        waits for
-=================  =============================  ==============================  ================================
-EnvRunnerGroup     issues                         groups, in completion order     its engines and its passages
-GroupBuffer        groups                         batches of train_batch_size     enough groups within the lag
-make_room          devices that runners share     the same, for the learners      every runner's sleep
-LearnerGroup       references of record batches   weights, metrics                the batch
-publish            weights                        policy version + 1              every runner's swap
-=================  =============================  ==============================  ================================
-
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
 ``publish`` wakes them (``rollout/weight_sync.py``). Writing a checkpoint is a turn of the learners, too.
 
@@ -106,12 +96,7 @@ class Algorithm:
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: Path) -> Self:
-        """Check the names in ``config``, make ``run_dir`` the directory of a new run, prepare its data and start.
-
-        Raises:
-            UserError: a file or setting cannot be used.
-            FleetError: a fleet did not start.
-        """
+        """Make ``run_dir`` the directory of a new run, once ``config`` is checked; prepare its data and ``start``."""
         check_names(config)
         create_run_directory(config, run_dir)
         return cls.start(config, run_dir, prepare(config, run_dir))
@@ -237,7 +222,7 @@ class Algorithm:
         return metrics
 
     def _lag(self, batch: list[FinishedGroup]) -> float:
-        """Return how many versions the groups of a batch are behind the policy, on average."""
+        """Return how many versions the groups are behind the policy, on average."""
         versions = [group.summary.oldest_version for group in batch if group.summary.oldest_version >= 0]
         return float(self.policy_version - np.mean(versions)) if versions else 0.0
 
@@ -295,11 +280,8 @@ class Algorithm:
     def evaluate(self, name: str = "") -> EvalResult:
         """Answer the held-out tasks greedily. Call it between iterations.
 
-        A task is asked again if the machinery failed, at most ``env_runners.max_task_retries`` times. The trajectories
-        are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
-
-        Raises:
-            FleetError: every task failed.
+        A task is asked again if the machinery failed, at most ``env_runners.max_task_retries`` times; ``FleetError`` if
+        every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
         """
         groups: list[FinishedGroup] = []
         num_failed = self._sampler.sample_tasks(self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._sort)
@@ -339,11 +321,7 @@ class Algorithm:
         return self._store.is_best(score)
 
     def restore(self) -> dict[str, Any] | None:
-        """Continue from the newest checkpoint of the run directory; return its ``extra``, or None if there is none.
-
-        Raises:
-            DataError: a file of the checkpoint is damaged.
-        """
+        """Continue from the newest checkpoint and return its ``extra``; None without any, ``DataError`` if damaged."""
         directory = self._store.latest()
         if directory is None:
             return None
@@ -366,11 +344,7 @@ class Algorithm:
         return self._tasks.counts()
 
     def stop(self) -> None:
-        """End all fleets, once a checkpoint that is being written is whole.
-
-        Raises:
-            UserError: the checkpoint could not be written; the fleets have ended anyway.
-        """
+        """End all fleets, after a checkpoint that is being written; ``UserError``, in the end, if that failed."""
         try:
             if not self._learners.is_stopped:
                 self._saver.finish()

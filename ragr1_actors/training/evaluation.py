@@ -93,11 +93,7 @@ def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
 
 
 def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) -> tuple[Task, ...]:
-    """Return the first ``num_tasks`` tasks of a file, or of those that a run held out.
-
-    Raises:
-        DataError: the file cannot be used; more tasks are asked for than the run held out of its task file.
-    """
+    """Return the first tasks of a file, or of those that the run held out; ``DataError`` if that are fewer."""
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:

@@ -120,7 +120,7 @@ class TrainingRun:
 
     def _score(self, result: EvalResult) -> float | None:
         metric = self._config.checkpointing.best_metric
-        return float(asdict(result)[metric]) if metric else None
+        return float(getattr(result, metric)) if metric else None
 
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
@@ -266,15 +266,13 @@ class InterruptGuard:
 
     def take_over(self) -> None:
         """Install the handlers again, after something else has installed others, as Ray does when it starts."""
-        if self._previous:
-            for number in _SIGNALS:
-                signal.signal(number, self._handle)
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
 
     def __exit__(self, *error: object) -> None:
         """Restore the handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
