@@ -355,10 +355,5 @@ class RunConfig(SamplerConfig):
 
     def changes(self) -> dict[str, Any]:
         """Return the keys that differ from the defaults, such as ``{"training.lr": 0.0005}``."""
-        default = RunConfig().model_dump()
-        return {
-            f"{section}.{key}": value
-            for section, keys in self.model_dump().items()
-            for key, value in keys.items()
-            if value != default[section][key]
-        }
+        changed = self.model_dump(exclude_defaults=True)
+        return {f"{section}.{key}": value for section, keys in changed.items() for key, value in keys.items()}

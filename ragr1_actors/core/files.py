@@ -56,7 +56,7 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; otherwise as ``write_file``."""
+    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; another of that name is replaced."""
     writing = final.with_name(f"{WRITING}{final.name}")
     shutil.rmtree(writing, ignore_errors=True)  # of an earlier process that was killed
     try:

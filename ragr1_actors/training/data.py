@@ -27,7 +27,7 @@ from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import supporting_recall
-from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest
 from retrieval.local import LocalRetriever
 
 WORLD = "world"
@@ -120,11 +120,9 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
         return None
     if settings.index:
         manifest = Manifest.read(settings.index)
-        if manifest.is_dense and settings.encoder not in (
-            manifest.encoder,
-            Path(manifest.encoder).name,
-            "static" if manifest.encoder == "encoder" else "",
-        ):
+        saved_with_index = "static" if manifest.encoder == ENCODER_FOLDER else ""
+        same_encoder = (manifest.encoder, Path(manifest.encoder).name, saved_with_index)
+        if manifest.is_dense and settings.encoder not in same_encoder:
             raise DataError(
                 f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
                 f"{settings.encoder!r}; name the same encoder, or build another index"
