@@ -83,6 +83,12 @@ def test_import_is_light() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_recipe_is_checked_without_heavy_imports() -> None:
+    modules = "ragr1_actors.training.preflight, ragr1_actors.cli.main"
+    done = run("-c", f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.slow
 def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""

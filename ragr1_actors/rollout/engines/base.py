@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, GenerationConfig
 
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
@@ -45,6 +44,8 @@ class PolicyTokenizer:
 
     def __init__(self, policy_dir: str | Path) -> None:
         """Load the tokenizer and end-of-sequence ids of a folder or hub name; ``ConfigError`` if either is missing."""
+        from transformers import AutoTokenizer, GenerationConfig  # here, or a recipe would wait for torch to be checked
+
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(policy_dir)
         except (OSError, ValueError) as error:
