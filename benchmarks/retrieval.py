@@ -36,6 +36,8 @@ from benchmarks import retrieval_sides as sides
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read by DeepSpeed, which transformers imports; it would say on stdout what it found.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 GOALS: dict[str, Goal | None] = {
     "vs_http_exact": Goal(10, at_least=True),

@@ -191,7 +191,7 @@ def private():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 warm = Corpus.open(sys.argv[1])  # allocators and modules: private, but the same for any corpus
 for _ in range(2000):
-    warm.take(range(64))
+    warm.take(list(range(64)))
 before = private()
 corpus = Corpus.open(sys.argv[1])
 rng = random.Random(0)
