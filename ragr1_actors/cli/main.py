@@ -21,6 +21,7 @@ from ragr1_actors.cli import (
     doctor,
     evaluate,
     index,
+    plan,
     print_error,
     print_line,
     print_state,
@@ -108,7 +109,7 @@ def claims(
         raise typer.Exit(1)
 
 
-for command in (evaluate.evaluate, evaluate.ask, evaluate.select):
+for command in (plan.plan, evaluate.evaluate, evaluate.ask, evaluate.select):
     app.command()(command)
 
 

@@ -1,0 +1,185 @@
+"""Bytes of one learner rank, computed from the model's shape and the settings. Imports no torch.
+
+::
+
+    resting     weights, master weights, moments, gradient buffers: there between two updates
+    a phase     what is there while the policy steps, the critic steps, or the reference scores
+    peak        the largest phase
+
+Formulas follow DeepSpeed 0.19's ZeRO (Rajbhandari et al., arXiv:1910.02054) as ``deepspeed_engine.py`` sets it up, and
+the activations that transformers' decoder layers save; ``tests/test_learners_memory.py`` compares with real models.
+
+Notation: P parameters, N ranks, e bytes per element, T tokens of a row, C hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ragr1_actors.core.config import LearnerSettings, RunConfig, read_lora
+from ragr1_actors.core.model_shape import ModelShape
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+HEAD_CHUNK = 2**26
+"""Logits per chunk of ``models/scoring_head.py``."""
+_BUCKET_ELEMENTS = 200_000_000
+"""Most elements of DeepSpeed's reduction bucket; see ``_deepspeed_config``."""
+_MAX_LIVE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's default of ``stage3_max_live_parameters``: gathered elements at the same time."""
+CUDA_CONTEXT_BYTES = 2 * 2**30
+"""CUDA context, cuBLAS and NCCL buffers of one process; an allowance, not a measurement."""
+
+Parts = Mapping[str, int]
+"""Bytes by what they hold: ``{"policy weights": 3_807_808_256, ...}``."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    resting: Parts
+    """On the device between two updates."""
+    phases: Mapping[str, Parts]
+    """On the device beside ``resting``, by phase of the update."""
+    host: Parts
+    """In the host's memory: what is offloaded, at most."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with most bytes."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the device at the peak."""
+        return sum(self.resting.values()) + sum(self.phases[self.peak_phase].values())
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What a ``DeepSpeedEngine`` of one rank holds."""
+
+    resting: Parts
+    step: Parts
+    """Beside that, from the first backward pass of a step to its end."""
+    host: Parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device between two steps, all of which ``offload_states`` frees."""
+        return sum(self.resting.values())
+
+
+def engine_state(num_parameters: int, num_trained: int, settings: LearnerSettings, element_bytes: int) -> EngineState:
+    """Return the bytes of one rank for a model with ``num_trained`` of its ``num_parameters`` trained.
+
+    Stage 0 keeps no master weights; stages 1 and 2 keep the rank's share of them in fp32 even if the model is fp32;
+    stage 3 shards the weights too, and keeps gradient sums and the reduction bucket between steps.
+    """
+    stage = max(2, settings.zero_stage) if element_bytes == 2 else settings.zero_stage
+    num_ranks = max(1, settings.num_learners)
+    share = 4 * num_trained // num_ranks
+    weights = element_bytes * num_parameters
+    bucket = element_bytes * min(num_trained, _BUCKET_ELEMENTS)
+    if stage == 0:
+        return EngineState({"weights": weights, "moments": 8 * num_trained}, {"gradients": 4 * num_trained}, {})
+    resting = {"weights": weights, "master weights": share, "moments": 2 * share}
+    step = {"gradients": share, "reduction bucket": bucket}
+    if stage == 1:
+        step["gradients"] = element_bytes * num_trained
+    if stage == 3:
+        gathered = element_bytes * min(num_parameters, _MAX_LIVE_ELEMENTS)
+        resting |= {"weights": weights // num_ranks, "gradients": share, "reduction bucket": bucket}
+        step = {"gathered weights": gathered}
+    host: dict[str, int] = {}
+    if "optimizer" in settings.offload:
+        host |= {name: resting.pop(name) for name in ("master weights", "moments")}
+        host["gradients"] = (resting if stage == 3 else step).pop("gradients")
+    if "params" in settings.offload and stage == 3:
+        host["weights"] = resting.pop("weights")
+    return EngineState(resting, step, host)
+
+
+def layer_bytes_per_token(shape: ModelShape, element_bytes: int, *, takes_rows: bool) -> int:
+    """Return the bytes of activations that one decoder layer saves per token for its backward pass.
+
+    Two RMS norms save their input in fp32, its normalised form and their output; attention saves queries, keys, values,
+    its output and a log-sum per head; the gated MLP saves four tensors of width I. ``takes_rows`` is flash attention,
+    which reads keys and values as they are; block attention repeats them for every query head.
+    """
+    e = element_bytes
+    norms = shape.hidden_size * 2 * (4 + 2 * e) + 8
+    keys = shape.kv_size if takes_rows else shape.attention_size
+    attention = 2 * e * (shape.attention_size + keys) + 4 * shape.num_heads
+    if shape.has_qk_norm:
+        attention += (4 + e) * (shape.attention_size + shape.kv_size) + 4 * (shape.num_heads + shape.num_kv_heads)
+    return norms + attention + 4 * e * shape.intermediate_size
+
+
+def activation_bytes(
+    shape: ModelShape, num_tokens: int, element_bytes: int, *, checkpointing: bool, takes_rows: bool
+) -> int:
+    """Return the peak of the activations of one forward and backward pass over a row of ``num_tokens``.
+
+    With gradient checkpointing a layer keeps its input, and one layer at a time is computed again. The embedding and
+    the last norm keep ``(4 + 2.5 e) C`` per token; the backward pass needs two tensors of width I, or 9 e C in the last
+    norm.
+    """
+    e = element_bytes
+    layer = layer_bytes_per_token(shape, e, takes_rows=takes_rows)
+    kept = shape.num_layers * (e * shape.hidden_size) + layer if checkpointing else shape.num_layers * layer
+    ends = (8 + 5 * e) * shape.hidden_size // 2
+    work = max(2 * e * shape.intermediate_size, 9 * e * shape.hidden_size)
+    return num_tokens * (kept + ends + work)
+
+
+def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
+    """Return the peak of ``ScoringHead``: logits of a chunk twice in fp32, their gradient, and that of the weight."""
+    chunk = min(HEAD_CHUNK, num_targets * shape.vocab_size)
+    return chunk * (8 + element_bytes) + 4 * shape.embedding_parameters
+
+
+def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> int:
+    """Return the parameters of low-rank adapters: rank x (inputs + outputs) of every linear layer."""
+    c, i, a, k = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
+    widths = {"q_proj": c + a, "k_proj": c + k, "v_proj": c + k, "o_proj": a + c}
+    widths |= {"gate_proj": c + i, "up_proj": c + i, "down_proj": i + c}
+    return shape.num_layers * rank * sum(widths.get(name, 0) for name in target_modules)
+
+
+def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gpu: bool = True) -> RankMemory:
+    """Return the bytes of one learner rank in stage 2; ``has_critic`` for PPO."""
+    settings, e = config.learners, ELEMENT_BYTES[config.policy.dtype]
+    lora = read_lora(settings.lora)
+    adapters = lora_parameters(shape, lora.rank, lora.target_modules) if lora is not None else 0
+    tokens = max(settings.micro_batch_tokens, config.env_runners.max_context_tokens)
+    flash = on_gpu and e == 2
+    activations = activation_bytes(shape, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=flash)
+    policy = engine_state(shape.num_parameters + adapters, adapters or shape.num_parameters, settings, e)
+    resting = {f"policy {name}": size for name, size in policy.resting.items()}
+    if on_gpu:
+        resting["CUDA context"] = CUDA_CONTEXT_BYTES
+    host = {f"policy {name}": size for name, size in policy.host.items()}
+    phases: dict[str, Parts] = {
+        "policy step": {**policy.step, "activations": activations, "head": head_bytes(shape, tokens, e)}
+    }
+    if config.training.kl_coeff > 0 and lora is None:
+        share = max(1, settings.num_learners) if settings.zero_stage == 3 else 1
+        weights = e * shape.num_parameters // share
+        forward = {"activations": activations // 2 if not settings.gradient_checkpointing else activations}
+        forward["head"] = 8 * min(HEAD_CHUNK, tokens * shape.vocab_size)
+        if settings.zero_stage == 3:
+            forward["gathered weights"] = e * min(shape.num_parameters, _MAX_LIVE_ELEMENTS)
+        rests = "reference" in settings.offload
+        phases["reference pass"] = {**forward, **({"reference weights": weights} if rests else {})}
+        (host if rests else resting)["reference weights"] = weights
+    if has_critic:
+        trained = adapters or shape.backbone_parameters + shape.hidden_size + 1
+        critic = engine_state(shape.backbone_parameters + shape.hidden_size + 1 + adapters, trained, settings, e)
+        held = {f"critic {name}": size for name, size in critic.resting.items()}
+        rests = "critic" in settings.offload
+        phases["critic step"] = {**critic.step, "activations": activations, **(held if rests else {})}
+        (host if rests else resting).update(held)
+        host |= {f"critic {name}": size for name, size in critic.host.items()}
+    return RankMemory(resting, phases, host)

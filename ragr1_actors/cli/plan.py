@@ -1,0 +1,103 @@
+"""``ragr1 plan``: what a recipe needs of each machine, in bytes and seconds, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ragr1_actors.cli import JsonOption, console, print_json, print_line
+from ragr1_actors.core.errors import UserError
+
+if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.training.plan import Machine, Plan
+
+GIB = 2**30
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    passages: Annotated[
+        int | None, typer.Option(min=1, help="Passages of the index; default: those of retrieval.index or .corpus.")
+    ] = None,
+    here: Annotated[bool, typer.Option("--here", help="Plan for this machine; the options below are ignored.")] = False,
+    gpu: Annotated[str, typer.Option(help="a100-40gb, a100-80gb, h100-80gb, h200-141gb.")] = "a100-80gb",
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs per machine.")] = 8,
+    cpus: Annotated[int, typer.Option(min=1, help="CPU cores per machine.")] = 96,
+    memory: Annotated[int, typer.Option(min=1, help="GiB of memory per machine.")] = 1000,
+    shm: Annotated[int | None, typer.Option(min=1, help="GiB of /dev/shm; default: half of --memory.")] = None,
+    disk: Annotated[int, typer.Option(min=1, help="GiB of free disk per machine.")] = 2000,
+    machines: Annotated[int, typer.Option(min=1, help="Number of equal machines.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.plan import GPUS, Machine, make_plan, this_machine
+
+    config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+    if here:
+        machine = this_machine(Path.cwd())
+    elif gpu in GPUS:
+        sizes = (memory * GIB, (shm or memory // 2) * GIB, disk * GIB)
+        machine = Machine(GPUS[gpu] if gpus else None, gpus, cpus, *sizes, machines)
+    else:
+        raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")
+    found = make_plan(config, machine, passages or _count_passages(config))
+    if as_json:
+        print_json({"machine": asdict(machine), **asdict(found), "problems": found.problems})
+    else:
+        console.print(render_plan(found, machine))
+        for problem in found.problems:
+            print_line(f"does not fit: {problem}")
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def render_plan(plan: Plan, machine: Machine) -> Table:
+    """Return a table of every place and what fills it, and of the seconds of an iteration."""
+    gpus = f"{machine.num_gpus} x {machine.gpu.name}" if machine.gpu is not None else "no GPU"
+    title = f"{machine.num_machines} x ({gpus}, {machine.num_cpus} CPUs); the actors reserve {plan.num_gpus:g} GPUs"
+    table = Table("", "GiB", "of", title=title, title_justify="left")
+    for need in plan.needs:
+        state = "" if need.fits else "  does not fit"
+        table.add_row(
+            f"[bold]{need.place}[/bold]{state}", f"{need.num_bytes / GIB:,.1f}", f"{need.available / GIB:,.1f}"
+        )
+        for name, size in need.parts.items():
+            if size >= GIB // 20:
+                table.add_row(f"  {name}", f"{size / GIB:,.1f}", "")
+        table.add_section()
+    times = plan.times
+    seconds = {"generation": times.generation_s, "search": times.search_s, "learning": times.learning_s}
+    seconds["one batch of searches"] = times.batch_search_s
+    for name, value in seconds.items():
+        table.add_row(f"{name}, s per iteration" if "batch" not in name else f"{name}, s", f"{value:,.2f}", "")
+    return table
+
+
+def _count_passages(config: RunConfig) -> int:
+    from retrieval.base import needs_index
+    from retrieval.indexes.manifest import Manifest
+
+    retrieval = config.retrieval
+    if not needs_index(retrieval.type):
+        return 0
+    if retrieval.index:
+        return Manifest.read(retrieval.index).count
+    if retrieval.corpus == "world":
+        from envs.world import make_world
+
+        return len(make_world(config.environment.world_seed).passages)
+    try:
+        with Path(retrieval.corpus).open("rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError as error:
+        raise UserError(
+            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
+            "such as --passages 21015324 for Search-R1's Wikipedia"
+        ) from error

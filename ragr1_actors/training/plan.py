@@ -1,0 +1,498 @@
+"""What a recipe needs of each machine, in bytes and seconds, before anything starts: ``ragr1 plan``.
+
+::
+
+    RunConfig, Machine, corpus size ──► make_plan ──► Plan: a Need per device, memory and disk, with what fills it
+                                                            times of one iteration: generation, search, learning
+                                                            a remedy for what does not fit
+
+Pure arithmetic over ``ModelShape``, ``learners.memory`` and ``retrieval.capacity``. A need fits if it leaves
+``SPARE_SHARE`` of what there is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from learners.memory import CUDA_CONTEXT_BYTES, ELEMENT_BYTES, Parts, RankMemory, rank_memory
+from ragr1_actors.core.config import LearnerSettings, RunConfig
+from ragr1_actors.core.model_shape import ModelShape
+from ragr1_actors.core.weight_transport import choose_backend
+from retrieval.base import needs_index
+from retrieval.capacity import EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
+
+SPARE_SHARE = 0.1
+"""Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
+GIB = 2**30
+_VLLM_UTILIZATION = 0.92
+"""Default of vLLM 0.32's ``gpu_memory_utilization``."""
+_VLLM_OTHER_BYTES = 4 * GIB
+"""CUDA context, CUDA graphs and the activations of a profiling run; an allowance, not a measurement."""
+_TRANSFER_BYTES = 2 * GIB
+"""vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
+_DRIVER_BYTES = 2 * GIB
+_ACTOR_BYTES = 2 * GIB
+"""Resident memory of one actor process: libraries and, on GPUs, CUDA's own."""
+_BYTES_PER_TOKEN = 24
+"""A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
+_STATIC_DIMENSION = 256
+_TOKENS_PER_QUERY = 16
+_MAX_BATCH = 128
+"""Queries that one replica takes at once, of the many that wait."""
+CORE_FLOPS = 5e10
+"""What one CPU core with AVX-512 reaches in float32 products."""
+_MFU = 0.4
+"""Share of the peak that training reaches; 0.40-0.50 is published for models of this size."""
+_BANDWIDTH_SHARE = 0.7
+"""Share of the memory bandwidth that decoding reaches."""
+_TOKENS_PER_TURN = 128
+"""Mean of sampled tokens per turn: between RAG-R1's published 100 and the limit of 500."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: usable memory, bandwidth and dense bf16 peak of its data sheet."""
+
+    name: str
+    num_bytes: int
+    bytes_per_s: float
+    flops: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40gb", int(39.4 * GIB), 1.56e12, 312e12),
+        Gpu("a100-80gb", int(79.2 * GIB), 2.04e12, 312e12),
+        Gpu("h100-80gb", int(79.2 * GIB), 3.35e12, 989e12),
+        Gpu("h200-141gb", int(139.8 * GIB), 4.8e12, 989e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the equal machines of a cluster."""
+
+    gpu: Gpu | None
+    num_gpus: int
+    num_cpus: int
+    host_bytes: int
+    shm_bytes: int
+    disk_bytes: int
+    num_machines: int = 1
+
+
+def this_machine(directory: Path) -> Machine:
+    """Read the sizes of this machine; the disk is that of ``directory``. All its GPUs are taken to be as the first."""
+    import psutil
+    import torch
+
+    num_gpus, gpu = torch.cuda.device_count(), None
+    if num_gpus:
+        found = torch.cuda.get_device_properties(0)
+        known = next((k for k in GPUS.values() if k.name.split("-")[0] in found.name.lower()), GPUS["a100-80gb"])
+        gpu = replace(known, name=found.name, num_bytes=found.total_memory)
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    host, disk = psutil.virtual_memory().total, shutil.disk_usage(directory).free
+    return Machine(gpu, num_gpus, psutil.cpu_count() or 1, host, shm, disk)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one place must hold."""
+
+    place: str
+    """``learner GPU``, ``env runner GPU``, ``retriever GPU``, ``host memory``, ``/dev/shm`` or ``disk``."""
+    parts: Mapping[str, int]
+    """Bytes by what they hold."""
+    available: int
+    remedy: str = ""
+    """The nearest setting that fits, where this does not."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether ``SPARE_SHARE`` of what is available stays free."""
+        return self.num_bytes <= (1 - SPARE_SHARE) * self.available
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one iteration, by part; estimates from peaks and bandwidths."""
+
+    generation_s: float
+    """0 without GPUs, as is ``learning_s``: CPUs are not estimated."""
+    search_s: float
+    batch_search_s: float
+    """One batch of concurrent queries at one replica."""
+    learning_s: float
+    timeout_s: float
+    """``retrieval.timeout_s``, which a batch must keep."""
+
+    @property
+    def problem(self) -> str:
+        """What is too slow, or nothing."""
+        if self.batch_search_s > self.timeout_s:
+            return (
+                f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.timeout_s "
+                f"({self.timeout_s:g}); take a compressed index, more CPUs or GPUs per retriever"
+            )
+        if 0 < self.generation_s / 3 < self.search_s:
+            return (
+                f"searches take {self.search_s:.1f} s per iteration, more than a third of generation "
+                f"({self.generation_s:.1f} s); take a compressed index, or more CPUs, GPUs or replicas"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that ``ragr1 plan`` prints."""
+
+    num_gpus: float
+    """GPUs that the actors reserve, on all machines."""
+    gpus_available: int
+    needs: tuple[Need, ...]
+    times: Times
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for each thing that does not fit."""
+        found = []
+        if self.num_gpus > self.gpus_available:
+            found.append(f"the actors reserve {self.num_gpus:g} GPUs, and there are {self.gpus_available}; start fewer")
+        for need in self.needs:
+            if not need.fits:
+                found.append(
+                    f"{need.place}: {need.num_bytes / GIB:.1f} GiB of {need.available / GIB:.1f} GiB, less than "
+                    f"{SPARE_SHARE:.0%} to spare; {need.remedy or 'take a larger one'}"
+                )
+        return found + ([self.times.problem] if self.times.problem else [])
+
+
+def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
+    """Compute what stage 2 of a run needs of each machine; ``num_passages`` counts the passages of its index.
+
+    Raises:
+        ConfigError: the sizes of the policy or of the encoder are not known.
+    """
+    run = _Run(config, machine, num_passages)
+    return Plan(
+        num_gpus=run.num_gpus,
+        gpus_available=machine.num_gpus * machine.num_machines,
+        needs=tuple(_with_remedy(need, run) for need in run.needs()),
+        times=run.times(),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A configuration on a machine."""
+
+    config: RunConfig
+    machine: Machine
+    num_passages: int
+
+    # What is there
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        policy = self.config.policy
+        if policy.model != "tiny":
+            return ModelShape.of(policy.model)
+        return ModelShape(
+            hidden_size=policy.hidden_size,
+            intermediate_size=2 * policy.hidden_size,
+            num_layers=policy.num_layers,
+            num_heads=policy.num_heads,
+            num_kv_heads=policy.num_heads,
+            head_dim=policy.hidden_size // policy.num_heads,
+            vocab_size=policy.vocab_size,
+            is_tied=True,
+            has_qkv_bias=True,
+        )
+
+    @cached_property
+    def encoder(self) -> EncoderShape | None:
+        retrieval = self.config.retrieval
+        is_used = needs_index(retrieval.type) and retrieval.type != "bm25" and retrieval.encoder != "static"
+        return EncoderShape.of(retrieval.encoder) if is_used else None
+
+    @cached_property
+    def has_critic(self) -> bool:
+        return self.config.training.algorithm == "ppo"
+
+    @cached_property
+    def learner(self) -> RankMemory:
+        return rank_memory(
+            self.shape, self.config, has_critic=self.has_critic, on_gpu=self.config.learners.num_gpus_per_learner > 0
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.config.policy.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.element_bytes * self.shape.num_parameters
+
+    @property
+    def gpus_per_engine(self) -> int:
+        options = self.config.env_runners.engine_options
+        return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+
+    @property
+    def num_runners(self) -> int:
+        return max(1, self.config.env_runners.num_env_runners)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(1, self.config.learners.num_learners)
+
+    @property
+    def num_retriever_actors(self) -> int:
+        return max(1, self.config.retrieval.num_retrievers) * self.config.retrieval.num_shards
+
+    @property
+    def searches_on_gpu(self) -> bool:
+        return self.config.retrieval.num_gpus_per_retriever > 0
+
+    @property
+    def has_vectors(self) -> bool:
+        return needs_index(self.config.retrieval.type) and self.config.retrieval.type != "bm25"
+
+    @property
+    def dimension(self) -> int:
+        return self.encoder.dimension if self.encoder is not None else _STATIC_DIMENSION
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a runner and a learner rank take turns on each GPU."""
+        return choose_backend(self.config) == "ipc"
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that all actors reserve."""
+        runners, learners, retrieval = self.config.env_runners, self.config.learners, self.config.retrieval
+        return (
+            runners.num_env_runners * runners.num_gpus_per_env_runner
+            + learners.num_learners * learners.num_gpus_per_learner
+            + retrieval.num_retrievers * retrieval.num_shards * retrieval.num_gpus_per_retriever
+            + retrieval.num_encoders * retrieval.num_gpus_per_encoder
+        )
+
+    # What is needed
+
+    def needs(self) -> Iterator[Need]:
+        """Yield every device and memory of one machine."""
+        gpu_bytes = self.machine.gpu.num_bytes if self.machine.gpu is not None else 0
+        if self.config.learners.num_gpus_per_learner:
+            phase = self.learner.peak_phase
+            yield Need(f"learner GPU, {phase}", {**self.learner.resting, **self.learner.phases[phase]}, gpu_bytes)
+        if self.config.env_runners.num_gpus_per_env_runner:
+            yield self._engine_need(gpu_bytes)
+        if self.searches_on_gpu:
+            yield Need("retriever GPU", self._retriever_parts(), gpu_bytes)
+        yield Need("host memory", self._host_parts(), self.machine.host_bytes)
+        yield Need("/dev/shm", self._shm_parts(), self.machine.shm_bytes)
+        yield Need("disk", self._disk_parts(), self.machine.disk_bytes)
+
+    def _engine_need(self, gpu_bytes: int) -> Need:
+        """Return what an engine needs for the cache of at least one longest trajectory."""
+        runners = self.config.env_runners
+        share = float(runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION))
+        cache = self.shape.kv_bytes_per_token(self.element_bytes) * runners.max_context_tokens // self.gpus_per_engine
+        parts = {
+            "weights": self.weight_bytes // self.gpus_per_engine,
+            "CUDA context, graphs and activations": _VLLM_OTHER_BYTES,
+            "cache of one longest trajectory": cache,
+            "buffers of a weight transfer": _TRANSFER_BYTES if choose_backend(self.config) == "nccl" else 0,
+        }
+        return Need("env runner GPU", parts, int(share * gpu_bytes))
+
+    def _retriever_parts(self) -> Parts:
+        retrieval = self.config.retrieval
+        vectors = vector_bytes(retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
+        parts = {"vectors": vectors // retrieval.num_shards, "CUDA context": CUDA_CONTEXT_BYTES}
+        if self.encoder is not None:
+            parts["encoder"] = 4 * self.encoder.num_parameters
+        return parts
+
+    def _host_parts(self) -> Parts:
+        retrieval, machines = self.config.retrieval, self.machine.num_machines
+        num_actors = self.num_runners + self.num_ranks + self.num_retriever_actors + retrieval.num_encoders
+        ranks = ceil(self.num_ranks / machines)
+        parts = {
+            "driver and Ray": _DRIVER_BYTES,
+            "processes": ceil(num_actors / machines) * _ACTOR_BYTES,
+            "states that rest": ranks * sum(self.learner.host.values()),
+            "copy of a checkpoint": self._checkpoint_bytes() * ranks // self.num_ranks,
+            "object store": self._shm_parts()["object store"],
+        }
+        if not self.config.learners.num_gpus_per_learner:
+            parts["learners"] = ranks * self.learner.peak_bytes
+            parts["engines"] = ceil(self.num_runners / machines) * self.weight_bytes
+        if self.has_vectors and not self.searches_on_gpu:
+            parts["vectors"] = vector_bytes(
+                retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
+            )
+        return parts
+
+    def _shm_parts(self) -> Parts:
+        """Return the object store, with two batches of trajectories, and the files that engines read weights from."""
+        batch = self._num_trajectories() * self.config.env_runners.max_context_tokens * _BYTES_PER_TOKEN
+        parts = {"object store": 2 * batch}
+        if choose_backend(self.config) == "host":
+            parts["object store"] += self.weight_bytes
+            parts["weights for vLLM"] = self.weight_bytes if self.config.env_runners.engine == "vllm" else 0
+        return parts
+
+    def _checkpoint_bytes(self) -> int:
+        """Policy, master weights and moments; of the critic too."""
+        trained = self.shape.num_parameters + (self.shape.backbone_parameters if self.has_critic else 0)
+        return self.weight_bytes + 12 * trained
+
+    def _disk_parts(self) -> Parts:
+        checkpointing, retrieval = self.config.checkpointing, self.config.retrieval
+        kept = checkpointing.num_to_keep + bool(checkpointing.best_metric) + 1  # one is being written
+        parts = {f"{kept} checkpoints": kept * self._checkpoint_bytes()}
+        if checkpointing.keep_trajectories:
+            tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens // 2
+            parts["trajectories"] = self.config.training.num_iterations * tokens * _BYTES_PER_TOKEN
+        if needs_index(retrieval.type):
+            parts["index"] = index_bytes(retrieval.type, self.num_passages, self.dimension, retrieval.options)
+        return parts
+
+    # How long it takes
+
+    def _num_trajectories(self) -> int:
+        return self.config.training.train_batch_size * self.config.training.group_size
+
+    def times(self) -> Times:
+        """Estimate an iteration; without GPUs, generation and learning are not estimated."""
+        environment = self.config.environment
+        turns = (environment.max_turns + 1) / 2
+        queries = self._num_trajectories() * (turns - 1) * environment.max_queries_per_turn
+        in_flight = min(_MAX_BATCH, ceil(queries / (turns - 1) / max(1, self.config.retrieval.num_retrievers)))
+        search_s = queries / in_flight * self._batch_s(in_flight) / max(1, self.config.retrieval.num_retrievers)
+        gpu = self.machine.gpu
+        return Times(
+            generation_s=self._generation_s(gpu, turns) if gpu is not None else 0.0,
+            search_s=search_s,
+            batch_search_s=self._batch_s(in_flight),
+            learning_s=self._learning_s(gpu, turns) if gpu is not None else 0.0,
+            timeout_s=self.config.retrieval.timeout_s,
+        )
+
+    def _batch_s(self, num_queries: int) -> float:
+        """Return the seconds of one batch at one replica: encoding, then the scan of its shards in parallel."""
+        retrieval, gpu = self.config.retrieval, self.machine.gpu
+        if not needs_index(retrieval.type):
+            return 0.0
+        per_shard = ceil(self.num_passages / retrieval.num_shards)
+        cores = max(1.0, retrieval.num_cpus_per_retriever)
+        if self.searches_on_gpu and gpu is not None:
+            flops = gpu.flops * min(1.0, retrieval.num_gpus_per_retriever)
+            scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
+        else:
+            flops = cores * CORE_FLOPS
+            scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
+        if retrieval.num_encoders:
+            on_gpu = retrieval.num_gpus_per_encoder > 0 and gpu is not None
+            flops = gpu.flops if on_gpu and gpu is not None else retrieval.num_cpus_per_encoder * CORE_FLOPS
+        encoding = encode_s(self.encoder, num_queries, _TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
+        return encoding + scan
+
+    def _generation_s(self, gpu: Gpu, turns: float) -> float:
+        """Decoding is bound by reading weights and cache once per step (all rows sample one token)."""
+        runners = self.config.env_runners
+        num_tokens = self._num_trajectories() * turns * _TOKENS_PER_TURN
+        rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
+        context = runners.max_context_tokens / 2
+        read = self.weight_bytes + rows * context * self.shape.kv_bytes_per_token(self.element_bytes)
+        step_s = read / (gpu.bytes_per_s * _BANDWIDTH_SHARE * self.gpus_per_engine)
+        return num_tokens / (self.num_runners * rows) * step_s
+
+    def _learning_s(self, gpu: Gpu, turns: float) -> float:
+        """Three forward passes' worth per step and model, one more with checkpointing, one per scoring pass."""
+        training = self.config.training
+        tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
+        passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing else 3)
+        scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
+        total = passes * (1 + self.has_critic) + scoring
+        return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
+
+
+def _with_remedy(need: Need, run: _Run) -> Need:
+    """Add the nearest setting with which the place holds what it must: one change if one suffices, else several."""
+    if need.fits:
+        return need
+    place = need.place.split(",")[0]
+    changes = list(_changes(place, run.config))
+
+    def fits(config: RunConfig) -> bool:
+        changed = replace(run, config=config)
+        return all(other.fits for other in changed.needs() if other.place.startswith(place))
+
+    for key, value in changes:
+        if fits(_changed(run.config, key, value)):
+            return replace(need, remedy=f"it fits with {key}={value}")
+    config, names = run.config, []
+    for key, value in changes:
+        config = _changed(config, key, value)
+        names.append(f"{key}={value}")
+        if fits(config):
+            return replace(need, remedy=f"it fits with {' '.join(names)}")
+    return need
+
+
+def _changes(place: str, config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield settings that need less of a place, those that cost least time first."""
+    runners, retrieval = config.env_runners, config.retrieval
+    if place == "learner GPU":
+        yield from _learner_changes(config.learners, runners.max_context_tokens)
+    if place == "env runner GPU" and runners.engine == "vllm":
+        for size in (2, 4, 8):
+            yield "env_runners.engine_options", {**runners.engine_options, "tensor_parallel_size": size}
+    if place == "retriever GPU":
+        for shards in (2, 4, 8):
+            yield "retrieval.num_shards", shards * retrieval.num_shards
+    if place in ("host memory", "disk") and retrieval.type in ("flat", "fp16", "hnsw", "ivf"):
+        yield "retrieval.type", "ivf_pq" if retrieval.type in ("ivf", "hnsw") else "pq"
+    if place == "disk":
+        yield "checkpointing.num_to_keep", 1
+        yield "checkpointing.keep_trajectories", False
+
+
+def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iterator[tuple[str, Any]]:
+    tokens = learners.micro_batch_tokens
+    while tokens > max_context_tokens:
+        tokens = max(tokens // 2, max_context_tokens)
+        yield "learners.micro_batch_tokens", tokens
+    if not learners.gradient_checkpointing:
+        yield "learners.gradient_checkpointing", True
+    resting = [part for part in ("reference", "critic") if part not in learners.offload]
+    if resting:
+        yield "learners.offload", [*learners.offload, *resting]
+    if learners.zero_stage < 3:
+        yield "learners.zero_stage", 3
+    yield "learners.num_learners", 2 * learners.num_learners
+    if "optimizer" not in learners.offload:
+        yield "learners.offload", ["optimizer", "reference", "critic"]
+
+
+def _changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    section, name = key.split(".")
+    changed = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: changed})

@@ -1,0 +1,134 @@
+"""Bytes of an index and seconds of a search, computed from the number of passages. Imports neither faiss nor torch.
+
+The rates of a CPU core are measured by ``ragr1 bench retrieval`` at 200,000 vectors and hold per number of a vector, as
+scans are linear in them; those of a GPU are its memory bandwidth and half of its peak.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ragr1_actors.core.errors import ConfigError
+from retrieval.indexes.manifest import BM25, HYBRID, parse_options
+
+PASSAGE_BYTES = 721
+"""Text of a passage of 100 words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine."""
+BM25_BYTES = 844
+"""Postings of a passage of 100 words."""
+
+_BYTES_PER_NUMBER = {"flat": 4.0, "fp16": 2.0, "sq8": 1.0, "pq": 1.25, "ivf": 4.0, "ivf_pq": 1.25, "hnsw": 4.0}
+_GPU_BYTES_PER_NUMBER = 2.0
+"""Types that scan every vector keep half precision on a GPU."""
+_NUMBERS_PER_CORE_S = {"flat": 2.5e10, "fp16": 3.1e9, "sq8": 4.1e9, "pq": 7.5e10, "ivf": 3e9, "ivf_pq": 7.5e10}
+"""Numbers of vectors that one core scans per second for one query of a batch of 64."""
+_HNSW_NUMBERS_PER_CORE_S = 8e8
+_GPU_EFFICIENCY = 0.5
+_SCANNED_TYPES = ("flat", "fp16", "sq8", "pq")
+
+
+@dataclass(frozen=True)
+class EncoderShape:
+    """Sizes of a BERT-like encoder."""
+
+    dimension: int
+    num_layers: int
+    num_parameters: int
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Read the folder of a BERT-like encoder, or a hub name of ``ENCODERS``.
+
+        Raises:
+            ConfigError: neither; its sizes are not known.
+        """
+        if name in ENCODERS:
+            return cls(*ENCODERS[name])
+        path = Path(name) / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            width, layers, inner = (config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
+            embeddings = (config["vocab_size"] + config["max_position_embeddings"] + 2) * width
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"retrieval.encoder: the sizes of {name!r} are not known ({type(error).__name__}); name a folder with "
+                f"BERT's config.json, or one of {', '.join(ENCODERS)}"
+            ) from error
+        layer = 4 * width * width + 2 * width * inner + inner + 9 * width
+        return cls(width, layers, embeddings + layers * layer + width * width + 3 * width)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a forward pass: 2 per parameter of the layers, 12 width^2 each."""
+        return 2 * self.num_layers * 12 * self.dimension**2
+
+
+ENCODERS: Mapping[str, tuple[int, int, int]] = {
+    "intfloat/e5-base-v2": (768, 12, 109_482_240),
+    "BAAI/bge-large-en-v1.5": (1024, 24, 335_141_888),
+    "BAAI/bge-base-en-v1.5": (768, 12, 109_482_240),
+    "sentence-transformers/all-MiniLM-L6-v2": (384, 6, 22_713_216),
+}
+"""Dimension, layers and parameters of encoders that recipes name, from their hub pages."""
+
+
+def vector_bytes(index_type: str, count: int, dimension: int, options: Mapping[str, Any], *, on_gpu: bool) -> int:
+    """Return the bytes of the vectors of an index of ``count`` passages: in the host's memory, or on a GPU.
+
+    ``index_type`` is a key of ``INDEX_TYPES``, ``bm25`` (no vectors) or ``hybrid`` (``flat`` vectors).
+    """
+    if index_type == BM25:
+        return 0
+    index_type = "flat" if index_type == HYBRID else index_type
+    if on_gpu and index_type in _SCANNED_TYPES:
+        matrix = _GPU_BYTES_PER_NUMBER * dimension * count
+        return int(matrix * 1.08)  # a block of scores and its selection take 4 % each
+    links = 8 * parse_options(index_type, options)["m"] if index_type == "hnsw" else 0
+    row_ids = 8 if index_type.startswith("ivf") else 0
+    return int(count * (_BYTES_PER_NUMBER[index_type] * dimension + links + row_ids))
+
+
+def index_bytes(index_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> int:
+    """Return the bytes of an index directory: vectors, postings and passages."""
+    postings = BM25_BYTES if index_type in (BM25, HYBRID) else 0
+    vectors = vector_bytes(index_type, count, dimension, options, on_gpu=False)
+    return vectors + count * (postings + PASSAGE_BYTES)
+
+
+def scan_s(
+    index_type: str, count: int, dimension: int, num_queries: int, options: Mapping[str, Any], num_cpus: float
+) -> float:
+    """Return the seconds in which ``num_cpus`` cores search ``num_queries`` vectors in ``count`` others.
+
+    A graph (``hnsw``) computes the distances to about 1.5 ``ef_search`` times ``m`` vectors of each query.
+    """
+    if index_type == BM25:
+        return num_queries / (1000 * num_cpus) * max(1.0, count / 2e6)
+    index_type = "flat" if index_type == HYBRID else index_type
+    numbers = float(count) * dimension
+    if index_type == "hnsw":
+        values = parse_options(index_type, options)
+        rate, numbers = _HNSW_NUMBERS_PER_CORE_S, 1.5 * values["ef_search"] * values["m"] * dimension
+    else:
+        rate = _NUMBERS_PER_CORE_S[index_type]
+    if index_type.startswith("ivf"):
+        values = parse_options(index_type, options)
+        num_lists = values["num_lists"] or int(4 * count**0.5)
+        probes = values["num_probes"] or max(8, num_lists // 16)
+        numbers = numbers * probes / num_lists + num_lists * dimension
+    return num_queries * numbers / (rate * num_cpus)
+
+
+def gpu_scan_s(count: int, dimension: int, num_queries: int, bytes_per_s: float, flops: float) -> float:
+    """Return the seconds in which a GPU scans half-precision vectors: reading them once, or multiplying them."""
+    reading = _GPU_BYTES_PER_NUMBER * count * dimension / bytes_per_s
+    multiplying = 2.0 * count * dimension * num_queries / flops
+    return max(reading, multiplying) / _GPU_EFFICIENCY
+
+
+def encode_s(encoder: EncoderShape, num_texts: int, tokens_per_text: int, flops: float) -> float:
+    """Return the seconds of encoding at ``flops`` per second of peak, at the efficiency of a batch."""
+    return num_texts * tokens_per_text * encoder.flops_per_token / (flops * 0.4)

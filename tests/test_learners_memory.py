@@ -1,0 +1,204 @@
+"""The memory model against real models: parameters exactly, engine states and saved activations within 5 %."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from learners.deepspeed_engine import AdamWSettings, DeepSpeedEngine, init_distributed
+from learners.memory import activation_bytes, engine_state, layer_bytes_per_token, lora_parameters, rank_memory
+from learners.models.attention import PACKED_ATTENTION
+from learners.models.scoring import PolicyModel
+from learners.packing import packed_layout
+from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.model_shape import HUB_CONFIGS, ModelShape
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+
+GIB = 2**30
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = [
+    Qwen2Config(**SIZES, tie_word_embeddings=True),
+    Qwen2Config(**SIZES, tie_word_embeddings=False),
+    LlamaConfig(**SIZES),
+    Qwen3Config(**SIZES, head_dim=32),
+]
+IDS = ["qwen2-tied", "qwen2", "llama", "qwen3"]
+
+
+def shape_of(config: Any) -> ModelShape:
+    return ModelShape.from_config(config.to_dict(), "made")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_parameters_are_exact(config: Any) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.backbone_parameters == sum(p.numel() for p in model.get_decoder().parameters())
+
+
+def test_published_sizes() -> None:
+    found = {name: ModelShape.of(name).num_parameters for name in HUB_CONFIGS}
+    assert found["Qwen/Qwen2.5-0.5B"] == 494_032_768
+    assert found["Qwen/Qwen2.5-1.5B"] == 1_543_714_304
+    assert found["Qwen/Qwen2.5-3B"] == 3_085_938_688
+    assert found["Qwen/Qwen2.5-7B"] == 7_615_616_512
+    assert ModelShape.of("Qwen/Qwen2.5-7B-Instruct") == ModelShape.of("Qwen/Qwen2.5-7B")
+    assert ModelShape.of("Qwen/Qwen2.5-7B").kv_bytes_per_token(2) == 57_344
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"got model_type 'mamba2', expected one of llama, mistral, qwen2, qwen3"):
+        ModelShape.of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "hidden_size": 8}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"its config\.json has no num_attention_heads"):
+        ModelShape.of(str(tmp_path))
+
+
+def test_adapters_are_counted(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[1])
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=LINEAR_LAYERS))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert lora_parameters(shape_of(CONFIGS[1]), 4, LINEAR_LAYERS) == trained
+
+
+def saved_bytes(config: Any, dtype: torch.dtype, num_tokens: int, *, checkpointing: bool) -> int:
+    """Bytes that autograd keeps after a forward pass of the decoder, weights left out."""
+    config = type(config).from_dict(config.to_dict() | {"attn_implementation": PACKED_ATTENTION})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.get_decoder()(
+            input_ids=torch.zeros(1, num_tokens, dtype=torch.long),
+            position_ids=torch.arange(num_tokens)[None],
+            use_cache=False,
+            packing=packed_layout([num_tokens]),
+        )
+    return sum(size for size, _ in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=IDS[1:])
+def test_saved_activations(config: Any, dtype: torch.dtype) -> None:
+    shape, num_tokens = shape_of(config), 256
+    deeper = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 6, "layer_types": None})
+    shallow_bytes = saved_bytes(config, dtype, num_tokens, checkpointing=False)
+    per_layer = (saved_bytes(deeper, dtype, num_tokens, checkpointing=False) - shallow_bytes) / 4 / num_tokens
+    assert layer_bytes_per_token(shape, dtype.itemsize, takes_rows=False) == pytest.approx(per_layer, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_checkpointing_keeps_the_input_of_every_layer(dtype: torch.dtype) -> None:
+    config, num_tokens = CONFIGS[1], 256
+    deeper = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 6, "layer_types": None})
+    found = [saved_bytes(one, dtype, num_tokens, checkpointing=True) for one in (config, deeper)]
+    per_layer = (found[1] - found[0]) / 4 / num_tokens
+    assert config.hidden_size * dtype.itemsize == pytest.approx(per_layer, rel=0.05)
+
+
+STATES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), STATES)
+def test_engine_states(tmp_path: Path, stage: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES | {"vocab_size": 2000}, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    device, settings = init_distributed(0, 1), LearnerSettings(zero_stage=stage)
+    model = PolicyModel(tmp_path, getattr(torch, dtype), 1.0)
+    engine = DeepSpeedEngine(model, AdamWSettings(), settings, device)
+    try:
+        engine.get_state(keep=False)  # makes the moments
+        freed = engine.offload_states()
+    finally:
+        engine.close()
+    num_parameters = shape_of(config).num_parameters
+    expected = engine_state(num_parameters, num_parameters, settings, getattr(torch, dtype).itemsize)
+    mapped = expected.resting["weights"] if stage == 0 else 0  # stays in the file that it is mapped from
+    assert expected.num_bytes - mapped == pytest.approx(freed, rel=0.05)
+
+
+class _Peak(TorchDispatchMode):
+    """Follows the bytes of all tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._add, found)
+        return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
+    # the widths of Qwen2.5-7B, divided by 28
+    config = Qwen2Config(**SIZES | {"hidden_size": 128, "intermediate_size": 676, "num_hidden_layers": 6})
+    shape, num_tokens = shape_of(config), 1024
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with _Peak() as mode:
+        hidden = model.get_decoder()(
+            input_ids=torch.zeros(1, num_tokens, dtype=torch.long),
+            position_ids=torch.arange(num_tokens)[None],
+            use_cache=False,
+            packing=packed_layout([num_tokens]),
+        ).last_hidden_state
+        hidden.float().sum().backward()
+    weights = dtype.itemsize * shape.backbone_parameters  # views of them count once
+    expected = activation_bytes(shape, num_tokens, dtype.itemsize, checkpointing=checkpointing, takes_rows=False)
+    assert expected == pytest.approx(mode.peak - weights, rel=0.1)
+
+
+def test_the_critic_of_the_7b_recipe_decides_its_peak() -> None:
+    config = AlgorithmConfig.from_recipe("ragr1_mq_7b").override(["learners.micro_batch_tokens=16384"]).freeze()
+    memory = rank_memory(ModelShape.of(config.policy.model), config, has_critic=True)
+    assert memory.peak_phase == "critic step"
+    assert 70 * GIB < memory.peak_bytes < 78 * GIB
+    resting = config.model_copy(update={"learners": config.learners.model_copy(update={"offload": []})})
+    assert rank_memory(ModelShape.of(config.policy.model), resting, has_critic=True).peak_bytes > memory.peak_bytes
