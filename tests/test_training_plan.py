@@ -1,0 +1,123 @@
+"""``ragr1 plan``: what fits, what does not, and the nearest setting that does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragr1_actors.cli.main import app
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, make_plan
+from retrieval.capacity import ENCODERS, EncoderShape, index_bytes, scan_s, vector_bytes
+
+NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
+KILT, WIKI_18 = 29_000_000, 21_015_324
+RECIPES = [("ragr1_mq_7b", KILT), ("ragr1_sq_7b", KILT), ("search_r1_7b", WIKI_18), ("search_r1_grpo_7b", WIKI_18)]
+FOUR_GPUS = ["learners.num_learners=2", "env_runners.num_env_runners=1", "learners.offload=[optimizer,critic,reference]"]
+SIXTEEN_GPUS = ["learners.num_learners=8", "env_runners.num_env_runners=7"]
+
+
+def configured(recipe: str, *overrides: str) -> RunConfig:
+    return AlgorithmConfig.from_recipe(recipe).override(overrides).freeze()
+
+
+def need(plan: Plan, place: str) -> float:
+    return next(found.num_bytes for found in plan.needs if found.place.startswith(place)) / GIB
+
+
+@pytest.mark.parametrize(("recipe", "num_passages"), RECIPES)
+def test_the_7b_recipes_fit_eight_gpus_of_80_gb(recipe: str, num_passages: int) -> None:
+    plan = make_plan(configured(recipe), NODE, num_passages)
+    assert plan.problems == []
+    assert plan.num_gpus == 8
+    assert plan.times.search_s < plan.times.generation_s / 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "num_machines"), [(FOUR_GPUS, 4, 1), ([], 8, 1), (SIXTEEN_GPUS, 8, 2)]
+)
+def test_ragr1_mq_fits_4_8_and_16_gpus(overrides: list[str], num_gpus: int, num_machines: int) -> None:
+    machine = replace(NODE, num_gpus=num_gpus, num_machines=num_machines)
+    plan = make_plan(configured("ragr1_mq_7b", *overrides), machine, KILT)
+    assert plan.problems == []
+    assert plan.num_gpus == num_gpus * num_machines
+
+
+def test_too_large_a_row_is_named_with_the_one_that_fits() -> None:
+    (problem,) = make_plan(configured("ragr1_mq_7b", "learners.micro_batch_tokens=32768"), NODE, KILT).problems
+    assert problem.startswith("learner GPU, critic step: ")
+    assert problem.endswith("it fits with learners.micro_batch_tokens=8192")
+
+
+def test_several_changes_are_named_where_one_does_not_suffice() -> None:
+    large = configured("ragr1_mq_7b", "learners.gradient_checkpointing=false", "learners.micro_batch_tokens=65536")
+    (problem,) = make_plan(large, NODE, KILT).problems
+    assert "learners.micro_batch_tokens=8192 learners.gradient_checkpointing=True" in problem
+
+
+def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
+    config = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", "retrieval.num_cpus_per_retriever=1")
+    (problem,) = make_plan(config, NODE, WIKI_18).problems
+    assert "more than retrieval.timeout_s (30)" in problem
+    slow = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", "retrieval.num_cpus_per_retriever=16")
+    (problem,) = make_plan(slow, NODE, WIKI_18).problems
+    assert "more than a third of generation" in problem
+
+
+def test_more_gpus_than_there_are() -> None:
+    problems = make_plan(configured("search_r1_7b"), replace(NODE, num_gpus=4), WIKI_18).problems
+    assert problems == ["the actors reserve 8 GPUs, and there are 4; start fewer"]
+
+
+def test_an_index_that_is_too_large_for_its_gpu_is_sharded() -> None:
+    plan = make_plan(configured("ragr1_mq_7b"), NODE, 2 * KILT)
+    (problem,) = plan.problems
+    assert problem.startswith("retriever GPU: ")
+    assert problem.endswith("it fits with retrieval.num_shards=2")
+
+
+def test_the_quickstart_fits_this_machine() -> None:
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--here", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert found["num_gpus"] == 0
+
+
+def test_the_exit_status_and_the_table() -> None:
+    done = CliRunner().invoke(app, ["plan", "search_r1_7b", "--passages", str(WIKI_18), "--gpu", "a100-40gb"])
+    assert done.exit_code == 1
+    assert "critic moments" in done.stdout
+    assert "does not fit: learner GPU, critic step: " in done.stdout
+
+
+def test_the_number_of_passages_is_asked_for(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "search_r1_7b"])
+    assert "--passages 21015324" in str(done.exception)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1"}\n' * 12, encoding="utf-8")
+    done = CliRunner().invoke(app, ["plan", "search_r1_7b", f"retrieval.corpus={corpus}", "--json"])
+    disk = next(need for need in json.loads(done.stdout)["needs"] if need["place"] == "disk")
+    assert disk["parts"]["index"] == index_bytes("flat", 12, 768, {})
+
+
+def test_index_sizes() -> None:
+    assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(64.6e9, rel=0.01)
+    assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)
+    assert vector_bytes("pq", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(20.2e9, rel=0.01)
+    assert vector_bytes("bm25", WIKI_18, 768, {}, on_gpu=False) == 0
+    flat, listed = (scan_s(name, WIKI_18, 768, 64, {}, 16) for name in ("pq", "ivf_pq"))
+    assert listed < flat / 8
+
+
+def test_encoders() -> None:
+    assert EncoderShape.of("intfloat/e5-base-v2").num_parameters == 109_482_240
+    assert set(ENCODERS) >= {configured(recipe).retrieval.encoder for recipe, _ in RECIPES}
+    with pytest.raises(ConfigError, match="the sizes of 'nobody/nothing' are not known"):
+        EncoderShape.of("nobody/nothing")
