@@ -19,7 +19,11 @@ from retrieval.capacity import ENCODERS, EncoderShape, index_bytes, scan_s, vect
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
 KILT, WIKI_18 = 29_000_000, 21_015_324
 RECIPES = [("ragr1_mq_7b", KILT), ("ragr1_sq_7b", KILT), ("search_r1_7b", WIKI_18), ("search_r1_grpo_7b", WIKI_18)]
-FOUR_GPUS = ["learners.num_learners=2", "env_runners.num_env_runners=1", "learners.offload=[optimizer,critic,reference]"]
+FOUR_GPUS = [
+    "learners.num_learners=2",
+    "env_runners.num_env_runners=1",
+    "learners.offload=[optimizer,critic,reference]",
+]
 SIXTEEN_GPUS = ["learners.num_learners=8", "env_runners.num_env_runners=7"]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from learners.memory import CUDA_CONTEXT_BYTES, ELEMENT_BYTES, Parts, RankMemory, rank_memory
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.model_shape import ModelShape
-from ragr1_actors.core.weight_transport import choose_backend
+from ragr1_actors.core.weight_transport import choose_transport
 from retrieval.base import needs_index
 from retrieval.capacity import EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 
@@ -34,6 +34,8 @@ _VLLM_UTILIZATION = 0.92
 """Default of vLLM 0.32's ``gpu_memory_utilization``."""
 _VLLM_OTHER_BYTES = 4 * GIB
 """CUDA context, CUDA graphs and the activations of a profiling run; an allowance, not a measurement."""
+_ASLEEP_BYTES = 3 * GIB
+"""What an engine that sleeps at level 2 keeps: CUDA context and graphs; an allowance, not a measurement."""
 _TRANSFER_BYTES = 2 * GIB
 """vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
 _DRIVER_BYTES = 2 * GIB
@@ -279,7 +281,7 @@ class _Run:
     @property
     def shares_gpus(self) -> bool:
         """Whether a runner and a learner rank take turns on each GPU."""
-        return choose_backend(self.config) == "ipc"
+        return choose_transport(self.config) == "ipc"
 
     @property
     def num_gpus(self) -> float:
@@ -299,7 +301,10 @@ class _Run:
         gpu_bytes = self.machine.gpu.num_bytes if self.machine.gpu is not None else 0
         if self.config.learners.num_gpus_per_learner:
             phase = self.learner.peak_phase
-            yield Need(f"learner GPU, {phase}", {**self.learner.resting, **self.learner.phases[phase]}, gpu_bytes)
+            parts = {**self.learner.resting, **self.learner.phases[phase]}
+            if self.shares_gpus:
+                parts["engine asleep"] = _ASLEEP_BYTES
+            yield Need(f"learner GPU, {phase}", parts, gpu_bytes)
         if self.config.env_runners.num_gpus_per_env_runner:
             yield self._engine_need(gpu_bytes)
         if self.searches_on_gpu:
@@ -317,8 +322,10 @@ class _Run:
             "weights": self.weight_bytes // self.gpus_per_engine,
             "CUDA context, graphs and activations": _VLLM_OTHER_BYTES,
             "cache of one longest trajectory": cache,
-            "buffers of a weight transfer": _TRANSFER_BYTES if choose_backend(self.config) == "nccl" else 0,
+            "buffers of a weight transfer": _TRANSFER_BYTES if choose_transport(self.config) == "broadcast" else 0,
         }
+        if self.shares_gpus:
+            parts["learner, its states on the host"] = CUDA_CONTEXT_BYTES
         return Need("env runner GPU", parts, int(share * gpu_bytes))
 
     def _retriever_parts(self) -> Parts:
@@ -353,7 +360,7 @@ class _Run:
         """Return the object store, with two batches of trajectories, and the files that engines read weights from."""
         batch = self._num_trajectories() * self.config.env_runners.max_context_tokens * _BYTES_PER_TOKEN
         parts = {"object store": 2 * batch}
-        if choose_backend(self.config) == "host":
+        if choose_transport(self.config) == "object_store":
             parts["object store"] += self.weight_bytes
             parts["weights for vLLM"] = self.weight_bytes if self.config.env_runners.engine == "vllm" else 0
         return parts
