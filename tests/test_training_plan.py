@@ -13,8 +13,9 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, make_plan
-from retrieval.capacity import ENCODERS, EncoderShape, index_bytes, scan_s, vector_bytes
+from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
+from ragr1_actors.training.preflight import check_room
+from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, index_bytes, scan_s, vector_bytes
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
 KILT, WIKI_18 = 29_000_000, 21_015_324
@@ -101,14 +102,26 @@ def test_the_exit_status_and_the_table() -> None:
     assert "does not fit: learner GPU, critic step: " in done.stdout
 
 
-def test_the_number_of_passages_is_asked_for(tmp_path: Path) -> None:
+def test_the_number_of_passages(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "search_r1_7b"])
     assert "--passages 21015324" in str(done.exception)
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": "1"}\n' * 12, encoding="utf-8")
-    done = CliRunner().invoke(app, ["plan", "search_r1_7b", f"retrieval.corpus={corpus}", "--json"])
-    disk = next(need for need in json.loads(done.stdout)["needs"] if need["place"] == "disk")
-    assert disk["parts"]["index"] == index_bytes("flat", 12, 768, {})
+    corpus.write_bytes(b"x" * 12 * PASSAGE_BYTES)
+    assert count_passages(configured("search_r1_7b", f"retrieval.corpus={corpus}")) == 12
+    assert count_passages(configured("quickstart")) == 200
+    assert count_passages(configured("quickstart", "retrieval.type=replay", "retrieval.options={run: x}")) == 0
+
+
+def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
+    assert check_room(configured("quickstart"), tmp_path) == []
+    with pytest.raises(ConfigError, match=r"more than retrieval\.timeout_s \(1e-06\)"):
+        check_room(configured("quickstart", "retrieval.timeout_s=1e-6"), tmp_path)
+    with pytest.raises(ConfigError, match="host memory: "):
+        check_room(configured("quickstart", "policy.hidden_size=65536", "policy.num_layers=40"), tmp_path)
+    elsewhere = configured("search_r1_7b", "retrieval.timeout_s=1e-6", "retrieval.corpus=world")
+    assert check_room(elsewhere, tmp_path) == [], "a cluster with GPUs runs it"
+    (unknown,) = check_room(configured("quickstart", f"policy.model={tmp_path}"), tmp_path)
+    assert unknown.startswith("memory and time are not checked: ")
 
 
 def test_index_sizes() -> None:

@@ -60,7 +60,7 @@ def train(
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_names
+    from ragr1_actors.training.preflight import check_names, check_room
 
     if resume:
         if run_dir is None:
@@ -74,6 +74,8 @@ def train(
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
+        for warning in check_room(config, Path.cwd()):
+            print_error(f"warning: {warning}", "yellow")
         run_dir = run_dir or _new_run_dir(recipe)
         create_run_directory(config, run_dir)
     console.print(describe_start(recipe, config, run_dir))

@@ -13,7 +13,6 @@ from ragr1_actors.cli import JsonOption, console, print_json, print_line
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
-    from ragr1_actors.core.config import RunConfig
     from ragr1_actors.training.plan import Machine, Plan
 
 GIB = 2**30
@@ -37,7 +36,7 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.plan import GPUS, Machine, make_plan, this_machine
+    from ragr1_actors.training.plan import GPUS, Machine, count_passages, make_plan, this_machine
 
     config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
     if here:
@@ -47,7 +46,7 @@ def plan(
         machine = Machine(GPUS[gpu] if gpus else None, gpus, cpus, *sizes, machines)
     else:
         raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")
-    found = make_plan(config, machine, passages or _count_passages(config))
+    found = make_plan(config, machine, passages or count_passages(config))
     if as_json:
         print_json({"machine": asdict(machine), **asdict(found), "problems": found.problems})
     else:
@@ -78,26 +77,3 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
     for name, value in seconds.items():
         table.add_row(f"{name}, s per iteration" if "batch" not in name else f"{name}, s", f"{value:,.2f}", "")
     return table
-
-
-def _count_passages(config: RunConfig) -> int:
-    from retrieval.base import needs_index
-    from retrieval.indexes.manifest import Manifest
-
-    retrieval = config.retrieval
-    if not needs_index(retrieval.type):
-        return 0
-    if retrieval.index:
-        return Manifest.read(retrieval.index).count
-    if retrieval.corpus == "world":
-        from envs.world import make_world
-
-        return len(make_world(config.environment.world_seed).passages)
-    try:
-        with Path(retrieval.corpus).open("rb") as lines:
-            return sum(1 for _ in lines)
-    except OSError as error:
-        raise UserError(
-            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
-            "such as --passages 21015324 for Search-R1's Wikipedia"
-        ) from error

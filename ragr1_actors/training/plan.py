@@ -20,12 +20,15 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from envs.world import make_world
 from learners.memory import CUDA_CONTEXT_BYTES, ELEMENT_BYTES, Parts, RankMemory, rank_memory
 from ragr1_actors.core.config import LearnerSettings, RunConfig
+from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import choose_transport
 from retrieval.base import needs_index
-from retrieval.capacity import EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
+from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
+from retrieval.indexes.manifest import Manifest
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -39,8 +42,10 @@ _ASLEEP_BYTES = 3 * GIB
 _TRANSFER_BYTES = 2 * GIB
 """vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
 _DRIVER_BYTES = 2 * GIB
-_ACTOR_BYTES = 2 * GIB
-"""Resident memory of one actor process: libraries and, on GPUs, CUDA's own."""
+_ACTOR_BYTES = 3 * GIB // 4
+"""Resident memory of one actor process; the quickstart's six take 4.2 GiB."""
+_CUDA_HOST_BYTES = 2 * GIB
+"""What CUDA's libraries take beside it; an allowance, not a measurement."""
 _BYTES_PER_TOKEN = 24
 """A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
 _STATIC_DIMENSION = 256
@@ -94,9 +99,12 @@ class Machine:
 def this_machine(directory: Path) -> Machine:
     """Read the sizes of this machine; the disk is that of ``directory``. All its GPUs are taken to be as the first."""
     import psutil
-    import torch
 
-    num_gpus, gpu = torch.cuda.device_count(), None
+    num_gpus, gpu = 0, None
+    if shutil.which("nvidia-smi"):  # else torch, which takes seconds to import, is not needed
+        import torch
+
+        num_gpus = torch.cuda.device_count()
     if num_gpus:
         found = torch.cuda.get_device_properties(0)
         known = next((k for k in GPUS.values() if k.name.split("-")[0] in found.name.lower()), GPUS["a100-80gb"])
@@ -124,9 +132,22 @@ class Need:
         return sum(self.parts.values())
 
     @property
+    def is_impossible(self) -> bool:
+        """Whether the parts are more than there is."""
+        return self.num_bytes > self.available
+
+    @property
     def fits(self) -> bool:
         """Whether ``SPARE_SHARE`` of what is available stays free."""
         return self.num_bytes <= (1 - SPARE_SHARE) * self.available
+
+    @property
+    def problem(self) -> str:
+        """What to say where it does not fit."""
+        return (
+            f"{self.place}: {self.num_bytes / GIB:.1f} GiB of {self.available / GIB:.1f} GiB, less than "
+            f"{SPARE_SHARE:.0%} to spare; {self.remedy or 'take a larger one'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -143,9 +164,14 @@ class Times:
     """``retrieval.timeout_s``, which a batch must keep."""
 
     @property
+    def is_too_slow(self) -> bool:
+        """Whether a batch of searches would exceed its timeout."""
+        return self.batch_search_s > self.timeout_s
+
+    @property
     def problem(self) -> str:
         """What is too slow, or nothing."""
-        if self.batch_search_s > self.timeout_s:
+        if self.is_too_slow:
             return (
                 f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.timeout_s "
                 f"({self.timeout_s:g}); take a compressed index, more CPUs or GPUs per retriever"
@@ -171,16 +197,35 @@ class Plan:
     @property
     def problems(self) -> list[str]:
         """One sentence for each thing that does not fit."""
-        found = []
+        found = [need.problem for need in self.needs if not need.fits]
         if self.num_gpus > self.gpus_available:
-            found.append(f"the actors reserve {self.num_gpus:g} GPUs, and there are {self.gpus_available}; start fewer")
-        for need in self.needs:
-            if not need.fits:
-                found.append(
-                    f"{need.place}: {need.num_bytes / GIB:.1f} GiB of {need.available / GIB:.1f} GiB, less than "
-                    f"{SPARE_SHARE:.0%} to spare; {need.remedy or 'take a larger one'}"
-                )
+            found.insert(
+                0, f"the actors reserve {self.num_gpus:g} GPUs, and there are {self.gpus_available}; start fewer"
+            )
         return found + ([self.times.problem] if self.times.problem else [])
+
+
+def count_passages(config: RunConfig) -> int:
+    """Return the number of passages that a run searches: of its index, or about that of its corpus file.
+
+    Raises:
+        DataError: ``retrieval.index`` holds no index.
+        ConfigError: there is no corpus file.
+    """
+    retrieval = config.retrieval
+    if not needs_index(retrieval.type):
+        return 0
+    if retrieval.index:
+        return Manifest.read(retrieval.index).count
+    if retrieval.corpus == "world":
+        return len(make_world(config.environment.world_seed).passages)
+    try:
+        return ceil(Path(retrieval.corpus).stat().st_size / PASSAGE_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
+            "such as --passages 21015324 for Search-R1's Wikipedia"
+        ) from error
 
 
 def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
@@ -342,7 +387,7 @@ class _Run:
         ranks = ceil(self.num_ranks / machines)
         parts = {
             "driver and Ray": _DRIVER_BYTES,
-            "processes": ceil(num_actors / machines) * _ACTOR_BYTES,
+            "processes": ceil(num_actors / machines) * (_ACTOR_BYTES + (_CUDA_HOST_BYTES if self.num_gpus else 0)),
             "states that rest": ranks * sum(self.learner.host.values()),
             "copy of a checkpoint": self._checkpoint_bytes() * ranks // self.num_ranks,
             "object store": self._shm_parts()["object store"],

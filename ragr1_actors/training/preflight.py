@@ -1,4 +1,4 @@
-"""Checks before a run directory is made: the names in a configuration, and the files that it reads."""
+"""Checks before a run directory is made: names in a configuration, the files that it reads, and the room it needs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, 
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine
+from ragr1_actors.training.plan import count_passages, make_plan, this_machine
 from retrieval.base import needs_index
 from retrieval.indexes.manifest import Manifest
 
@@ -35,6 +36,29 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
             _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
     if config.environment.tasks == "":
         raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
+
+
+def check_room(config: RunConfig, run_dir: Path) -> list[str]:
+    """Compare what a run needs with this machine, by ``ragr1 plan``; return warnings about what is narrow.
+
+    A run that reserves more GPUs than this machine has runs on a cluster: nothing is checked.
+
+    Raises:
+        ConfigError: a memory is too small, or a search would exceed its timeout.
+    """
+    machine = this_machine(run_dir)
+    try:
+        plan = make_plan(config, machine, count_passages(config))
+    except ConfigError as error:
+        return [f"memory and time are not checked: {error}"]
+    if plan.num_gpus > machine.num_gpus:
+        return []
+    impossible = [need.problem for need in plan.needs if need.is_impossible]
+    if plan.times.is_too_slow:
+        impossible.append(plan.times.problem)
+    if impossible:
+        raise ConfigError(f"the run does not fit this machine: {'; '.join(impossible)}")
+    return plan.problems
 
 
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
