@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from envs.world import make_world
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.training.preflight import check_room
-from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, index_bytes, scan_s, vector_bytes
+from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
 KILT, WIKI_18 = 29_000_000, 21_015_324
@@ -108,7 +109,7 @@ def test_the_number_of_passages(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b"x" * 12 * PASSAGE_BYTES)
     assert count_passages(configured("search_r1_7b", f"retrieval.corpus={corpus}")) == 12
-    assert count_passages(configured("quickstart")) == 200
+    assert count_passages(configured("quickstart")) == len(make_world(0).passages)
     assert count_passages(configured("quickstart", "retrieval.type=replay", "retrieval.options={run: x}")) == 0
 
 
