@@ -145,21 +145,31 @@ RewardFn = Callable[[Task, str], float]
 """``(task, answer) -> reward``; ``answer`` is empty if the policy gave none."""
 
 
+_WHOLE_ANSWERS = {"yes", "no", "noanswer"}
+
+
 def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if the normalised answer is not empty and equals a normalised gold answer, else 0.0."""
+    """Return 1.0 if there is an answer that, normalised, equals a normalised gold answer, else 0.0."""
     prediction = normalize_answer(answer)
-    return float(bool(prediction) and any(prediction == normalize_answer(gold) for gold in golden_answers))
+    return float(bool(answer.strip()) and any(prediction == normalize_answer(gold) for gold in golden_answers))
 
 
 def token_f1(answer: str, golden_answers: Sequence[str]) -> float:
-    """Return SQuAD's F1 in [0, 1]: harmonic mean of token precision and recall, for the closest gold answer."""
-    prediction = normalize_answer(answer).split()
-    return max((_f1(prediction, normalize_answer(gold).split()) for gold in golden_answers), default=0.0)
+    """Return the F1 of HotpotQA's official script in [0, 1], for the closest gold answer.
+
+    It is SQuAD's harmonic mean of token precision and recall, but an answer or gold answer yes, no or noanswer counts
+    only if both are equal: "yes no" gets nothing for "yes". An answer without tokens ("The The", "A") gets 0.
+    """
+    prediction = normalize_answer(answer)
+    return max((_f1(prediction, normalize_answer(gold)) for gold in golden_answers), default=0.0)
 
 
-def _f1(prediction: list[str], gold: list[str]) -> float:
-    common = sum((Counter(prediction) & Counter(gold)).values())
-    return 2 * common / (len(prediction) + len(gold)) if common else 0.0
+def _f1(prediction: str, gold: str) -> float:
+    if prediction != gold and {prediction, gold} & _WHOLE_ANSWERS:
+        return 0.0
+    tokens, gold_tokens = prediction.split(), gold.split()
+    common = sum((Counter(tokens) & Counter(gold_tokens)).values())
+    return 2 * common / (len(tokens) + len(gold_tokens)) if common else 0.0
 
 
 def exact_match_reward(task: Task, answer: str) -> float:

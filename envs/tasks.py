@@ -2,12 +2,14 @@
 
 ==================  ======================================================================================
 HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
+MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object a line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
 ==================  ======================================================================================
 
-Published files have faults. A task that cannot be trained on is left out and counted; an odd one is kept and counted::
+Published files have faults. A task that cannot be trained on is left out and counted; an odd one is kept and counted.
+An evaluation set is read ``whole``, so that its figures compare with published ones::
 
     loaded = load_tasks(Path("ragr1_mq_train_6664.json"))
     print(loaded.report)  # ragr1_mq_train_6664.json: 6,662 tasks of 6,664 records; 2 duplicate questions left out; ...
@@ -49,7 +51,7 @@ class TaskReport:
     num_empty_questions: int = 0
     """Left out."""
     num_empty_answers: int = 0
-    """Left out: no answer, or only articles and punctuation, which nothing can match."""
+    """Left out: no answer, or only articles and punctuation, for which any other such answer would be rewarded."""
     num_questions_with_comma: int = 0
     """Counted over the tasks kept, like the next two. A policy that separates queries by commas splits the question."""
     num_answers_with_comma: int = 0
@@ -90,40 +92,44 @@ class _Record:
     where: str  # "questions.jsonl, line 3"
 
 
-def load_tasks(path: str | Path) -> LoadedTasks:
+def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
     """Read a task file; ids are ``<file stem>/<id>``, or ``<file stem>/<position>`` from 0 where the file has no ids.
+
+    With ``whole``, for evaluation, repeated questions and answers of articles and punctuation ("The The", "A") are
+    kept; only records without a question or without any answer are left out.
 
     Raises:
         DataError: the file is missing or empty, a line is broken (the message names file and line), two different
             questions have one id, or no task is left.
     """
     path = Path(path)
-    kept: dict[str, Task] = {}  # by question key
+    tasks: list[Task] = []
+    first_of: dict[str, Task] = {}  # by question key
     location_of_id: dict[str, str] = {}
     counts: Counter[str] = Counter()
     num_records = 0
     for num_records, record in enumerate(_records(path), start=1):
-        task = _task(record, path.stem, num_records - 1)
+        task = _task(record, path.stem, num_records - 1, whole)
         key = question_key(task.question)
         if not key:
             counts["num_empty_questions"] += 1
         elif not task.golden_answers:
             counts["num_empty_answers"] += 1
-        elif key in kept:
+        elif key in first_of and not whole:
             counts["num_duplicates"] += 1
-            counts["num_conflicting"] += _answer_keys(task) != _answer_keys(kept[key])
+            counts["num_conflicting"] += _answer_keys(task) != _answer_keys(first_of[key])
         elif task.task_id in location_of_id:
             local_id, first = task.task_id.removeprefix(f"{path.stem}/"), location_of_id[task.task_id]
             raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
         else:
-            kept[key] = task
+            tasks.append(task)
+            first_of[key] = task
             location_of_id[task.task_id] = record.where
-    if not kept:
+    if not tasks:
         raise DataError(
             f"{path}: no usable question among {num_records} records "
             f"({counts['num_empty_questions']} empty questions, {counts['num_empty_answers']} without a usable answer)"
         )
-    tasks = tuple(kept.values())
     report = TaskReport(
         source=path.name,
         num_records=num_records,
@@ -133,7 +139,7 @@ def load_tasks(path: str | Path) -> LoadedTasks:
         num_yes_no=sum(_answer_keys(task) <= {"yes", "no"} for task in tasks),
         **counts,
     )
-    return LoadedTasks(tasks, report)
+    return LoadedTasks(tuple(tasks), report)
 
 
 def question_key(question: str) -> str:
@@ -230,7 +236,7 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _task(record: _Record, source: str, position: int) -> Task:
+def _task(record: _Record, source: str, position: int, whole: bool) -> Task:
     fields = record.fields
     question = fields.get("question")
     if not isinstance(question, str):
@@ -242,7 +248,7 @@ def _task(record: _Record, source: str, position: int) -> Task:
     task = Task(
         task_id=f"{source}/{local_id}",
         question=question.strip(),
-        golden_answers=_answers(record),
+        golden_answers=_answers(record, whole),
         category=category,
         supporting_ids=_supporting_ids(record),
     )
@@ -255,12 +261,13 @@ def _task(record: _Record, source: str, position: int) -> Task:
     return task
 
 
-def _answers(record: _Record) -> tuple[str, ...]:
-    """Return the answers that something can match, unique, order kept; empty where there is none."""
+def _answers(record: _Record, whole: bool) -> tuple[str, ...]:
+    """Return the answers, unique, order kept; those of articles and punctuation with ``whole`` only."""
     given = [record.fields[key] for key in _ANSWER_KEYS if key in record.fields]
     if not given:
         raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(_ANSWER_KEYS)}")
-    values = given[0] if isinstance(given[0], list) else [given[0]]
+    aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
+    values = [*_as_list(given[0]), *_as_list(aliases)]
     answers: dict[str, None] = {}
     for value in values:
         if isinstance(value, bool) or not (value is None or isinstance(value, str | int | float)):
@@ -268,14 +275,18 @@ def _answers(record: _Record) -> tuple[str, ...]:
         if isinstance(value, float) and not math.isfinite(value):
             raise DataError(f"{record.where}: got answer {value}, expected text or a finite number")
         answer = "" if value is None else str(value).strip()
-        if normalize_answer(answer):
+        if normalize_answer(answer) or (whole and answer):
             answers[answer] = None
     return tuple(answers)
 
 
 def _supporting_ids(record: _Record) -> tuple[str, ...]:
     """Titles of the supporting facts: the passage ids of a corpus keyed by title."""
-    facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids", []))
+    facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids"))
+    if facts is None:
+        paragraphs = record.fields.get("paragraphs")  # MuSiQue's
+        paragraphs = [p for p in paragraphs if isinstance(p, dict)] if isinstance(paragraphs, list) else []
+        facts = [paragraph.get("title") for paragraph in paragraphs if paragraph.get("is_supporting")]
     if isinstance(facts, dict):  # as the data sets hub stores it: {"title": [...], "sent_id": [...]}
         facts = facts.get("title")
     if isinstance(facts, list):
@@ -283,6 +294,10 @@ def _supporting_ids(record: _Record) -> tuple[str, ...]:
         if all(isinstance(title, str) for title in titles):
             return tuple(dict.fromkeys(titles))
     raise DataError(f"{record.where}: got supporting facts {_shown(facts)}, expected [[title, sentence number], ...]")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _answer_keys(task: Task) -> set[str]:

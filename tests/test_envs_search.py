@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -254,6 +255,39 @@ def test_rewards() -> None:
     assert exact_match("the Riga", ["riga"]) == 1.0
     assert exact_match("", [""]) == 0.0
     assert token_f1("new york city", ["york"]) == pytest.approx(0.5)
+    assert exact_match("the the", ["The The"]) == 1.0
+
+
+@given(
+    st.lists(st.sampled_from(["yes", "No", "noanswer", "the", "A", "Riga", "riga's", "lies", "."]), max_size=4),
+    st.data(),
+)
+def test_em_and_f1_are_those_of_hotpotqas_official_script(words: list[str], data: st.DataObject) -> None:
+    gold = data.draw(
+        st.sampled_from(["yes", "no", "noanswer", "Riga lies", "The A", "the Riga", "yes no", "Riga Riga"])
+    )
+    answer = " ".join(words)
+    assert token_f1(answer, [gold]) == pytest.approx(official_f1(answer, gold))
+    assert exact_match(answer, [gold]) == float(bool(answer) and normalize_answer(answer) == normalize_answer(gold))
+
+
+def official_f1(prediction: str, ground_truth: str) -> float:
+    """``f1_score`` of hotpot_evaluate_v1.py, without precision and recall."""
+    normalized_prediction = normalize_answer(prediction)
+    normalized_ground_truth = normalize_answer(ground_truth)
+    if normalized_prediction in ["yes", "no", "noanswer"] and normalized_prediction != normalized_ground_truth:
+        return 0
+    if normalized_ground_truth in ["yes", "no", "noanswer"] and normalized_prediction != normalized_ground_truth:
+        return 0
+    prediction_tokens = normalized_prediction.split()
+    ground_truth_tokens = normalized_ground_truth.split()
+    common = Counter(prediction_tokens) & Counter(ground_truth_tokens)
+    num_same = sum(common.values())
+    if num_same == 0:
+        return 0
+    precision = 1.0 * num_same / len(prediction_tokens)
+    recall = 1.0 * num_same / len(ground_truth_tokens)
+    return (2 * precision * recall) / (precision + recall)
 
 
 def test_an_unknown_reward_is_named() -> None:

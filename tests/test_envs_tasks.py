@@ -96,6 +96,46 @@ def test_report_counts_what_is_wrong(tmp_path: Path) -> None:
     )
 
 
+def test_a_published_set_is_counted_whole(tmp_path: Path) -> None:
+    records = [
+        {"_id": "a", "question": "Who wrote Faust?", "answer": "Goethe"},
+        {"_id": "b", "question": "who wrote Faust", "answer": "Marlowe"},
+        {"_id": "c", "question": "Which band?", "golden_answers": ["The The", "The The (band)"]},
+        {"_id": "d", "question": "Which vitamin?", "answer": "A"},
+        {"_id": "e", "question": "Unanswered?", "answer": ""},
+    ]
+    loaded = load_tasks(write(tmp_path / "dev.json", records), whole=True)
+    golds = [("Goethe",), ("Marlowe",), ("The The", "The The (band)"), ("A",)]
+    assert [task.golden_answers for task in loaded.tasks] == golds
+    assert str(loaded.report) == "dev.json: 4 tasks of 5 records; 1 without a usable answer left out"
+    assert [task.golden_answers for task in load_tasks(tmp_path / "dev.json").tasks] == [
+        ("Goethe",),
+        ("The The (band)",),
+    ]
+
+
+def test_musique_has_aliases_and_evidence(tmp_path: Path) -> None:
+    titles = {"Faust": True, "Riga": False, "Goethe": True}
+    record = {
+        "id": "2hop__1_2",
+        "paragraphs": [
+            {"idx": index, "title": title, "paragraph_text": "A text.", "is_supporting": is_supporting}
+            for index, (title, is_supporting) in enumerate(titles.items())
+        ],
+        "question": "Where was the author of Faust born?",
+        "question_decomposition": [{"id": 1, "question": "Faust >> author", "answer": "Goethe"}],
+        "answer": "Frankfurt",
+        "answer_aliases": ["Frankfurt am Main", "Frankfurt"],
+        "answerable": True,
+    }
+    path = tmp_path / "musique.jsonl"
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (task,) = load_tasks(path).tasks
+    assert task.golden_answers == ("Frankfurt", "Frankfurt am Main")
+    assert task.supporting_ids == ("Faust", "Goethe")
+    assert task.task_id == "musique/2hop__1_2"
+
+
 def test_question_key_keeps_what_matters() -> None:
     assert question_key(" Who wrote  Faust? ") == question_key("WHO WROTE FAUST")
     assert question_key("What is C++?") != question_key("What is C#?")

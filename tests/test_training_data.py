@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_held_out_tasks_are_not_trained_on_and_are_the_same_again(config: RunCon
     assert [task.question for task in first] == [f"Where is the {thing} ?" for thing in THINGS[:3]]
     with pytest.raises(DataError, match="the rest it was trained on"):
         evaluation_tasks(config, None, 9)
+
+
+def test_an_evaluation_file_is_used_whole(config: RunConfig, tmp_path: Path) -> None:
+    dev = tmp_path / "dev.json"
+    dev.write_text(json.dumps([{"question": "Which band?", "answer": "The The"}] * 12), encoding="utf-8")
+    environment = config.environment.model_copy(update={"eval_tasks": str(dev)})
+    _, evaluation, _ = split_tasks(config.model_copy(update={"environment": environment}), 100)
+    assert evaluation == evaluation_tasks(config, dev, None)
+    assert len(evaluation) == 12 > config.evaluation.num_tasks
+    assert {task.golden_answers for task in evaluation} == {("The The",)}
 
 
 def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:

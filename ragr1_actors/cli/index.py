@@ -119,7 +119,7 @@ def evaluate(
     from envs.tasks import load_tasks
     from retrieval.evaluation import evaluate_index
 
-    loaded = load_tasks(tasks)
+    loaded = load_tasks(tasks, whole=True)
     found = evaluate_index(index, loaded.tasks, exact=exact, reranker=reranker, options=parse_options(option))
     if as_json:
         print_json(found)

@@ -224,8 +224,8 @@ class Trajectory:
 
     @property
     def num_search_rounds(self) -> int:
-        """Turns that searched (RAG-R1's retrieval count)."""
-        return sum(turn.action == "search" for turn in self.turns)
+        """Turns whose searches ran (RAG-R1's retrieval count); one without a query, or on the last turn, did not."""
+        return sum(bool(turn.queries) for turn in self.turns)
 
     @property
     def num_queries(self) -> int:

@@ -97,7 +97,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
         notes.append(str(loaded.report))
         train, evaluation = loaded.tasks, ()
     if environment.eval_tasks:
-        loaded = load_tasks(environment.eval_tasks)
+        loaded = load_tasks(environment.eval_tasks, whole=True)
         notes.append(str(loaded.report))
         evaluation = loaded.tasks
         shared = len(overlap(train, evaluation))

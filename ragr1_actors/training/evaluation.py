@@ -52,8 +52,8 @@ def evaluate(
     """Answer tasks greedily with a checkpoint, as its run does at the end of a stage. Nothing is written.
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
-    ``runs/mine/checkpoints/best``. None takes the tasks that the run held out, the run's own index, and as many tasks
-    as the run evaluates.
+    ``runs/mine/checkpoints/best``. None takes the tasks that the run held out, the run's own index, and all tasks of a
+    file or as many of its own as the run evaluates.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
@@ -93,11 +93,15 @@ def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
 
 
 def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) -> tuple[Task, ...]:
-    """Return the first tasks of a file, or of those that the run held out; ``DataError`` if that are fewer."""
+    """Return the first ``num_tasks`` tasks of a file, or of those that the run held out; None is the whole file.
+
+    Raises:
+        DataError: the file cannot be used, or more tasks are asked for than the run held out.
+    """
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        return _load_tasks(tasks)[:count]
+        return _load_tasks(tasks, whole=True)[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
@@ -175,7 +179,7 @@ def select(
         FleetError: every task failed.
     """
     _check_arguments(out, settings)
-    found = _load_tasks(tasks)
+    found = _load_tasks(tasks, whole=False)
     config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
@@ -195,10 +199,10 @@ def select(
     return counts
 
 
-def _load_tasks(path: Path) -> tuple[Task, ...]:
+def _load_tasks(path: Path, *, whole: bool) -> tuple[Task, ...]:
     if not path.is_file():
         raise DataError(f"there is no file {path}; --tasks wants a task file (JSON or JSONL)")
-    return load_tasks(path).tasks
+    return load_tasks(path, whole=whole).tasks
 
 
 def _check_arguments(out: Path, settings: SelectionSettings) -> None:
