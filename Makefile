@@ -4,7 +4,7 @@
 # make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
 # make check       formatting, lint, types, import rules
 # make claims      several queries per turn against one: exact match and search rounds
-# make bench NAME=rollout|retrieval|learner    measure the project against its goals
+# make bench NAME=rollout|retrieval|learner|gpu    measure the project against its goals
 # make docs        build the documentation into site/
 #
 # Every target first makes the virtual environment that it needs. The stamp files .venv/.installed* record that an
@@ -49,7 +49,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # Only the rollout benchmark needs vLLM.
-BENCH_ENV := $(if $(filter learner retrieval,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
+BENCH_ENV := $(if $(filter learner retrieval gpu,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
 bench: $(BENCH_ENV)
 	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 

@@ -7,6 +7,7 @@ A benchmark is a module with ``describe()``, one line on the workload; ``METRICS
 from __future__ import annotations
 
 BENCHMARKS = {
+    "gpu": "benchmarks.gpu",
     "learner": "benchmarks.learner",
     "retrieval": "benchmarks.retrieval",
     "rollout": "benchmarks.rollout",

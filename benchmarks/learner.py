@@ -1,4 +1,4 @@
-"""``ragr1 bench learner``: packed rows against padded batches, and a GPU's arithmetic against its peak.
+"""``ragr1 bench learner``: packed rows against padded batches.
 
 ================= ======================================================================= =======
 metric            ratio                                                                   goal
@@ -14,8 +14,6 @@ record_heap       peak bytes of Python objects of the two
 vs_padded         useful tokens/s of an update ÷ padded to the longest of the batch       >= 2.5
 vs_padded_micro   the same ÷ padded to the longest of each micro-batch
 peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
-mfu_1.5b          model FLOP/s ÷ the GPU's peak, Qwen2.5-1.5B's shape, bf16               >= 0.5
-mfu_7b            the same of Qwen2.5-7B's, 8 of its 28 layers                            >= 0.5
 ================= ======================================================================= =======
 
 ``benchmarks/learner_sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
@@ -24,15 +22,10 @@ of 200-8,000 tokens and micro-batches of 16,384. Updates are run a quarter as lo
 those of a large batch (the longest has 1,613 tokens): two cores are done in minutes. The sides follow each other within
 a repeat; a small update of each does not count. Useful tokens are the trajectories' own. What a side took stands on
 stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
-
-The two ``mfu`` need an H100 or H200 and are left out elsewhere, with a line that says so; **they have not been run
-yet**. Model FLOPs are 6 a parameter and token (in the head, a MODEL token), and 6 * num_layers * hidden_size a pair of
-length**2, as causal attention looks at half of them; what the backward pass computes anew is not counted.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -66,8 +59,6 @@ GOALS: dict[str, Goal | None] = {
     "vs_padded": Goal(2.5, at_least=True),
     "vs_padded_micro": None,
     "peak_memory": Goal(3, at_least=True),
-    "mfu_1.5b": Goal(0.5, at_least=True),
-    "mfu_7b": Goal(0.5, at_least=True),
 }
 UNITS = {
     "padding_waste": "tokens of dummies, computed",
@@ -81,18 +72,10 @@ UNITS = {
     "vs_padded": "useful tokens/s, lengths 50-2,000",
     "vs_padded_micro": "useful tokens/s, lengths 50-2,000",
     "peak_memory": "bytes",
-    "mfu_1.5b": "TFLOP/s",
-    "mfu_7b": "TFLOP/s, 8 of 28 layers",
 }
 METRICS = tuple(GOALS)
 _RANKS = {"padding_waste": 1, "padding_waste_2": 2, "padding_waste_8": 8}
 _UPDATES = {"vs_padded", "vs_padded_micro"}
-MFU_SHAPES = {
-    "mfu_1.5b": Shape(1536, 8960, 28, 12, 2, 151_936),
-    "mfu_7b": Shape(3584, 18_944, 8, 28, 4, 152_064, is_tied=False),
-}
-PEAK_TFLOPS = {"H100 80GB HBM3": 989.0, "H200": 989.0}
-"""By the name of the GPU: bf16, dense, SXM, from NVIDIA's data sheets (half of their 1,979 with sparsity)."""
 
 SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
 PAIR_COST = 1 / 30_500
@@ -123,7 +106,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     wanted = choose(only, METRICS)
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
-        for part in (plans, records, updates, memory, mfu):
+        for part in (plans, records, updates, memory):
             for metric, samples in part(Path(directory), wanted, repeats, quick).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
@@ -213,41 +196,3 @@ def memory(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samp
     policy_dir = sides.make_policy(directory / "head", shape)
     ours, whole = (head_memory.measure_side(side, policy_dir, num_tokens) for side in ("ours", "whole"))
     return {"peak_memory": [Sample(whole / ours, ours, whole)]}
-
-
-def mfu(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
-    """Updates of real shapes with random weights, where there is a GPU whose peak is known."""
-    chosen = [metric for metric in MFU_SHAPES if metric in wanted]
-    if not chosen:
-        return {}
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    peak = next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
-    if peak is None:
-        log(f"{', '.join(chosen)} skipped: found {name}, expected one of {', '.join(PEAK_TFLOPS)}")
-        return {}
-    found: Samples = {}
-    for metric in chosen:
-        shape = MFU_SHAPES[metric]
-        policy_dir = sides.make_policy(directory / metric, shape, torch.bfloat16)
-        learner = sides.build_learner(GRPOLearner, policy_dir, sides.make_config(MICRO_BATCH_TOKENS, "bfloat16"))
-        groups = sides.draw_groups(sides.spread_lengths(NUM_TRAJECTORIES, SHORTEST, LONGEST), shape.vocab_size, 0)
-        flops = model_flops(learner, shape, groups)
-        sides.clock(learner, groups)  # the first allocates
-        seconds = [sides.clock(learner, groups)[0] for _ in range(repeats)]
-        found[metric] = [quotient(flops / second / 1e12, peak) for second in seconds]
-        learner.close()
-        del learner
-        torch.cuda.empty_cache()  # the next model needs the room
-    return found
-
-
-def model_flops(learner: Any, shape: Shape, groups: list[TrajectoryGroup]) -> float:
-    """Floating-point operations of forward and backward over the trajectories."""
-    parameters = {tensor.name: math.prod(tensor.shape) for tensor in learner.published_tensors()}
-    linear = sum(count for name, count in parameters.items() if "embed_tokens" not in name and "lm_head" not in name)
-    head = shape.vocab_size * shape.hidden_size
-    trajectories = sides.members(groups)
-    num_tokens = sum(t.num_tokens for t in trajectories)
-    num_pairs = sum(t.num_tokens**2 for t in trajectories)
-    num_model_tokens = sum(t.num_model_tokens for t in trajectories)
-    return 6.0 * (linear * num_tokens + head * num_model_tokens + shape.num_layers * shape.hidden_size * num_pairs)
