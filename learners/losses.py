@@ -25,6 +25,8 @@ from learners.options import KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is finite in every dtype in use; the losses clip a ratio that is this far from 1."""
+MAX_K3 = 10.0
+"""Largest estimate of ``k3_kl`` per token, in nats."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,13 @@ def k3_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tenso
     Schulman, Approximating KL divergence (2020), estimator k3; GRPO's penalty (arXiv:2402.03300, equation 4). As a
     loss, its gradient is ``1 - exp(-x)`` times that of the log-prob; the mean is the gradient of KL(reference, policy),
     which equals that of KL(policy, reference) to first order.
+
+    Deviation, as in verl: at most ``MAX_K3``, without a gradient beyond. One token that the policy no longer writes,
+    x = -20, would count 4.9e8 nats.
     """
     log_ratio_M = (logprobs_M - ref_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-log_ratio_M) + log_ratio_M  # exp(x) - 1 loses all digits where the policies agree
+    # exp(x) - 1 loses all digits where the policies agree
+    return (torch.expm1(-log_ratio_M) + log_ratio_M).clamp(max=MAX_K3)
 
 
 KL_ESTIMATORS: dict[KLEstimator, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

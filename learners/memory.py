@@ -135,9 +135,13 @@ def activation_bytes(
 
 
 def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
-    """Return the peak of ``ScoringHead``: logits of a chunk twice in fp32, their gradient, and that of the weight."""
-    chunk = min(HEAD_CHUNK, num_targets * shape.vocab_size)
-    return chunk * (8 + element_bytes) + 4 * shape.embedding_parameters
+    """Return the peak of ``ScoringHead``: logits of a chunk twice in fp32, their gradient, and that of the weight.
+
+    The weight's gradient is summed in fp32, and copied to the dtype of the weight when no chunk is left.
+    """
+    chunk = min(HEAD_CHUNK, num_targets * shape.vocab_size) * (8 + element_bytes)
+    copy = element_bytes * shape.embedding_parameters if element_bytes < 4 else 0
+    return 4 * shape.embedding_parameters + max(chunk, copy)
 
 
 def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> int:

@@ -65,8 +65,9 @@ class PPOOptions(PolicyGradientOptions):
 class GroupOptions(PolicyGradientOptions):
     """Options of GRPO and of every algorithm that compares within a group."""
 
-    drop_zero_variance: bool = True
-    """Leave out groups whose rewards are all equal: their advantages are 0."""
+    drop_zero_variance: bool | None = None
+    """Leave out groups whose rewards are all equal: their advantages are 0. ``null`` (default) leaves them out only
+    where neither ``training.kl_coeff`` nor ``training.entropy_coeff`` gives them a gradient."""
     max_sampled_batches: int = Field(1, ge=1)
     """Dynamic sampling: most batches of tasks sampled to fill one with groups whose rewards differ; 1 is off."""
     aggregation: Aggregation = "token_mean"
@@ -86,6 +87,7 @@ class DrGRPOOptions(GroupOptions):
 class DAPOOptions(GroupOptions):
     """Options of DAPO: its paper shapes from 16,384 of 20,480 tokens; its code samples at most ten batches."""
 
+    drop_zero_variance: bool | None = True
     max_sampled_batches: int = Field(10, ge=1)
     overlong_share: float = Field(0.2, ge=0, lt=1)
 
@@ -101,6 +103,7 @@ class RLOOOptions(GroupOptions):
 class ReinforcePPOptions(GroupOptions):
     """Options of REINFORCE++ with baseline."""
 
+    drop_zero_variance: bool | None = False
     kl_estimator: KLEstimator = "k2"
 
 
@@ -113,6 +116,7 @@ class GSPOOptions(GroupOptions):
 class CISPOOptions(GroupOptions):
     """Options of CISPO."""
 
+    drop_zero_variance: bool | None = True
     dual_clip: float = Field(0.0, ge=0, le=0)
     """Only 0: CISPO bounds the ratio already."""
 

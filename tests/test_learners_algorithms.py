@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +36,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_names
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.types import TokenKind, TrajectoryGroup
+from ragr1_actors.core.types import StopReason, TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.preflight import check_names
 
@@ -293,18 +295,20 @@ SEARCH_R1 = {
 }
 """What all four published runs share."""
 CRITIC = {"kl_in": "reward", "kl_estimator": "k1", "gamma": 1.0, "lambda_": 1.0, "vf_lr": 1e-5, "vf_clip": 0.5}
-PUBLISHED: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # group size, minibatch, iterations that shares are of
-    "search_r1_7b": (1, 256, 1005, CRITIC),
-    "search_r1_grpo_7b": (5, 256, 1005, {"kl_in": "loss", "kl_estimator": "k3", "aggregation": "token_mean"}),
-    "ragr1_mq_7b": (1, 128, 500, CRITIC),
-    "ragr1_sq_7b": (1, 128, 500, CRITIC),
+GRPO_OF_SEARCH_R1 = {"kl_in": "loss", "kl_estimator": "k3", "aggregation": "token_mean"}
+PUBLISHED: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
+    # group size, minibatch, iterations that shares are of, top_p; Search-R1's PPO script alone sets top_p
+    "search_r1_7b": (1, 256, 1005, 1.0, CRITIC),
+    "search_r1_grpo_7b": (5, 256, 1005, 0.95, GRPO_OF_SEARCH_R1),
+    "ragr1_mq_7b": (1, 128, 500, 0.95, CRITIC),
+    "ragr1_sq_7b": (1, 128, 500, 0.95, CRITIC),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name: str) -> None:
     """Warm-ups were given as shares of the run, 0.285 and 0.015, rounded down to iterations."""
-    group_size, minibatch_size, num_iterations, expected = PUBLISHED[name]
+    group_size, minibatch_size, num_iterations, top_p, expected = PUBLISHED[name]
     config = AlgorithmConfig.from_recipe(name).freeze()
     training, options = config.training, learner_options(config.training)
     assert SEARCH_R1.items() <= training.model_dump().items()
@@ -314,7 +318,41 @@ def test_published_settings(name: str) -> None:
     assert training.warmup_steps == int(0.285 * num_iterations) * training.num_minibatches
     if isinstance(options, PPOOptions):
         assert options.vf_warmup_steps == int(0.015 * num_iterations) * training.num_minibatches
-    assert (config.env_runners.temperature, config.env_runners.top_p) == (1.0, 0.95)
+    assert (config.env_runners.temperature, config.env_runners.top_p) == (1.0, top_p)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes_say_how_their_mean_differs_and_invent_no_hardware(name: str) -> None:
+    text = resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    comments = text.replace("\n# ", " ")
+    assert "theirs is one over micro-batches of means over tokens" in comments
+    assert re.search(r"8 (A100|H100)(?! of)", comments)
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "expected"),
+    [
+        *((name, {}, 8) for name in ("grpo", "dr_grpo", "gspo", "rloo", "dapo", "cispo")),
+        *((name, {"kl_coeff": 0.1}, 4) for name in ("grpo", "dr_grpo", "gspo", "rloo")),
+        ("grpo", {"entropy_coeff": 0.1}, 4),
+        ("grpo", {"kl_coeff": 0.1, "options": {"drop_zero_variance": True}}, 8),
+        ("grpo", {"options": {"drop_zero_variance": False}}, 4),
+        *((name, {"kl_coeff": 0.1}, 8) for name in ("dapo", "cispo")),
+        ("reinforce_pp", {}, 4),
+    ],
+)
+def test_which_algorithm_leaves_flat_groups_out(
+    tmp_path: Path, name: str, training: dict[str, Any], expected: int
+) -> None:
+    """``expected`` trajectories of a failed group of four and of a flat one are left out."""
+    learner_class = load_object(name, LEARNERS)
+    learner = learner_class(make_config(training={"algorithm": name, **training}), tmp_path)
+    flat, other, failed = make_groups(0, num_groups=3)
+    flat = replace(flat, trajectories=tuple(replace(t, reward=1.0) for t in flat.trajectories))
+    failed = replace(
+        failed, trajectories=tuple(replace(t, stop_reason=StopReason.ENV_ERROR) for t in failed.trajectories)
+    )
+    assert len(make_batch(learner, [flat, other, failed]).trajectories) == 12 - expected
 
 
 def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:

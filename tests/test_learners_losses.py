@@ -290,9 +290,22 @@ def test_a_ratio_is_finite_however_far_apart_the_policies_are() -> None:
     assert torch.isfinite(ratios(torch.tensor([0.0, -1e30]), torch.tensor([-1e30, 0.0]))).all()
 
 
+def test_k3_is_bounded_as_in_verl_and_a_token_beyond_has_no_gradient() -> None:
+    """verl: clamp(exp(d) - d - 1, -10, 10) of d = reference - policy, itself clamped to 20."""
+    differences = torch.tensor([-30.0, -11.1, -10.9, 0.0, 2.6, 2.7, 30.0], dtype=torch.float64)
+    policy = (-differences).requires_grad_()
+    found = k3_kl(policy, torch.zeros_like(policy))
+    inner = differences.clamp(-20, 20)
+    torch.testing.assert_close(found.detach(), (inner.exp() - inner - 1).clamp(-10, 10))
+    found.sum().backward()
+    assert policy.grad is not None
+    assert (policy.grad != 0).tolist() == [False, False, True, False, True, False, False]
+
+
 def test_k3_has_the_mean_of_the_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
-    policy, reference = (torch.randn(8, dtype=torch.float64, generator=generator).log_softmax(0) for _ in range(2))
+    logits = torch.randn(2, 8, dtype=torch.float64, generator=generator) / 2  # no log-ratio near the bound
+    policy, reference = logits.log_softmax(-1)
     exact = (policy.exp() * (policy - reference)).sum()
     # Expectation over the policy, exactly: the weighted mean over all tokens.
     assert (policy.exp() * k1_kl(policy, reference)).sum().item() == pytest.approx(exact.item(), abs=1e-9)

@@ -64,6 +64,21 @@ def test_chunks_match_autograd_over_whole_logits(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_chunks", [1, 512])
+def test_half_precision_adds_up_the_weights_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch, num_chunks: int) -> None:
+    """A token of every chunk pushes the same weight: in bf16 the sum stops growing after some hundred chunks."""
+    monkeypatch.setattr("learners.models.scoring_head.HEAD_CHUNK", 8 * 1024 // num_chunks)
+    torch.manual_seed(0)
+    exact = ScoringHead(torch.nn.Linear(16, 8)).bfloat16().float()
+    half = ScoringHead(torch.nn.Linear(16, 8)).bfloat16()
+    half.load_state_dict(exact.state_dict())
+    hidden, targets = (1 + torch.rand(1024, 16)).bfloat16(), torch.zeros(1024, dtype=torch.long)
+    for head, inputs in ((exact, hidden.float()), (half, hidden)):
+        head(inputs, targets, 1.0)[0].sum().backward()
+    for ours, theirs in ((half.weight.grad, exact.weight.grad), (half.bias.grad, exact.bias.grad)):
+        assert (ours.float() - theirs).norm() / theirs.norm() < 0.005
+
+
 def test_two_backward_passes_over_one_graph_agree() -> None:
     head, hidden, targets = make_head(30, 50)
     logprobs, entropy = head(hidden, targets, 1.0)

@@ -47,9 +47,9 @@ class GRPOLearner(PolicyGradientLearner):
     """Group relative policy optimization (Shao et al., arXiv:2402.03300), the base of all learners with a group.
 
     Deviations: the mean is over tokens instead of over trajectories first (DAPO, arXiv:2503.14476);
-    ``aggregation=trajectory_mean`` is the paper's. Groups whose rewards are all equal are left out unless
-    ``drop_zero_variance`` is off. With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its tokens
-    are subtracted from its reward, before the baseline.
+    ``aggregation=trajectory_mean`` is the paper's. Groups whose rewards are all equal are left out where they have no
+    gradient (``drops_flat_groups``). With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its
+    tokens are subtracted from its reward, before the baseline.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = GroupOptions
@@ -64,9 +64,21 @@ class GRPOLearner(PolicyGradientLearner):
         all_turns = self.config.environment.max_turns * runners.max_new_tokens_per_turn
         return self.options.max_model_tokens or min(all_turns, runners.max_context_tokens)
 
+    @property
+    def drops_flat_groups(self) -> bool:
+        """Whether groups whose rewards are all equal are left out.
+
+        DAPO and CISPO leave them out (arXiv:2503.14476, section 3.2; arXiv:2506.13585, section 3.1). The papers of the
+        others do not: KL and entropy of such a group count. REINFORCE++ whitens over them too. Deviation: without KL
+        term and entropy bonus they have no gradient, and are left out of the mean as well.
+        """
+        if self.options.drop_zero_variance is not None:
+            return self.options.drop_zero_variance
+        return not (self.config.training.kl_coeff or self.config.training.entropy_coeff)
+
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Leave out a group whose rewards are all equal."""
-        if self.options.drop_zero_variance and not has_variance([member.reward for member in members]):
+        """Leave out a group whose rewards are all equal, where ``drops_flat_groups``."""
+        if self.drops_flat_groups and not has_variance([member.reward for member in members]):
             return []
         return members
 
