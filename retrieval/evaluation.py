@@ -5,6 +5,7 @@ answered from memory or by a guess, and its searches earn nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter, defaultdict
@@ -17,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.types import Task, normalize_answer
-from retrieval.base import Passage
+from retrieval.base import Passage, Retriever
+from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import whole_id
 from retrieval.indexes.manifest import FLAT
 from retrieval.indexes.ranking import Ranking, merge_rankings
@@ -28,6 +30,8 @@ EXACT_UP_TO = 50_000
 _KS = (2, 3, 5, 10)
 _LATENCY_K = 3
 _BLOCK = 2048
+_QUERIES_AT_ONCE = 128
+"""Few enough for one replica of a fleet to answer within its timeout."""
 _MAX_EXACT_QUERIES = 2000
 _MAX_TIMED_QUERIES = 512
 _TIMED_BATCH = 64
@@ -59,27 +63,30 @@ def evaluate_index(
     retriever = LocalRetriever(directory, num_threads, reranker=reranker, options=options)
     questions = [task.question for task in tasks]
     return {
-        **(supporting_recall(retriever, tasks) if any(task.supporting_ids for task in tasks) else {}),
+        **asyncio.run(supporting_recall(retriever, retriever.corpus, tasks)),
         **_exact_recall(retriever, questions[:_MAX_EXACT_QUERIES], exact, num_threads),
         **_latency(retriever, questions[:_MAX_TIMED_QUERIES]),
         "threads": num_threads,
     }
 
 
-def supporting_recall(retriever: LocalRetriever, tasks: Iterable[Task]) -> dict[str, float]:
+async def supporting_recall(retriever: Retriever, corpus: Corpus, tasks: Iterable[Task]) -> dict[str, float]:
     """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
 
-    The question is the query. Of a passage that was split, any piece counts. Tasks without ``supporting_ids`` do not
-    count; one has them.
+    The question is the query; ``retriever`` finds passages of ``corpus``. Any piece of a passage that was split counts.
+    Tasks without ``supporting_ids`` do not count; if none has them, the result is empty.
     """
     known = [task for task in tasks if task.supporting_ids]
+    if not known:
+        return {}
+    questions = [task.question for task in known]
     found = [
         [passage.id for passage in passages]
-        for start in range(0, len(known), _BLOCK)
-        for passages in retriever.search_batch([task.question for task in known[start : start + _BLOCK]], max(_KS))
+        for start in range(0, len(known), _QUERIES_AT_ONCE)
+        for passages in await retriever.search(questions[start : start + _QUERIES_AT_ONCE], max(_KS))
     ]
     # "Riga#2" is a piece of "Riga", which tasks know it by, unless "Riga" is there too: another passage of this title.
-    present = retriever.corpus.known({whole_id(passage_id) for ids in found for passage_id in ids})
+    present = corpus.known({whole_id(passage_id) for ids in found for passage_id in ids})
     recalls: dict[int, list[float]] = {k: [] for k in _KS}
     for task, ids in zip(known, found, strict=True):
         gold = set(task.supporting_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_recall_on_hotpotqa(tmp_path: Path) -> None:
     folder = str(minilm.get_model_path())
     index = build_index(passages, tmp_path / "index", encoder=folder, progress=False)
     assert index_info(index)["pooling"] == "mean"
-    recall = supporting_recall(LocalRetriever(index), tasks)
+    retriever = LocalRetriever(index)
+    recall = asyncio.run(supporting_recall(retriever, retriever.corpus, tasks))
     print(recall)
     assert recall["recall@2"] >= 0.62
     assert recall["recall@5"] >= 0.78

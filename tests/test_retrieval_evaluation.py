@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def towns(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recalls(index_dir: Path, tasks: list[Task]) -> dict[str, float]:
-    return supporting_recall(LocalRetriever(index_dir), tasks)
+    retriever = LocalRetriever(index_dir)
+    return asyncio.run(supporting_recall(retriever, retriever.corpus, tasks))
 
 
 def test_recall_against_supporting_facts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -258,6 +259,50 @@ def test_flat_and_fp16_move_to_a_device_through_torch(
             assert np.allclose(before, after, atol=1e-5)
         assert moved.scanner.is_lossless == (name == "flat")
         assert np.array_equal(next(iter(moved.scanner.blocks())), next(iter(indexes[name].scanner.blocks())))
+
+
+class FaissGpu:
+    """faiss-gpu as far as a CPU goes: it keeps what it is asked to copy, and searches it here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied: list[Any] = []
+        monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+        for name in ("StandardGpuResources", "GpuClonerOptions"):
+            monkeypatch.setattr(faiss, name, SimpleNamespace, raising=False)
+        monkeypatch.setattr(faiss, "index_cpu_to_gpu", self.copy, raising=False)
+
+    def copy(self, resources: Any, number: int, index: Any, options: Any = None) -> Any:
+        self.copied.append(index)
+        return index
+
+
+@pytest.mark.parametrize("name", ["flat", "fp16"])
+def test_vectors_reach_a_gpu_in_blocks_also_with_faiss_gpu(
+    indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path, name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """``index_cpu_to_gpu`` would copy all of a float32 array to the device, beside the halves made of it."""
+    gpu = FaissGpu(monkeypatch)
+    moved = VectorIndex.load(tmp_path, saved(indexes[name], tmp_path), name, DIMENSION, device="cpu:0")
+    assert np.array_equal(moved.search(hard[1], 5, 1).rows, indexes[name].search(hard[1], 5, 1).rows)
+    assert gpu.copied == []
+
+
+def test_lists_reach_a_gpu_in_half_precision(
+    indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, shard = FaissGpu(monkeypatch), saved(indexes["ivf"], tmp_path)
+    for options in ({}, {"num_probes": 3}):
+        on_cpu = VectorIndex.load(tmp_path, shard, "ivf", DIMENSION, options=options).search(hard[1], 5, 1)
+        moved = VectorIndex.load(tmp_path, shard, "ivf", DIMENSION, device="cuda:0", options=options)
+        copied = gpu.copied.pop()
+        assert (copied.code_size, copied.ntotal) == (2 * DIMENSION, len(hard[0]))
+        found = moved.search(hard[1], 5, 1)
+        assert np.mean(found.rows == on_cpu.rows) > 0.99
+        assert np.allclose(found.scores, on_cpu.scores, atol=2e-3)
+        copied.reset()  # what a GPU cannot take is searched by the CPU
+        assert (moved.search(hard[1], 5, 1).rows == ABSENT).all()
+        assert (moved.search(hard[1], 2049, 1).rows[:, :5] == on_cpu.rows).all()
 
 
 def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats]) -> None:

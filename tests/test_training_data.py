@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 from learners_common import make_groups
@@ -13,8 +16,10 @@ from small_world import THINGS, make_config, make_files
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import StopReason
+from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.training.data import learnable, prepare, split_tasks
 from ragr1_actors.training.evaluation import evaluation_tasks
+from ragr1_actors.training.tiny_policy import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,50 @@ def test_actors_in_another_working_directory_find_the_policy(
     workspace = prepare(config, Path("run"))
     assert Path(workspace.policy_dir) == tmp_path / "run" / "policy"
     assert (tmp_path / "run" / "policy" / "config.json").is_file()
+
+
+def test_a_start_with_another_policy_reads_neither_passages_nor_vectors(config: RunConfig, tmp_path: Path) -> None:
+    """The retrievers open the index; the driver of a run over 21 million passages does not."""
+    files = tmp_path / "files"
+    shutil.copytree(Path(config.retrieval.index).parent, files)
+    tasks = json.loads((files / "tasks.json").read_text())
+    (files / "tasks.json").write_text(json.dumps([{**task, "supporting_ids": [task["id"]]} for task in tasks]))
+    for name in ("corpus.arrow", "shard-0000.faiss"):
+        (files / "index" / name).unlink()
+    changed = make_config(files).model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"model": "org/name"}),
+            "environment": config.environment.model_copy(update={"tasks": str(files / "tasks.json")}),
+        }
+    )
+    assert prepare(changed, tmp_path / "run").policy_dir == "org/name"
+
+
+@pytest.mark.engine
+def test_recall_is_measured_by_the_retrievers(config: RunConfig, tmp_path: Path) -> None:
+    workspace = prepare(config, tmp_path)
+    tasks = [replace(task, supporting_ids=(task.question.split()[3],)) for task in workspace.train_tasks]
+    with Sampler(config, workspace.policy_dir, workspace.index_dir) as sampler:
+        assert sampler.measure_recall(tasks)["recall@2"] == 1
+        assert sampler.measure_recall([replace(task, supporting_ids=()) for task in tasks]) == {}
+
+
+@pytest.mark.engine
+def test_the_words_of_a_tiny_policy_are_counted_as_a_stream() -> None:
+    class Text(str):
+        pass
+
+    alive, most = WeakSet[Text](), []
+
+    def texts() -> Iterator[str]:
+        for number in range(1000):
+            text = Text(f" Riga lies in Latvia {number}")
+            alive.add(text)
+            yield text
+            most.append(len(alive))
+
+    train_tokenizer(texts(), 400)
+    assert max(most) < 5
 
 
 def test_held_out_tasks_are_not_trained_on_and_are_the_same_again(config: RunConfig) -> None:

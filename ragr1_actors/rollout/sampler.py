@@ -25,6 +25,8 @@ from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from retrieval.base import needs_index
+from retrieval.corpora.corpus import Corpus
+from retrieval.evaluation import supporting_recall
 from retrieval.fleet.group import RetrieverGroup
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Sampler:
             FleetError: a fleet did not start.
         """
         self._config = config
-        self._policy_dir = policy_dir
+        self._policy_dir, self._index_dir = policy_dir, index_dir
         self._retrievers = RetrieverGroup(index_dir, config.retrieval)
         try:
             retriever = self._retrievers.retriever()
@@ -147,6 +149,16 @@ class Sampler:
             return await asyncio.gather(*(runner.sample_group(request) for request in requests))
 
         return asyncio.run(play())
+
+    def measure_recall(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """Return ``supporting_recall`` of what the retrievers find; empty if there is no index or no known evidence.
+
+        Raises:
+            RetrievalError: a search failed on every replica.
+        """
+        if self._index_dir is None or not any(task.supporting_ids for task in tasks):
+            return {}
+        return asyncio.run(supporting_recall(self._retrievers.retriever(), Corpus.open(self._index_dir), tasks))
 
     def metrics(self) -> dict[str, float]:
         """Health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/retriever_busy": 0.3, ...}``."""

@@ -289,6 +289,10 @@ class Algorithm:
             keep_trajectories(self.run_dir, f"eval_{name}", [group.batch for group in groups])
         return eval_result([group.summary for group in groups], num_failed)
 
+    def measure_recall(self) -> dict[str, float]:
+        """Return ``{"recall@3": 0.61, ...}`` of the evaluation questions; empty if their evidence is not known."""
+        return self._sampler.measure_recall(self.workspace.eval_tasks)
+
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> Path:

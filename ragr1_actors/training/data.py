@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +25,7 @@ from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
-from retrieval.evaluation import supporting_recall
 from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest
-from retrieval.local import LocalRetriever
 
 WORLD = "world"
 TINY = "tiny"
@@ -52,8 +49,6 @@ class Workspace:
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
     demonstrate: Demonstrate
-    recall: dict[str, float]
-    """``{"recall@3": 0.61, ...}`` of the evaluation questions, if their evidence is known."""
     notes: tuple[str, ...]
     """What a person should know about the data."""
 
@@ -71,11 +66,8 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     if not train:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     index_dir = prepare_index(config, run_dir)
-    recall = {}
-    if index_dir is not None and any(task.supporting_ids for task in evaluation):
-        recall = supporting_recall(LocalRetriever(index_dir, os.cpu_count() or 1), evaluation)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
-    return Workspace(train, evaluation, index_dir, policy_dir, _demonstrate(environment), recall, notes)
+    return Workspace(train, evaluation, index_dir, policy_dir, _demonstrate(environment), notes)
 
 
 def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:

@@ -83,8 +83,9 @@ class TrainingRun:
                 algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
             try:
                 self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
+                recall = algorithm.measure_recall()
                 try:
-                    self._describe(workspace)
+                    self._describe(workspace, recall)
                     self._run_stages(algorithm, logger)
                 except KeyboardInterrupt:
                     if not guard.is_torn:  # else learner and task sampler differ; the checkpoint before is valid
@@ -97,7 +98,7 @@ class TrainingRun:
             wall_s=self._wall_s(),
             peak_rss_bytes=memory.peak_bytes,
             tasks=TaskCounts(**algorithm.task_counts()),
-            ratios=dict(workspace.recall),
+            ratios=recall,
         )
         write_report(self._run_dir, report)
         return report
@@ -125,13 +126,13 @@ class TrainingRun:
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
 
-    def _describe(self, workspace: Workspace) -> None:
+    def _describe(self, workspace: Workspace, recall: dict[str, float]) -> None:
         for note in workspace.notes:
             self._console.print(note)
-        recall = ", ".join(f"{name} {value:.2f}" for name, value in workspace.recall.items())
+        shares = ", ".join(f"{name} {value:.2f}" for name, value in recall.items())
         self._console.print(
             f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"
-            + (f"; the question as query finds the evidence with {recall}" if recall else "")
+            + (f"; the question as query finds the evidence with {shares}" if shares else "")
         )
 
     def _run_stages(self, algorithm: Algorithm, logger: MetricsLogger) -> None:

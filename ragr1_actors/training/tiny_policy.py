@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = (PAD_TOKEN, START_TOKEN, END_TOKEN)
     room = max(0, vocab_size - len(alphabet) - len(special) - len(PROTOCOL_TAGS))
-    words = _commonest_words((*texts, "user", "assistant", "system"), splitter, room)
+    words = _commonest_words(chain(texts, ("user", "assistant", "system")), splitter, room)
     vocab = {token: index for index, token in enumerate((*special, *alphabet))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,

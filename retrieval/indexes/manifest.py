@@ -35,6 +35,8 @@ ENCODER_FOLDER = "encoder"
 BM25 = "bm25"
 HYBRID = "hybrid"
 FLAT = "flat"
+GPU_TYPES = (FLAT, "fp16")
+"""Types whose vectors a GPU scans in half precision, with torch."""
 
 STRICT = ConfigDict(extra="forbid")
 """For records read from an index directory: an unknown key is an error."""

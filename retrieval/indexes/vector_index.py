@@ -23,8 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError, RetrievalError, one_line
-from retrieval.indexes.faiss_build import CODED, CodedParts, Floats, build_faiss_index, codes_of, decode_bytes
-from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, Manifest, Shard, parse_options
+from retrieval.indexes.faiss_build import (
+    CODED,
+    CodedParts,
+    Floats,
+    build_faiss_index,
+    codes_of,
+    decode_bytes,
+    half_precision_lists,
+)
+from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, GPU_TYPES, Manifest, Shard, parse_options
 from retrieval.indexes.ranking import ABSENT, SPARE, Ranking, best_of, merge_rankings
 
 if TYPE_CHECKING:
@@ -42,7 +50,7 @@ _BLAS_FROM = 4
 """Queries from which a matrix product beats one scan per query (by 10 times at 64)."""
 _SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
 _MAX_GPU_K = 2048
-"""faiss-gpu's own limit."""
+"""faiss-gpu's own limit, of results and of lists that a query looks into."""
 
 
 class Scanner(ABC):
@@ -107,12 +115,12 @@ class VectorIndex:
         self.scanner = _make_scanner(index, index_type, options or {})
         """What keeps the vectors, and finds them unless a GPU does."""
         self._find = self.scanner.find
-        if device != "cpu" and faiss.get_num_gpus() and index_type in (FLAT, "ivf"):
-            self._find = _GpuSearch(self.scanner, index, device).find
-        elif device != "cpu" and index_type in (FLAT, "fp16"):
+        if device != "cpu" and index_type in GPU_TYPES:
             from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
 
             self._find = TorchFlatIndex(self.scanner.blocks(), self.count, index.d, device=device).find
+        elif device != "cpu" and index_type == "ivf" and faiss.get_num_gpus():
+            self._find = _GpuLists(self.scanner, index, device).find
 
     @classmethod
     def build(
@@ -164,8 +172,8 @@ class VectorIndex:
         Args:
             directory: of the index.
             shard: one of the manifest's, as ``index_type`` and ``dimension``.
-            device: ``cpu``, or ``cuda`` for ``flat`` (faiss-gpu, or torch without it), ``fp16`` (torch) and ``ivf``
-                (faiss-gpu, else the CPU). The other types are made for CPUs and stay there.
+            device: ``cpu``, or ``cuda`` for ``flat`` and ``fp16`` (torch) and ``ivf`` (faiss-gpu, else the CPU), which
+                are in half precision there. The other types are made for CPUs and stay there.
             options: of the search; they take the place of those that the index was built with.
 
         Raises:
@@ -292,28 +300,22 @@ class _FaissSearch(Scanner):
         return decoded
 
 
-class _GpuSearch:
-    """``flat`` and ``ivf`` in half precision on a GPU. Needs faiss-gpu.
+class _GpuLists:
+    """``ivf`` in half precision on a GPU. Needs faiss-gpu.
 
-    One thread may search at a time: faiss does not lock the resources of this index. Scores are
-    half precision; those of ``flat`` are taken again from the mapped vectors.
+    One thread may search at a time: faiss does not lock the resources of this index. Scores are half precision.
     """
 
     def __init__(self, scanner: Scanner, index: Any, device: str) -> None:
         self._cpu = scanner
-        self._is_flat = isinstance(index, faiss.IndexFlat)
         self._resources = faiss.StandardGpuResources()
-        options = faiss.GpuClonerOptions()
-        options.useFloat16 = True
         _, _, number = device.partition(":")
-        self._index = faiss.index_cpu_to_gpu(self._resources, int(number or 0), index, options)
+        self._index: Any = faiss.index_cpu_to_gpu(self._resources, int(number or 0), half_precision_lists(index))
 
     def find(self, queries: Floats, k: int) -> Ranking:
-        num_candidates = min(k + SPARE, self._index.ntotal) if self._is_flat else k
-        if num_candidates > _MAX_GPU_K:
+        if max(k, self._index.nprobe) > _MAX_GPU_K:
             return self._cpu.find(queries, k)
-        found = Ranking(*self._index.search(queries, num_candidates))
-        return self._cpu.rescored(queries, found.rows) if self._is_flat else found
+        return Ranking(*self._index.search(queries, k))
 
 
 _FAISS_CLASSES: dict[str, Any] = {
