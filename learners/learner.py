@@ -20,6 +20,7 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,6 +47,7 @@ from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
+from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
@@ -56,6 +58,7 @@ from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+logger = logging.getLogger(__name__)
 
 
 class Learner(ABC):
@@ -80,6 +83,8 @@ class Learner(ABC):
         self.options = self.make_options()
         self.schedule = self.make_schedule()
         self.num_updates = 0
+        self.row_tokens = config.learners.micro_batch_tokens
+        """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
         self.lora = read_lora(config.learners.lora)
         self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES
         self._reference: FrozenModule | None = None
@@ -146,6 +151,26 @@ class Learner(ABC):
             policy = self._load_policy(self.config.learners.gradient_checkpointing)
         self.pair_cost = pair_cost(policy.model)
         self.policy = self.make_engine(policy, policy.model)
+        self._check_rows(policy.model)
+
+    def _check_rows(self, model: Any) -> None:
+        """Give every sequence a row of its own if a layer of the policy mixes the sequences of a row."""
+        layer = mixing_layer(
+            self.policy_logprobs,
+            model.get_decoder(),
+            model.get_input_embeddings().num_embeddings,
+            self.dtype,
+            self.device,
+            self.config.env_runners.max_context_tokens,
+        )
+        if layer:
+            self.row_tokens = 1
+        if layer and self.rank == 0:
+            logger.warning(
+                "policy.model: %s mixes the sequences of a packed row; the learner takes one sequence per row, which "
+                "is correct and slower",
+                layer,
+            )
 
     def make_engine(self, module: nn.Module, pretrained: nn.Module, *, rests: bool = False) -> DeepSpeedEngine:
         """Return the engine of a module; with ``learners.lora`` adapters replace the weights of ``pretrained`` in it.
@@ -270,7 +295,7 @@ class Learner(ABC):
 
     def _share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
-        shares = plan(flat.lengths, indices, self.world_size, self.config.learners.micro_batch_tokens, self.pair_cost)
+        shares = plan(flat.lengths, indices, self.world_size, self.row_tokens, self.pair_cost)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
 
     def score(

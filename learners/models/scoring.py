@@ -73,12 +73,19 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
     The tokens were sampled without dropout; with dropout the policy ratios would be noise.
 
     Raises:
-        ConfigError: the model changes its logits after the head.
+        ConfigError: the model changes its logits after the head, or takes no attention function.
     """
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:
         model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    except KeyError as error:  # in a model that looks its attention up in a table of its own
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise ConfigError(
+            f"policy.model: {policy_dir} does not use transformers' attention interface, which the learner needs; take "
+            "another model"
+        ) from error
     finally:
         if show_progress:
             logging.enable_progress_bar()
