@@ -134,11 +134,14 @@ def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:
 
 def test_index_commands(tmp_path: Path, corpus: Path) -> None:
     index = tmp_path / "index"
-    assert "2 passages" in invoke("index", "build", "--corpus", str(corpus), "--out", str(index))
+    build = ("index", "build", "--corpus", str(corpus), "--out", str(index))
+    refused = invoke(*build, "--gpus-per-actor", "0.5")
+    assert "--gpus-per-actor: got 0.5 with --device cpu; add --device cuda" in refused
+    assert "2 passages" in invoke(*build)
     found = json.loads(invoke("index", "search", str(index), "where is riga", "-k", "1", "--json"))
     assert [p["title"] for p in found[0]["passages"]] == ["Riga"]
     assert json.loads(invoke("index", "info", str(index)))["count"] == 2
-    assert "not overwritten" in invoke("index", "build", "--corpus", str(corpus), "--out", str(index))
+    assert "not overwritten" in invoke(*build)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"question": "Where is Riga?", "answer": "Latvia"}\n')
     assert "supporting" in invoke("index", "eval", str(index), "--tasks", str(tasks))

@@ -22,7 +22,7 @@ from retrieval.base import Passage
 from retrieval.build import build_index, building_dir, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding import EmbeddingStore
-from retrieval.encoders.encoder import Encoder, make_static_encoder
+from retrieval.encoders.encoder import Encoder, TokenizedTexts, make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.vector_index import VectorIndex
 from retrieval.local import LocalRetriever
@@ -46,13 +46,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        encode = Encoder.encode_passages
+        embed = Encoder.embed
 
-        def counted(encoder: Encoder, passages: list[Passage]) -> Any:
-            self.number += len(passages)
-            return encode(encoder, passages)
+        def counted(encoder: Encoder, tokens: TokenizedTexts) -> Any:
+            self.number += len(tokens.texts)
+            return embed(encoder, tokens)
 
-        monkeypatch.setattr(Encoder, "encode_passages", counted)
+        monkeypatch.setattr(Encoder, "embed", counted)
 
 
 def interrupt_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:

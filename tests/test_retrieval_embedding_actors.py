@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,15 @@ from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus, write_corpus
 from retrieval.encoders import embedding as embedding_fleet
-from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
+from retrieval.encoders.embedding import (
+    SHARDS_PER_ACTOR,
+    EmbeddingActor,
+    EmbeddingStore,
+    StoredVectors,
+    StoreHeader,
+    Workers,
+    fill_store,
+)
 from retrieval.encoders.encoder import Encoder, make_static_encoder
 
 pytestmark = pytest.mark.engine
@@ -99,6 +108,56 @@ def test_it_is_filled_in_this_process_and_continued(world: World, tmp_path: Path
         "shard-000005.npy"
     }
     fill_store(store, world.directory, world.encoder, Workers())  # nothing is missing
+
+
+def test_the_next_block_is_tokenized_while_the_model_works(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of the next shard: the model of each shard but the last waits for the tokens of another one."""
+    tokenized = [threading.Event() for _ in range(NUM_SHARDS + 1)]
+    tokenized[NUM_SHARDS].set()
+    count, embed, tokenize = iter(range(NUM_SHARDS)), Encoder.embed, Encoder.tokenize_passages
+    order: list[int] = []
+
+    def tokenize_and_say(encoder: Encoder, passages: list[Passage]) -> Any:
+        found = tokenize(encoder, passages)
+        tokenized[next(count)].set()
+        return found
+
+    def embed_after_the_next(encoder: Encoder, tokens: Any) -> Any:
+        order.append(len(order))
+        assert tokenized[len(order)].wait(60), f"block {len(order)} is not tokenized while the model works"
+        return embed(encoder, tokens)
+
+    monkeypatch.setattr(Encoder, "tokenize_passages", tokenize_and_say)
+    monkeypatch.setattr(Encoder, "embed", embed_after_the_next)
+    store = world.store(tmp_path)
+    fill_store(store, world.directory, world.encoder, Workers())
+    world.check(store)
+
+
+def test_an_actor_tokenizes_one_shard_while_the_model_works_on_another(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = world.store(tmp_path)
+    actor = EmbeddingActor(store, world.directory, world.encoder_dir, Workers())
+    other_waits, tokenize, embed = threading.Event(), Encoder.tokenize_passages, Encoder.embed
+
+    def tokenize_and_say(encoder: Encoder, passages: list[Passage]) -> Any:
+        found = tokenize(encoder, passages)
+        if passages[0].id == "16":
+            other_waits.set()
+        return found
+
+    def embed_after_the_other(encoder: Encoder, tokens: Any) -> Any:
+        assert other_waits.wait(60), "the other shard is not tokenized while the model works"
+        return embed(encoder, tokens)
+
+    monkeypatch.setattr(Encoder, "tokenize_passages", tokenize_and_say)
+    monkeypatch.setattr(Encoder, "embed", embed_after_the_other)
+    with ThreadPoolExecutor(SHARDS_PER_ACTOR) as threads:
+        list(threads.map(actor.fill, range(2)))
+    assert [number for number in range(4) if store.read(number) is not None] == [0, 1]
 
 
 def test_another_encoder_is_refused(world: World, tmp_path: Path) -> None:

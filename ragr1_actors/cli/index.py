@@ -43,6 +43,11 @@ def build(
     num_actors: Annotated[
         int, typer.Option("--actors", min=0, help="Ray actors that encode the corpus; 0: this process encodes.")
     ] = 0,
+    num_cpus: Annotated[float, typer.Option("--cpus-per-actor", min=0.1, help="CPUs of an actor, and threads.")] = 1,
+    num_gpus: Annotated[
+        float | None,
+        typer.Option("--gpus-per-actor", min=0.01, help="GPUs of an actor.", show_default="1 with --device cuda"),
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Delete an unfinished build and start again.")] = False,
     option: OptionsOption = None,
 ) -> None:
@@ -52,9 +57,13 @@ def build(
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
 
+    if num_gpus is not None and device == "cpu":
+        raise UserError(f"--gpus-per-actor: got {num_gpus:g} with --device cpu; add --device cuda, or leave it out")
+    workers = Workers(num_actors, num_cpus, num_gpus, device)
+    total = {name: num_actors * number for name, number in workers.resources.items()}
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
     try:
-        with ray_session(num_actors, num_actors if device == "cuda" else 0) if num_actors else nullcontext():
+        with ray_session(**total) if num_actors else nullcontext():
             build_index(
                 passages,
                 out,
@@ -63,7 +72,7 @@ def build(
                 vector_type=vector_type,
                 num_shards=num_shards,
                 options=parse_options(option),
-                workers=Workers(num_actors, device=device),
+                workers=workers,
                 restart=restart,
             )
     except KeyboardInterrupt:

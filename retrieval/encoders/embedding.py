@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +38,13 @@ from retrieval.corpora.corpus import Corpus
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
 
+T = TypeVar("T")
+
 HEADER_FILE = "store.json"
 START_TIMEOUT_S = 600.0
 """Seconds that the first actor may take to start; a cluster may have to grow."""
+SHARDS_PER_ACTOR = 2
+"""Under way at a time: one in the model, while the other is read, tokenized or written."""
 MAX_DEATHS_IN_A_ROW = 5
 """Deaths of actors without one shard written in between."""
 _BLOCK_ROWS = 1024
@@ -53,7 +59,7 @@ class Workers:
     num_cpus: float = 1.0
     """Of an actor; also the number of its threads, rounded down, at least 1."""
     num_gpus: float | None = None
-    """Of an actor; None is 1 where the device is a GPU. With 0.5, an actor tokenizes while another uses the GPU."""
+    """Of an actor; None is 1 where the device is a GPU."""
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
     dtype: str = "auto"
@@ -169,14 +175,20 @@ class EmbeddingActor:
 
     def __init__(self, store: EmbeddingStore, corpus_dir: Path, encoder_name: str, workers: Workers) -> None:
         """Load nothing yet: Ray reports an error of a constructor as text only."""
+        self._loading = Lock()
         self._store = store
         self._corpus_dir = corpus_dir
         self._encoder_name = encoder_name
         self._workers = workers
 
     def fill(self, number: int) -> None:
-        """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node."""
-        fill_shard(self._store, *self._loaded, number)
+        """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node.
+
+        Called by ``SHARDS_PER_ACTOR`` threads: while one uses the model, the other one reads, tokenizes and writes.
+        """
+        with self._loading:
+            corpus, encoder = self._loaded
+        fill_shards(self._store, corpus, encoder, [number])
 
     @cached_property
     def _loaded(self) -> tuple[Corpus, Encoder]:
@@ -193,26 +205,45 @@ class EmbeddingActor:
         return Corpus.open(self._corpus_dir), encoder
 
 
-def fill_shard(
+def fill_shards(
     store: EmbeddingStore,
     corpus: Corpus,
     encoder: Encoder,
-    number: int,
+    numbers: Sequence[int],
     advance: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Encode and write a shard; ``advance`` gets the number of encoded rows. ``DataError``: another encoder."""
+    """Encode and write shards; ``advance`` gets the number of encoded rows. ``DataError``: another encoder.
+
+    While the model encodes a block of rows, a thread reads and tokenizes the next one.
+    """
     if encoder.fingerprint != store.header.encoder_fingerprint:
         raise DataError(
             f"encoder {encoder.name!r} has fingerprint {encoder.fingerprint[:12]}, but the vectors so far are of "
             f"{store.header.encoder_fingerprint[:12]}; its files differ or changed, so copy the same files to all nodes"
         )
-    rows = store.rows(number)
-    vectors = np.empty((len(rows), store.header.dimension), np.float32)
-    for start in range(0, len(rows), _BLOCK_ROWS):
-        block = rows[start : start + _BLOCK_ROWS]
-        vectors[start : start + len(block)] = encoder.encode_passages(corpus[block.start : block.stop])
+    blocks = [
+        (number, rows[start : start + _BLOCK_ROWS])
+        for number, rows in ((number, store.rows(number)) for number in numbers)
+        for start in range(0, len(rows), _BLOCK_ROWS)
+    ]
+    tokens = computed_ahead(encoder.tokenize_passages(corpus[block.start : block.stop]) for _, block in blocks)
+    done: list[NDArray[np.float32]] = []
+    for (number, block), block_tokens in zip(blocks, tokens, strict=True):
+        done.append(encoder.embed(block_tokens))
         advance(len(block))
-    store.write(number, vectors)
+        if block.stop == store.rows(number).stop:
+            store.write(number, np.concatenate(done))
+            done = []
+
+
+def computed_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield items; a thread computes the next one while the caller uses this one."""
+    remaining, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        ahead: Future[Any] = thread.submit(next, remaining, end)
+        while (item := ahead.result()) is not end:
+            ahead = thread.submit(next, remaining, end)
+            yield item
 
 
 def fill_store(
@@ -236,9 +267,7 @@ def fill_store(
     if workers.num_actors and missing:
         _fill_with_actors(store, corpus_dir, encoder.name, workers, missing, advance)
     elif missing:
-        corpus = Corpus.open(corpus_dir)
-        for number in missing:
-            fill_shard(store, corpus, encoder, number, advance)
+        fill_shards(store, Corpus.open(corpus_dir), encoder, missing, advance)
 
 
 def _fill_with_actors(
@@ -249,14 +278,16 @@ def _fill_with_actors(
     missing: list[int],
     advance: Callable[[int], None],
 ) -> None:
-    """Keep each actor busy with one shard. A dead actor is replaced, and its shard goes to the next free actor.
+    """Keep each actor busy with ``SHARDS_PER_ACTOR`` shards. A dead actor is replaced; others encode its shards.
 
     ``ray.util.ActorPool`` cannot replace an actor; see ``docs/decisions/retrieval-libraries.md``.
     """
     import ray
 
     def start() -> Any:
-        remote = ray.remote(EmbeddingActor).options(max_restarts=0, **workers.resources)
+        remote = ray.remote(EmbeddingActor).options(
+            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, **workers.resources
+        )
         return remote.remote(store, corpus_dir, encoder_name, workers)
 
     waiting = deque(missing)
@@ -266,7 +297,7 @@ def _fill_with_actors(
     try:
         actors.extend(start() for _ in range(min(workers.num_actors, len(missing))))
         _wait_for_one(actors, workers)
-        free = actors.copy()
+        free = actors * SHARDS_PER_ACTOR
         while waiting or busy:
             while waiting and free:
                 actor, number = free.pop(), waiting.popleft()
@@ -276,17 +307,19 @@ def _fill_with_actors(
             try:
                 ray.get(done)
             except ray.exceptions.RayError as error:
+                waiting.appendleft(number)
+                if actor not in actors:  # its other shard failed before and it is replaced
+                    continue
                 num_deaths += 1
                 _check_death(error, num_deaths)
-                waiting.appendleft(number)
                 actors.remove(actor)
                 ray.kill(actor, no_restart=True)  # it may only be out of reach
-                actor = start()
-                actors.append(actor)
+                actors.append(start())
+                free = [other for other in free if other in actors] + SHARDS_PER_ACTOR * actors[-1:]
             else:
                 num_deaths = 0
                 advance(len(store.rows(number)))
-            free.append(actor)
+                free.append(actor)
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
         for actor in actors:
             ray.kill(actor, no_restart=True)

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,15 @@ _Batch = tuple[list[int], dict[str, torch.Tensor]]
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
 
+class TokenizedTexts(NamedTuple):
+    """Texts as ``Encoder.embed`` takes them."""
+
+    texts: list[str]
+    batches: list[_Batch]
+    not_pooled: dict[str, int]
+    """``prompt_length`` for an encoder that leaves the prompt out of the mean."""
+
+
 def passage_text(passage: Passage, title_repeats: int = 1) -> str:
     """Return the text that is encoded for a passage: its title on a line, then its text."""
     return f"{passage.title}\n" * title_repeats + passage.text
@@ -68,6 +78,7 @@ class Encoder:
         """Wrap a loaded model; use ``Encoder.load``."""
         self._model = model.eval()
         first = model[0]
+        self._model_lock = Lock()
         self._tokens = _Tokens(first, plan) if isinstance(first, Transformer) else None
         self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
         self.name = name
@@ -119,32 +130,43 @@ class Encoder:
 
         A query of more tokens than the model takes is cut off there. Raises ``DataError`` for NaN or infinity.
         """
-        return self._encode(queries, self.plan.query_prompt)
+        return self.embed(self._tokenize(queries, self.plan.query_prompt))
 
     def encode_passages(self, passages: list[Passage]) -> NDArray[np.float32]:
         """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; errors as above."""
-        texts = [passage_text(passage, self._title_repeats) for passage in passages]
-        return self._encode(texts, self.plan.passage_prompt)
+        return self.embed(self.tokenize_passages(passages))
 
-    def _encode(self, texts: list[str], prompt: str) -> NDArray[np.float32]:
+    def tokenize_passages(self, passages: list[Passage]) -> TokenizedTexts:
+        """Do the part of ``encode_passages`` that does not use the model; any number of threads may."""
+        texts = [passage_text(passage, self._title_repeats) for passage in passages]
+        return self._tokenize(texts, self.plan.passage_prompt)
+
+    def embed(self, tokens: TokenizedTexts) -> NDArray[np.float32]:
+        """Do the rest of it: float32 ``[len(tokens.texts), dimension]``. One thread at a time uses the model."""
+        texts = tokens.texts
         vectors = np.zeros((len(texts), self.dimension), np.float32)
         found: list[tuple[list[int], torch.Tensor]] = []
         device = self._model.device
-        not_pooled = {"prompt_length": self._tokens.count(prompt)} if self._tokens and not self._pools_prompt else {}
-        with torch.inference_mode():
-            for start in range(0, len(texts), _CHUNK):
-                chunk = [prompt + valid_unicode(text) for text in texts[start : start + _CHUNK]]
-                for positions, features in self._batches(chunk):
-                    inputs = {key: value.to(device) for key, value in features.items()} | not_pooled
-                    embedding = self._model(inputs)["sentence_embedding"][:, : self.dimension].float()
-                    found.append(([start + position for position in positions], embedding))
-        for positions, embedding in found:  # copied last: a GPU is asked to work on and not waited for in between
-            vectors[positions] = embedding.cpu().numpy()
+        with self._model_lock, torch.inference_mode():
+            for positions, features in tokens.batches:
+                inputs = {key: value.to(device) for key, value in features.items()} | tokens.not_pooled
+                embedding = self._model(inputs)["sentence_embedding"][:, : self.dimension].float()
+                found.append((positions, embedding))
+            for positions, embedding in found:  # copied last: a GPU is asked to work on and not waited for in between
+                vectors[positions] = embedding.cpu().numpy()
         self._check_finite(vectors, texts)
         # Not the model's own normalisation: a text without a known word stays the zero vector rather than NaN.
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         normalised: NDArray[np.float32] = np.ascontiguousarray(vectors / np.where(norms > 0, norms, 1), np.float32)
         return normalised
+
+    def _tokenize(self, texts: list[str], prompt: str) -> TokenizedTexts:
+        not_pooled = {"prompt_length": self._tokens.count(prompt)} if self._tokens and not self._pools_prompt else {}
+        batches: list[_Batch] = []
+        for start in range(0, len(texts), _CHUNK):
+            chunk = [prompt + valid_unicode(text) for text in texts[start : start + _CHUNK]]
+            batches += [([start + row for row in rows], features) for rows, features in self._batches(chunk)]
+        return TokenizedTexts(texts, batches, not_pooled)
 
     def _batches(self, texts: list[str]) -> Iterator[_Batch]:
         if self._tokens is not None:
@@ -175,6 +197,7 @@ class _Tokens:
         self._end: list[int] = []
         if plan.ends_texts and self._ids(["a"])["input_ids"][0][-1] != tokenizer.eos_token_id:
             self._end = [tokenizer.eos_token_id]
+        self._ids(["a"])  # sets the truncation, which no thread may do while another one tokenizes
 
     def count(self, prompt: str) -> int:
         """Return how many tokens a text begins with for the prompt's sake."""
