@@ -174,7 +174,8 @@ def make_policy(directory: Path, shape: Shape, dtype: torch.dtype = torch.float3
 def make_config(max_tokens: int, dtype: str = "float32") -> RunConfig:
     """GRPO with micro-batches of ``max_tokens``, in this process."""
     config = AlgorithmConfig().training(algorithm="grpo", group_size=GROUP_SIZE).policy(dtype=dtype)
-    return config.learners(num_learners=0, micro_batch_tokens=max_tokens).freeze()
+    num_gpus = float(torch.cuda.is_available())
+    return config.learners(num_learners=0, num_gpus_per_learner=num_gpus, micro_batch_tokens=max_tokens).freeze()
 
 
 def packed_rows(
@@ -235,7 +236,7 @@ class PaddedLearner(GRPOLearner):
     """Else L is the longest of the micro-batch, as in a loop that trims every micro-batch. Nothing is sorted."""
 
     def build(self) -> None:
-        self.device = init_distributed(self.rank, self.world_size)
+        self.device = init_distributed(self.rank, self.world_size, self.config.learners.num_gpus_per_learner)
         model = AutoModelForCausalLM.from_pretrained(self.policy_dir, dtype=self.dtype, attn_implementation="sdpa")
         model.config.use_cache = False
         self.policy = self.make_engine(model, model)

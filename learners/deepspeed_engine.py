@@ -1,16 +1,13 @@
 """The only module that imports DeepSpeed.
 
 A ``DeepSpeedEngine`` holds one module and its AdamW: ``engine(...)`` and ``backward(loss)`` per micro-batch, then
-``step(lr)``. Its state is a flat dict of full fp32 tensors by name, the same for every ZeRO stage and number of ranks.
-``FrozenModule`` holds a module that is not trained.
-
-``offload`` copies the storages of tensors to the host and empties them, so that an engine on the same GPU can generate;
-the tensors stay. After ``reload`` every view of a storage is valid again, such as a parameter that is a slice of ZeRO's
-flat buffer.
+``step(lr)``. Its state is a flat dict of fp32 tensors by name, the same for every ZeRO stage and number of ranks; each
+rank has a part. ``FrozenModule`` holds a module that is not trained.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -26,13 +23,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from learners.models.resting import Resting
 from ragr1_actors.core.config import LearnerSettings
-from ragr1_actors.core.errors import DataError, LearnerError
+from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
+from ragr1_actors.core.files import Part
 
 State = dict[str, NDArray[Any]]
 """Full tensors by name: stored as safetensors, and sent without a copy through the object store."""
-Offloaded = list[tuple[torch.UntypedStorage, torch.Tensor]]
-"""Storages that are empty, and what they held, as uint8 in the host's memory."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,25 +77,36 @@ class WholeTensor(NamedTuple):
     """Return the whole tensor on the device; all ranks call together."""
 
 
-def init_distributed(rank: int, world_size: int) -> torch.device:
+def init_distributed(rank: int, world_size: int, num_gpus: float = 0) -> torch.device:
     """Join the process group, once per process, and return the device of this rank.
 
     Several ranks connect to ``MASTER_ADDR`` and ``MASTER_PORT``; a single rank needs neither port nor network.
+    ``num_gpus`` is ``learners.num_gpus_per_learner``: with 0 a GPU that torch sees is not the rank's, since Ray hides
+    none from an actor that asks for none.
 
     Raises:
+        ConfigError: the rank was given a GPU, and torch cannot use it.
         RuntimeError: this process is in a group of another size already.
     """
-    has_cuda = torch.cuda.is_available()
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_cuda else "cpu")
+    if num_gpus and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+            reason = "no GPU is visible"
+        except (RuntimeError, AssertionError) as error:  # the latter from a build for CPUs
+            reason = one_line(error)
+        raise ConfigError(
+            f"learners.num_gpus_per_learner={num_gpus:g}, but torch cannot use a GPU in learner rank {rank} "
+            f"({reason}); run `ragr1 doctor` on its machine, or set learners.num_gpus_per_learner=0 to train on CPUs"
+        )
+    os.environ["DS_ACCELERATOR"] = "cuda" if num_gpus else "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it; an actor sees only its own GPU
     if not dist.is_initialized():
-        backend = "nccl" if has_cuda else "gloo"
         store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group("nccl" if num_gpus else "gloo", store=store, rank=rank, world_size=world_size)
     if dist.get_world_size() != world_size:
         num_ranks = dist.get_world_size()
         raise RuntimeError(f"this process is in a group of {num_ranks} ranks already, expected {world_size}")
-    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if num_gpus else torch.device("cpu")
 
 
 class DeepSpeedEngine:
@@ -122,9 +130,8 @@ class DeepSpeedEngine:
         self.module = module
         dtype = next(module.parameters()).dtype
         self.zero_stage = max(2, learners.zero_stage) if dtype == torch.bfloat16 else learners.zero_stage
-        self._device = device
         self._rests = rests
-        self._offloaded: Offloaded = []
+        self._resting = Resting(device)
         self._grad_clip = schedule.grad_clip
         self._grad_norm = 0.0
         self._num_skipped = 0
@@ -194,24 +201,20 @@ class DeepSpeedEngine:
         DeepSpeed's compiled Adam, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW rejects and
         removes the links that ``get_state`` reads, and stage 0 does not have it.
         """
-        if not self._offloaded:
+        if not self._resting.num_bytes:
             self._engine.optimizer.zero_grad()
-            self._offloaded = offload(self._tensors(), self._device)
-        return sum(copy.numel() for _, copy in self._offloaded)
+            self._resting.offload(self._tensors(), scratch=self._gradients())
+        return self._resting.num_bytes
 
     def reload_states(self) -> None:
         """Undo ``offload_states`` if it was called. Every method that needs the tensors calls this."""
-        reload(self._offloaded)
-        self._offloaded = []
+        if self._resting.num_bytes:
+            self._resting.reload()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that exist between two updates; a tensor may be yielded twice."""
+        """Yield the tensors that an update starts from; a tensor may be yielded twice."""
         if self.zero_stage == 3:
             self._engine.empty_partition_cache()
-            yield self._engine.optimizer.grad_partitions_flat_buffer
-            for bucket in self._engine.optimizer.ipg_buckets.values():
-                if bucket.buffer is not None:
-                    yield bucket.buffer
         for parameter in self.module.parameters():
             yield parameter.data
             if self.zero_stage == 3:
@@ -220,6 +223,12 @@ class DeepSpeedEngine:
         yield from self._masters()
         for moments in self._adamw.state.values():
             yield from (moments[key] for key in MOMENTS if key in moments)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """Yield what stage 3 keeps between two updates for gradients: the first backward pass overwrites it."""
+        if self.zero_stage == 3:
+            yield self._engine.optimizer.grad_partitions_flat_buffer
+            yield from (b.buffer for b in self._engine.optimizer.ipg_buckets.values() if b.buffer is not None)
 
     # Weights and state
 
@@ -251,49 +260,75 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
             yield
 
-    def get_state(self, *, keep: bool = True) -> State:
-        """Return the trained weights and their moments in fp32, and the step count. All ranks call together.
-
-        With ``keep=False`` take part in the gather, and return the step count only.
-        """
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+    def get_parts(self) -> dict[str, Part]:
+        """Return this rank's part of the trained weights and their moments in fp32, and on rank 0 the step count."""
         self.reload_states()
         self._ensure_moments()
-        step = int(next(iter(self._adamw.state.values()))["step"])
-        state: State = {"step": np.asarray(step, dtype=np.int64)}
+        parts: dict[str, Part] = {}
+        if dist.get_rank() == 0:
+            step = int(next(iter(self._adamw.state.values()))["step"])
+            parts["step"] = Part(np.asarray([step], dtype=np.int64), 0, ())
         for name, parameter in self._trained():
-            if self.zero_stage == 0:
-                tensors = {"weight": parameter.detach(), **{key: self._adamw.state[parameter][key] for key in MOMENTS}}
-            else:
-                tensors = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-                tensors["weight"] = safe_get_full_fp32_param(parameter)
-            if keep:
-                state |= {f"{key}/{name}": tensor.to("cpu", copy=True).numpy() for key, tensor in tensors.items()}
-        return state
+            start, tensors = self._owned(parameter)
+            for key, tensor in tensors.items():
+                if tensor.numel():
+                    parts[f"{key}/{name}"] = Part(
+                        tensor.detach().to("cpu", copy=True).numpy(), start, self.full_shape(parameter)
+                    )
+        return parts
 
-    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Load a state of any ZeRO stage and number of ranks. All ranks call together with the same state.
+    def _owned(self, parameter: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return weight and moments of the elements that this rank updates, each ``[n]``, and the first one's index.
+
+        DeepSpeed's universal checkpoint finds them in the same way, but needs a conversion before every resume on
+        another number of ranks, and its files are pickled.
+        """
+        from deepspeed import utils
+
+        if self.zero_stage == 0:  # every rank updates all: each stores an equal share
+            size, rank, num_ranks = parameter.numel(), dist.get_rank(), dist.get_world_size()
+            start, stop = size * rank // num_ranks, size * (rank + 1) // num_ranks
+            whole = {"weight": parameter.detach(), **{key: self._adamw.state[parameter][key] for key in MOMENTS}}
+            return start, {key: tensor.flatten()[start:stop] for key, tensor in whole.items()}
+        if self.zero_stage < 3:
+            fragment = parameter._hp_mapping
+            if fragment is None:
+                return 0, {}
+            owned = {key: fragment.get_hp_fragment(key) for key in MOMENTS}
+            return fragment.lp_fragment_address.start, {"weight": fragment.get_hp_fragment(), **owned}
+        size = parameter.ds_tensor.numel()
+        start = size * dist.get_rank()
+        owned = {key: utils.safe_get_local_optimizer_state(parameter, key) for key in MOMENTS}
+        owned["weight"] = utils.safe_get_local_fp32_param(parameter)
+        stop = max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+        return start, {key: tensor.flatten()[:stop] for key, tensor in owned.items()}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], prefix: str) -> None:
+        """Load a state of any ZeRO stage and number of ranks: the tensors whose names begin with ``prefix``.
+
+        All ranks call together with the same state, and hold one tensor of it at a time.
 
         Raises:
             DataError: a tensor is missing or has another shape.
         """
-        if "step" not in state:
+        if f"{prefix}step" not in state:
             raise DataError("the learner's state has no step count")
         self.reload_states()
         self._ensure_moments()
         for name, parameter in self._trained():
             shape = self.full_shape(parameter)
+            tensors: dict[str, torch.Tensor] = {}
             for key in ("weight", *MOMENTS):
-                found = state[f"{key}/{name}"].shape if f"{key}/{name}" in state else None
-                if found != shape:
+                value = state.get(f"{prefix}{key}/{name}")
+                found = None if value is None else value.shape
+                if value is None or found != shape:
                     raise DataError(f"the learner's state has {key}/{name} of shape {found}, expected {shape}")
-            tensors = {key: torch.tensor(state[f"{key}/{name}"]) for key in ("weight", *MOMENTS)}
+                tensors[key] = torch.tensor(value)
             with self.gathered([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(tensors["weight"])
             self._set_master(parameter, tensors)
         for moments in self._adamw.state.values():
-            moments["step"].fill_(int(state["step"]))
+            moments["step"].fill_(int(state[f"{prefix}step"]))
 
     def _set_master(self, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         from deepspeed import utils
@@ -338,38 +373,13 @@ class DeepSpeedEngine:
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks from the module; the engine cannot be used afterwards."""
+        """Let go of the module, its optimizer and DeepSpeed: the engine cannot be used afterwards.
+
+        They refer to each other, so that their memory is free after the next garbage collection.
+        """
         self._engine.destroy()
-
-
-def offload(tensors: Iterable[torch.Tensor], device: torch.device) -> Offloaded:
-    """Empty the storages of the tensors on ``device``; do not use the tensors before ``reload``.
-
-    A storage that cannot be resized is a mapped file or page-locked, so already in the host's memory: it is kept.
-    """
-    offloaded: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.device != device or storage.data_ptr() in offloaded:
-            continue
-        if storage.nbytes() and storage.resizable():
-            offloaded[storage.data_ptr()] = (storage, _bytes_of(storage).to("cpu", copy=True))
-    for storage, _ in offloaded.values():
-        storage.resize_(0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # frees the memory for other processes too
-    return list(offloaded.values())
-
-
-def reload(offloaded: Offloaded) -> None:
-    """Fill the storages again."""
-    for storage, copy in offloaded:
-        storage.resize_(copy.numel())
-        _bytes_of(storage).copy_(copy)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        _forget(self.module)
+        del self._engine, self._adamw, self.module, self._resting
 
 
 class FrozenModule:
@@ -383,39 +393,51 @@ class FrozenModule:
         """
         rests = "reference" in learners.offload
         self._module: Any = module.eval().requires_grad_(False)
-        self._device = device
         self._is_sharded = learners.zero_stage == 3
-        self._resting: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._resting: Resting | None = None
         if self._is_sharded:
             deepspeed = _import_deepspeed()
             config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if rests else [])
             _place(module, device, 3, config)
             self._module, *_ = deepspeed.initialize(model=module, config=config)
             self._module.eval()
-        elif rests:
-            self._resting = [(parameter, parameter.data) for parameter in module.parameters()]
-            for buffer in module.buffers():
-                buffer.data = buffer.data.to(device)
         else:
             module.to(device)
+            if rests:
+                self._resting = Resting(device)
+                self._resting.offload(module.parameters())
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Have the parameters on the device in this context."""
-        for parameter, on_host in self._resting:
-            parameter.data = on_host.to(self._device, copy=True)
-        yield  # nothing is copied back: the weights do not change
-        for parameter, on_host in self._resting:
-            parameter.data = on_host
+        if self._resting is not None:
+            self._resting.reload()
+        yield
+        if self._resting is not None:
+            self._resting.offload(self._module.parameters(), is_changed=False)
 
     def __call__(self, *args: Any) -> Any:
         """Run the forward pass. All ranks call together, equally often."""
         return self._module(*args)
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks from the module."""
+        """Let go of the module, as ``DeepSpeedEngine.close``."""
         if self._is_sharded:
             self._module.destroy()
+            _forget(self._module.module)
+        del self._module, self._resting
+
+
+def _forget(module: nn.Module) -> None:
+    """Remove a module from what DeepSpeed's stage 3 never clears: a list of modules, and an unbounded cache."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    parts = set(module.modules())
+    FWD_MODULE_STACK[:] = [entry for entry in FWD_MODULE_STACK if entry not in parts]
+    # the cached method is inside a decorator; other engines compute its results again
+    decorated = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 
 
 def _import_deepspeed() -> Any:

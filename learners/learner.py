@@ -20,6 +20,7 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
+import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
+from learners.models.resting import release_cache
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
@@ -54,6 +56,7 @@ from learners.packing import FlatTrajectories, MicroBatch, pack, plan
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.files import Part, Tensors
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 
@@ -146,7 +149,7 @@ class Learner(ABC):
 
     def build(self) -> None:
         """Load the policy and create its DeepSpeed engine. All ranks call together."""
-        self.device = init_distributed(self.rank, self.world_size)
+        self.device = init_distributed(self.rank, self.world_size, self.config.learners.num_gpus_per_learner)
         with self.loading("params"):
             policy = self._load_policy(self.config.learners.gradient_checkpointing)
         self.pair_cost = pair_cost(policy.model)
@@ -202,11 +205,7 @@ class Learner(ABC):
         batch = make_batch(groups, self.select_members, self.has_rollout_logprobs)
         meter = Meter()
         if batch is not None:
-            batch = self.fill_columns(batch, meter)
-            rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
-            for _ in range(self.schedule.num_epochs):
-                for indices in self.minibatches(batch, rng):
-                    self._train_minibatch(batch, indices, meter)
+            self.train(self.fill_columns(batch, meter), meter)
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
         kept = len(batch.trajectories) if batch is not None else 0
@@ -217,6 +216,17 @@ class Learner(ABC):
             "lr": self.schedule.lr_at(self.num_updates * self.schedule.steps_per_update - 1),
             **meter.reduce(self.device),
         }
+
+    def train(self, batch: TrainBatch, meter: Meter) -> None:
+        """Take the optimizer steps of the update."""
+        for indices in self.steps(batch):
+            self._train_minibatch(batch, indices, meter)
+
+    def steps(self, batch: TrainBatch) -> Iterator[list[int]]:
+        """Yield the trajectories of every optimizer step of the update; the same ones in every call."""
+        rng = np.random.default_rng((self.config.debugging.seed, self.num_updates))
+        for _ in range(self.schedule.num_epochs):
+            yield from self.minibatches(batch, rng)
 
     def fill_columns(self, batch: TrainBatch, meter: Meter) -> TrainBatch:
         """Return the batch with all columns that do not depend on the minibatch. All ranks call together.
@@ -251,7 +261,7 @@ class Learner(ABC):
         return samples_nucleus or (self._corrects_sampling and self.schedule.steps_per_update > 1)
 
     def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
-        micro_batches = self._share(batch.flat, indices)
+        micro_batches = self.share(batch.flat, indices)
         num_tokens = int(batch.model_lengths[indices].sum())
         meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
         batch = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
@@ -279,7 +289,7 @@ class Learner(ABC):
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
             self.policy.backward(propagate_not_finite(loss, outputs.logprobs) * self.world_size)
             meter.add_tokens(micro_batch, outputs, chosen.old_logprobs, token_loss)
-        meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter))))
+        meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter.num_steps))))
 
     def _checked(self, token_loss: TokenLoss, num_tokens: int) -> TokenLoss:
         method = f"{type(self).__name__}.compute_loss"
@@ -289,11 +299,11 @@ class Learner(ABC):
             check_shape(f"{method}: {name}", values, num_tokens)
         return token_loss
 
-    def step_index(self, meter: Meter) -> int:
-        """Return the number of optimizer steps before this one, skipped ones included."""
-        return self.num_updates * self.schedule.steps_per_update + meter.num_steps
+    def step_index(self, step: int) -> int:
+        """Return the number of optimizer steps before step ``step`` of this update, skipped ones included."""
+        return self.num_updates * self.schedule.steps_per_update + step
 
-    def _share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
+    def share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
         shares = plan(flat.lengths, indices, self.world_size, self.row_tokens, self.pair_cost)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
@@ -310,7 +320,7 @@ class Learner(ABC):
         """
         scores = torch.zeros(len(flat.model_positions), device=self.device)
         with torch.no_grad():
-            for micro_batch in self._share(flat, range(len(flat.lengths)) if indices is None else indices):
+            for micro_batch in self.share(flat, range(len(flat.lengths)) if indices is None else indices):
                 values = forward(micro_batch).float()
                 if micro_batch.weight:
                     scores[micro_batch.column_index] = values
@@ -387,19 +397,27 @@ class Learner(ABC):
         model: Any = self.policy.module.get_submodule("model")
         return bool(model.config.tie_word_embeddings)
 
-    def get_state(self, *, keep: bool = True) -> State:
-        """Return what a resumed run needs beside the folder of the policy. All ranks call together.
-
-        With ``keep=False`` take part in the gather, and return step counts only.
-        """
-        state: State = {"num_updates": np.asarray(self.num_updates, dtype=np.int64)}
+    def get_parts(self) -> dict[str, Part]:
+        """Return this rank's part of what a resumed run needs beside the folder of the policy."""
+        parts: dict[str, Part] = {}
+        if self.rank == 0:
+            parts["num_updates"] = Part(np.asarray([self.num_updates], dtype=np.int64), 0, ())
         for name, engine in self.engines().items():
             with engine.in_use():
-                state |= {f"{name}/{key}": value for key, value in engine.get_state(keep=keep).items()}
-        return state
+                parts |= {f"{name}/{key}": part for key, part in engine.get_parts().items()}
+        return parts
+
+    def get_state(self) -> State:
+        """Return the parts of all ranks as whole tensors by name. All ranks call together."""
+        owned = self.get_parts()
+        parts: list[Any] = [owned]
+        if self.world_size > 1:
+            parts = [None] * self.world_size
+            dist.all_gather_object(parts, owned)
+        return dict(Tensors(parts))
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from ``get_state`` of any number of ranks and any ZeRO stage. All ranks call together.
+        """Continue from a state of any number of ranks and any ZeRO stage. All ranks call together.
 
         Build from the policy at the start of the stage, not from a later one: it is the reference of the KL terms.
 
@@ -410,9 +428,8 @@ class Learner(ABC):
             raise DataError("the learner's state has no num_updates")
         self.num_updates = int(state["num_updates"])
         for name, engine in self.engines().items():
-            prefix = f"{name}/"
             with engine.in_use():
-                engine.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+                engine.set_state(state, f"{name}/")
 
     def take_policy(self) -> PolicyCopy:
         """Copy the policy into rank 0's memory, to be written while learning continues. All ranks call together."""
@@ -432,8 +449,10 @@ class Learner(ABC):
             copy.write(Path(directory))
 
     def close(self) -> None:
-        """Release the engines and the reference."""
+        """Free the memory of the engines and the reference; the learner cannot be used afterwards."""
         for engine in self.engines().values():
             engine.close()
         if self._reference is not None:
             self._reference.close()
+        gc.collect()
+        release_cache(self.device)

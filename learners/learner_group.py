@@ -34,10 +34,14 @@ from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
     POLICY_FOLDER,
+    Part,
+    Tensors,
     is_no_room,
-    read_tensors,
+    learner_files,
+    read_learner,
+    sync,
     sync_tree,
-    write_tensors,
+    write_parts,
 )
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
@@ -192,17 +196,16 @@ class LearnerGroup:
     def get_state(self) -> Arrays:
         """Return what a resumed run needs beside the folder of the policy: whole tensors by name.
 
-        The state is the same for any ZeRO stage and number of ranks. DeepSpeed's universal checkpoint needs a
-        conversion before every resume on another number of ranks, and its files are pickled. The cost here: the host of
-        rank 0 holds weights and both moments in fp32, 12 bytes per parameter.
+        The state is the same for any ZeRO stage and number of ranks: weights and both moments in fp32, 12 bytes per
+        trained parameter. A checkpoint does not need it: every rank writes its part.
         """
-        state: Arrays = self._call("get_state")[0]
-        return state
+        return dict(Tensors(self._call("get_state")))
 
     def load_state(self, path: str | Path) -> None:
-        """Continue from a file that ``begin_save`` wrote with any number of ranks; every rank reads it.
+        """Continue from the state that ``begin_save`` wrote with any number of ranks; ``path`` is rank 0's part.
 
-        Keep the file until another state is saved: a restart reads it.
+        Every rank reads all parts, one tensor at a time. Keep the files until another state is saved: a restart
+        reads them.
 
         Raises:
             DataError: the file is damaged, or its state belongs to another model.
@@ -225,9 +228,10 @@ class LearnerGroup:
         self.foreach_learner(lambda learner: learner.save_policy(path))
 
     def begin_save(self, directory: str | Path) -> None:
-        """Copy policy and state; write them as ``policy/`` and ``learner.safetensors`` while the group continues.
+        """Copy policy and state; write them as ``policy/`` and ``learner_files`` while the group continues.
 
-        Rank 0 writes, so no state passes through the driver. Its node and the driver's must share ``directory``.
+        Each rank writes its part of the state, and rank 0 the policy. Their nodes and the driver's must share
+        ``directory``.
         """
         self._call("begin_save", Path(directory).absolute())
 
@@ -431,19 +435,18 @@ class LearnerWorker:
         """Return the weights as the second of two results, so that the caller can wait for the first only."""
         return None, self.learner.published_weights()
 
-    def get_state(self) -> Arrays:
-        """Return the learner's state on rank 0, and step counts on the others."""
-        return self.learner.get_state(keep=self._rank == 0)
+    def get_state(self) -> dict[str, Part]:
+        """Return this rank's part of the learner's state."""
+        return self.learner.get_parts()
 
     def load_state(self, path: Path) -> None:
-        """Continue from a state file; the ranks of a node share its pages in memory."""
-        self.learner.set_state(read_tensors(path))
+        """Continue from state files; the ranks of a node share their pages in memory."""
+        self.learner.set_state(read_learner(path))
 
     def begin_save(self, directory: Path) -> None:
-        """Copy policy and state; a thread of rank 0 writes them into ``directory``."""
-        policy, state = self.learner.take_policy(), self.learner.get_state(keep=self._rank == 0)
-        if self._rank == 0:
-            self._writing = self._writer.submit(_write_learner, directory, policy, state)
+        """Copy policy and state; a thread writes what this rank has of them into ``directory``."""
+        policy, parts = self.learner.take_policy(), self.learner.get_parts()
+        self._writing = self._writer.submit(_write_learner, directory, self._rank, policy, parts)
 
     def is_saved(self) -> bool:
         """Whether the thread has ended, with success or not."""
@@ -466,10 +469,14 @@ class LearnerWorker:
                 raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(directory: Path, policy: PolicyCopy, state: Arrays) -> None:
+def _write_learner(directory: Path, rank: int, policy: PolicyCopy, parts: Mapping[str, Part]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    policy.write(directory / POLICY_FOLDER)
-    if policy.adapter is not None:
-        policy.adapter.write(directory / ADAPTER_FOLDER)
-    write_tensors(directory / LEARNER_FILE, state)
-    sync_tree(directory)  # the driver syncs too, but only the node that wrote can flush to a shared file system
+    # the driver syncs too, but only the node that wrote can flush to a shared file system
+    write_parts(directory / learner_files(rank + 1)[rank], parts)
+    if rank == 0:
+        policy.write(directory / POLICY_FOLDER)
+        sync_tree(directory / POLICY_FOLDER)
+        if policy.adapter is not None:
+            policy.adapter.write(directory / ADAPTER_FOLDER)
+            sync_tree(directory / ADAPTER_FOLDER)
+    sync(directory)

@@ -152,15 +152,31 @@ def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> 
     return shape.num_layers * rank * sum(widths.get(name, 0) for name in target_modules)
 
 
+def trained_parameters(shape: ModelShape, config: RunConfig, *, has_critic: bool) -> dict[str, int]:
+    """Return the parameters that each engine trains; a checkpoint has 12 bytes of each: weight and moments in fp32."""
+    lora = read_lora(config.learners.lora)
+    if lora is not None:
+        policy = backbone = lora_parameters(shape, lora.rank, lora.target_modules)
+    else:
+        policy, backbone = shape.num_parameters, shape.backbone_parameters
+    return {"policy": policy, **({"critic": backbone + shape.hidden_size + 1} if has_critic else {})}
+
+
+def kept_parts(parts: Parts) -> Parts:
+    """Return what of ``resting`` is copied to the host's memory when it rests: gradients are dropped."""
+    return {name: size for name, size in parts.items() if name.endswith(("weights", "moments"))}
+
+
 def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gpu: bool = True) -> RankMemory:
     """Return the bytes of one learner rank in stage 2; ``has_critic`` for PPO."""
     settings, e = config.learners, ELEMENT_BYTES[config.policy.dtype]
     lora = read_lora(settings.lora)
     adapters = lora_parameters(shape, lora.rank, lora.target_modules) if lora is not None else 0
+    trained = trained_parameters(shape, config, has_critic=has_critic)
     tokens = max(settings.micro_batch_tokens, config.env_runners.max_context_tokens)
     flash = on_gpu and e == 2
     activations = activation_bytes(shape, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=flash)
-    policy = engine_state(shape.num_parameters + adapters, adapters or shape.num_parameters, settings, e)
+    policy = engine_state(shape.num_parameters + adapters, trained["policy"], settings, e)
     resting = {f"policy {name}": size for name, size in policy.resting.items()}
     if on_gpu:
         resting["CUDA context"] = CUDA_CONTEXT_BYTES
@@ -179,11 +195,14 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
         phases["reference pass"] = {**forward, **({"reference weights": weights} if rests else {})}
         (host if rests else resting)["reference weights"] = weights
     if has_critic:
-        trained = adapters or shape.backbone_parameters + shape.hidden_size + 1
-        critic = engine_state(shape.backbone_parameters + shape.hidden_size + 1 + adapters, trained, settings, e)
+        num_parameters = shape.backbone_parameters + shape.hidden_size + 1 + adapters
+        critic = engine_state(num_parameters, trained["critic"], settings, e)
         held = {f"critic {name}": size for name, size in critic.resting.items()}
         rests = "critic" in settings.offload
         phases["critic step"] = {**critic.step, "activations": activations, **(held if rests else {})}
-        (host if rests else resting).update(held)
+        if rests:
+            host |= kept_parts(held)
+        else:
+            resting |= held
         host |= {f"critic {name}": size for name, size in critic.host.items()}
     return RankMemory(resting, phases, host)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from small_world import invoke
 
@@ -31,6 +32,47 @@ def test_little_room_is_a_warning(tmp_path: Path) -> None:
     assert little.state == "warning"
     assert little.found.endswith("runs are written here")
     assert doctor._room("disk", tmp_path / "none", 0, "runs").state == "warning"
+
+
+NVIDIA_SMI = """#!/bin/sh
+if [ "$1" = -L ]; then echo "GPU 0: NVIDIA A100-SXM4-80GB"; else
+echo "| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: 12.4    |"; fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("built", "state", "found"),
+    [
+        ("13.0", "missing", "torch is built for CUDA 13.0, the driver has 12.4, which is too old; update the NVIDIA"),
+        ("12.8", "ok", "torch is built for CUDA 12.8, the driver has 12.4"),
+        ("11.8", "ok", "torch is built for CUDA 11.8"),
+        (None, "warning", "torch is built for CPUs"),
+    ],
+)
+def test_the_driver_is_compared_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: str | None, state: str, found: str
+) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(NVIDIA_SMI)
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    gpus, cuda = doctor._gpus()
+    assert (gpus.state, gpus.found[0]) == ("ok", "1")
+    assert (cuda.name, cuda.state) == ("CUDA", state)
+    assert found in cuda.found
+
+
+def test_the_disk_is_compared_with_what_a_recipe_writes() -> None:
+    needed, what_for = doctor._disk_of("ragr1_mq_7b")
+    assert needed > 3 * 190e9, "three checkpoints of policy and critic"
+    assert what_for.startswith("ragr1_mq_7b writes 3 checkpoints ")
+    [disk] = [
+        json.loads(line)
+        for line in invoke("doctor", "quickstart", "--no-ray", "--json").splitlines()
+        if '"disk"' in line
+    ]
+    assert "quickstart writes 3 checkpoints 0.0" in disk["found"]
 
 
 def test_the_command_looks_over_a_machine_on_which_the_tests_run() -> None:

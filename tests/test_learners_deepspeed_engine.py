@@ -18,8 +18,6 @@ from learners.deepspeed_engine import (
     DeepSpeedEngine,
     Schedule,
     init_distributed,
-    offload,
-    reload,
     shared_loading,
 )
 from learners.models.scoring import PolicyModel, pair_cost
@@ -28,7 +26,6 @@ from ragr1_actors.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
-CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 
 
@@ -75,7 +72,7 @@ def test_many_gradients_in_bf16_add_up(stage: int) -> None:
         assert alone_CC.grad is not None
         expected_CC += alone_CC.grad.float()
     assert engine.step(1e-3) == pytest.approx(float(expected_CC.norm()), rel=1e-3)
-    found_CC = torch.from_numpy(engine.get_state()["exp_avg/0.weight"]) / 0.1  # 1 - beta_1
+    found_CC = torch.from_numpy(engine.get_parts()["exp_avg/0.weight"].values).view(64, 64) / 0.1  # 1 - beta_1
     engine.close()
     assert (found_CC - expected_CC).norm() < 2e-3 * expected_CC.norm()
 
@@ -122,25 +119,6 @@ def test_offload_changes_nothing_and_resumes(
 def test_an_offload_that_would_do_nothing_is_refused(offload: list[str], stage: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(learners={"offload": offload, "zero_stage": stage})
-
-
-def test_views_of_a_storage_are_valid_again() -> None:
-    flat = torch.arange(12.0)
-    views = [flat[:5], flat[5:].view(7, 1)]
-    expected = [view.clone() for view in views]
-    offloaded = offload([flat, *views], CPU)
-    assert flat.untyped_storage().nbytes() == 0
-    assert [copy.numel() for _, copy in offloaded] == [48], "each storage once"
-    reload(offloaded)
-    for view, value in zip(views, expected, strict=True):
-        assert torch.equal(view, value)
-
-
-def test_what_cannot_be_freed_is_left() -> None:
-    mapped = torch.from_numpy(np.ones(5))
-    assert offload([mapped], CPU) == []
-    assert offload([torch.ones(5)], torch.device("meta")) == [], "of another device"
-    assert mapped.sum() == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from learners_common import make_config, make_groups, make_policy, pickle_by_val
 from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError
+from ragr1_actors.core.files import LEARNER_FILE, learner_files
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
@@ -176,6 +177,35 @@ def test_ranks_give_their_memory_back_and_go_on(two_ranks: LearnerGroup, policy_
         states.append(two_ranks.get_state())
     for name, value in states[0].items():
         np.testing.assert_array_equal(value, states[1][name], err_msg=name)
+
+
+def test_every_rank_writes_its_part_and_any_number_continues(
+    two_ranks: LearnerGroup, policy_dir: Path, tmp_path: Path
+) -> None:
+    batch = groups_to_record_batch(make_groups(0))
+    alone = LearnerGroup(make_config())
+    for group, other, num_ranks in ((two_ranks, alone, 2), (alone, two_ranks, 1)):
+        group.build("ppo", policy_dir)
+        group.update([batch])
+        expected, folder = group.get_state(), tmp_path / str(num_ranks)
+        group.begin_save(folder)
+        group.finish_save()
+        names = learner_files(num_ranks)
+        assert {path.name for path in folder.iterdir()} == {*names, "policy"}
+        sizes = [(folder / name).stat().st_size for name in names]
+        assert max(sizes) < 1.2 * sum(sizes) / num_ranks
+        other.build("ppo", policy_dir)
+        other.load_state(folder / LEARNER_FILE)
+        found = other.get_state()
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    (tmp_path / "2" / "learner_1.safetensors").unlink()
+    with pytest.raises(
+        DataError, match=r"2 is damaged: there are \d+ of \d+ elements of .*; the file of a rank is missing"
+    ):
+        alone.load_state(tmp_path / "2" / LEARNER_FILE)
+    alone.stop()
 
 
 def run_on(

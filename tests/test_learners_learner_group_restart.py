@@ -19,7 +19,7 @@ from learners import learner_group
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import FleetError, LearnerError
-from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_tensors
+from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_learner
 from ragr1_actors.core.schema import groups_to_record_batch
 
 pytestmark = pytest.mark.engine
@@ -143,7 +143,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     group.finish_save()
     writing.rename(final)
     group.saved(writing, final)
-    assert_same_arrays(read_tensors(final / LEARNER_FILE), states[FAILS_AT - 1])
+    assert_same_arrays(dict(read_learner(final / LEARNER_FILE)), states[FAILS_AT - 1])
     model = AutoModelForCausalLM.from_pretrained(final / POLICY_FOLDER)
     np.testing.assert_array_equal(
         model.model.norm.weight.detach().numpy(), states[FAILS_AT - 1]["policy/weight/model.model.norm.weight"]

@@ -58,6 +58,20 @@ def test_only_adapters_are_trained_and_kept(build: Build, tmp_path: Path, stage:
     assert num_numbers == 3 * 2 * 4 * ((32 + 32) + (16 + 32) + (32 + 64))
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_value_head_of_a_critic_with_adapters_is_trained_whole(build: Build, stage: int) -> None:
+    training = {"algorithm": "ppo", "options": {"vf_lr": 1e-2}}
+    learner = build(PPOLearner, lora_config(stage, training=training))
+    start = learner.get_state()
+    assert not start["critic/weight/head.weight"].any() and start["critic/weight/head.weight"].shape == (1, 32)
+    learner.update(make_groups(0))
+    state = learner.get_state()
+    for name in ("critic/weight/head.weight", "critic/weight/head.bias", "critic/exp_avg/head.weight"):
+        assert state[name].all(), name
+    heads = {name for name in state if name.startswith("critic/weight/") and "lora_" not in name}
+    assert heads == {"critic/weight/head.weight", "critic/weight/head.bias"}
+
+
 @pytest.mark.parametrize(
     ("stage", "learner_class"),
     [(0, GRPOLearner), (1, PPOLearner), (2, GRPOLearner), pytest.param(3, PPOLearner, marks=pytest.mark.slow)],

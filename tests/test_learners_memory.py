@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from learners_common import Build, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from learners.deepspeed_engine import AdamWSettings, DeepSpeedEngine, init_distributed
-from learners.memory import activation_bytes, engine_state, layer_bytes_per_token, lora_parameters, rank_memory
+from learners.algorithms.ppo import PPOLearner
+from learners.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed
+from learners.memory import (
+    activation_bytes,
+    engine_state,
+    layer_bytes_per_token,
+    lora_parameters,
+    rank_memory,
+    trained_parameters,
+)
 from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring import PolicyModel
 from learners.packing import packed_layout
@@ -131,9 +140,9 @@ def test_engine_states(tmp_path: Path, stage: int, dtype: str) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     device, settings = init_distributed(0, 1), LearnerSettings(zero_stage=stage)
     model = PolicyModel(tmp_path, getattr(torch, dtype), 1.0)
-    engine = DeepSpeedEngine(model, AdamWSettings(), settings, device)
+    engine = DeepSpeedEngine(model, Schedule(lr=1e-3), settings, device)
     try:
-        engine.get_state(keep=False)  # makes the moments
+        engine.get_parts()  # makes the moments
         freed = engine.offload_states()
     finally:
         engine.close()
@@ -141,6 +150,18 @@ def test_engine_states(tmp_path: Path, stage: int, dtype: str) -> None:
     expected = engine_state(num_parameters, num_parameters, settings, getattr(torch, dtype).itemsize)
     mapped = expected.resting["weights"] if stage == 0 else 0  # stays in the file that it is mapped from
     assert expected.num_bytes - mapped == pytest.approx(freed, rel=0.05)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 3}])
+def test_a_checkpoint_has_12_bytes_per_trained_parameter(build: Build, tmp_path: Path, lora: dict[str, int]) -> None:
+    config = make_config(training={"algorithm": "ppo"}, learners={"lora": lora})
+    learner = build(PPOLearner, config)
+    shape = ModelShape.of(str(tmp_path / "policy"))
+    trained = trained_parameters(shape, config, has_critic=True)
+    parts = learner.get_parts()
+    for name, count in trained.items():
+        written = sum(part.values.nbytes for key, part in parts.items() if key.startswith(f"{name}/") and part.shape)
+        assert written == 12 * count, name
 
 
 class _Peak(TorchDispatchMode):

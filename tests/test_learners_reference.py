@@ -46,11 +46,15 @@ def test_a_sharded_reference_is_gathered_layer_by_layer(build: Build, tmp_path: 
     reference.close()
 
 
-def test_a_resting_reference_is_copied_to_the_device_for_a_use(tmp_path: Path) -> None:
+def test_a_resting_reference_leaves_the_device_and_is_not_copied_back(tmp_path: Path) -> None:
     policy = PolicyModel(make_policy(tmp_path), torch.float32, 1.0)
-    before = [(parameter.data_ptr(), parameter.clone()) for parameter in policy.parameters()]
+    for parameter in policy.parameters():  # else they are a file's that is mapped
+        parameter.data = parameter.data.clone()
+    expected = [parameter.clone() for parameter in policy.parameters()]
     reference = FrozenModule(policy, CPU, LearnerSettings(zero_stage=1, offload=["reference"]))
-    with reference.in_use():
-        for parameter, (address, value) in zip(policy.parameters(), before, strict=True):
-            assert parameter.data_ptr() != address and torch.equal(parameter, value)
-    assert [parameter.data_ptr() for parameter in policy.parameters()] == [address for address, _ in before]
+    for change in (0.0, 1.0):
+        assert not any(parameter.untyped_storage().nbytes() for parameter in policy.parameters())
+        with reference.in_use(), torch.no_grad():
+            for parameter, value in zip(policy.parameters(), expected, strict=True):
+                assert torch.equal(parameter, value)
+                parameter += change

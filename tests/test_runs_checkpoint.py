@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import read_json, read_tensors, write_json, write_tensors
+from ragr1_actors.core.files import Part, learner_files, read_json, read_learner, read_tensors, write_json, write_parts
 from ragr1_actors.runs.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def whole(tensor: np.ndarray) -> Part:
+    return Part(tensor.ravel(), 0, tensor.shape)
 
 
 def writer(value: int) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         write_json(directory / "state.json", {"value": value})
         (directory / "policy").mkdir()
-        write_tensors(directory / "policy" / "model.safetensors", {"w": np.full(1000, value, np.float32)})
+        write_parts(directory / "policy" / "model.safetensors", {"w": whole(np.full(1000, value, np.float32))})
 
     return write
 
@@ -188,21 +192,22 @@ import errno, resource, signal
 from pathlib import Path
 import numpy as np
 import pytest
-from ragr1_actors.core.files import write_json, write_tensors
+from ragr1_actors.core.files import Part, write_json, write_parts
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.core.errors import UserError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 store = CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r}))
+parts = {{"w": Part(np.zeros(1000), 0, (1000,))}}
 for write in (
-    lambda directory: write_tensors(directory / "w.safetensors", {{"w": np.zeros(1000)}}),
+    lambda directory: write_parts(directory / "w.safetensors", parts),
     lambda directory: write_json(directory / "big.json", list(range(1000))),
 ):
     with pytest.raises(UserError, match="no room"):
         store.commit(2, lambda: write(store.begin(2, lambda directory: None)))
 with pytest.raises(OSError, match="File too large") as error:
-    write_tensors(Path({str(tmp_path)!r}) / "w.safetensors", {{"w": np.zeros(1000)}})
+    write_parts(Path({str(tmp_path)!r}) / "w.safetensors", parts)
 assert error.value.errno == errno.EFBIG
 """
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -224,12 +229,33 @@ def test_tensors_and_json_round_trip(tmp_path: Path) -> None:
         "fortran": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
         "bytes": np.arange(5, dtype=np.uint8),
     }
-    write_tensors(tmp_path / "t.safetensors", tensors)
+    write_parts(tmp_path / "t.safetensors", {name: whole(tensor) for name, tensor in tensors.items()})
     for name, tensor in read_tensors(tmp_path / "t.safetensors").items():
         assert tensor.dtype == tensors[name].dtype
         np.testing.assert_array_equal(tensor, tensors[name])
     write_json(tmp_path / "s.json", {"b": [1, 2.5], "a": "Ā"})
     assert read_json(tmp_path / "s.json") == {"a": "Ā", "b": [1, 2.5]}
+
+
+def test_tensors_in_the_files_of_several_ranks(tmp_path: Path) -> None:
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    owned = [
+        {"a": Part(matrix.ravel()[:5], 0, (3, 4)), "n": whole(np.array(7))},
+        {"b": whole(matrix)},
+        {"a": Part(matrix.ravel()[5:], 5, (3, 4))},
+    ]
+    names = learner_files(3)
+    assert names == ["learner.safetensors", "learner_1.safetensors", "learner_2.safetensors"]
+    for name, parts in zip(names, owned, strict=True):
+        write_parts(tmp_path / name, parts)
+    found = read_learner(tmp_path / names[0])
+    assert sorted(found) == ["a", "b", "n"]
+    for name, expected in (("a", matrix), ("b", matrix), ("n", np.array(7))):
+        assert found[name].dtype == expected.dtype
+        np.testing.assert_array_equal(found[name], expected)
+    (tmp_path / names[2]).unlink()
+    with pytest.raises(DataError, match=r"there are 5 of 12 elements of a; the file of a rank is missing"):
+        read_learner(tmp_path / names[0])
 
 
 def test_broken_files(tmp_path: Path) -> None:

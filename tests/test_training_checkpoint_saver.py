@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,13 +18,14 @@ from small_world import invoke
 
 from learners import learner_group
 from learners.learner_group import LearnerGroup
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_FILE, read_json, read_tensors, write_tensors
+from ragr1_actors.core.files import LEARNER_FILE, Part, read_json, read_tensors, write_parts
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.algorithm import CheckpointSaver
+from ragr1_actors.training.algorithm import Algorithm, CheckpointSaver, OnProgress
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = pytest.mark.engine
@@ -66,17 +67,17 @@ class SlowDisk:
         self.is_free = threading.Event()
         self.error: OSError | None = None
 
-    def write(self, path: Path, tensors: Mapping[str, Any]) -> None:
+    def write(self, path: Path, parts: Mapping[str, Part]) -> None:
         assert self.is_free.wait(60)
         if self.error is not None:
             raise self.error
-        write_tensors(path, tensors)
+        write_parts(path, parts)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     disk = SlowDisk()
-    monkeypatch.setattr(learner_group, "write_tensors", disk.write)
+    monkeypatch.setattr(learner_group, "write_parts", disk.write)
     return disk
 
 
@@ -123,6 +124,30 @@ def test_a_write_error_is_raised_by_the_next_call(
     assert steps(store) == [1, 3]
 
 
+def changed(config: RunConfig, section: str, **settings: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
+
+
+def test_a_checkpoint_is_due_after_minutes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT | {"num_steps": 3})
+    config = changed(config, "checkpointing", interval=1000, interval_minutes=2, num_to_keep=9)
+    now = 0.0
+    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+    monkeypatch.setattr("ragr1_actors.training.stages.time", SimpleNamespace(monotonic=lambda: now))
+    original, saved = Algorithm.train, []
+
+    def train(self: Algorithm, on_progress: OnProgress | None = None) -> dict[str, float]:
+        nonlocal now
+        now += 50
+        return original(self, on_progress)
+
+    monkeypatch.setattr(Algorithm, "train", train)
+    monkeypatch.setattr(Algorithm, "save", lambda self, *_, **__: saved.append((self.sft_step, self.iteration)))
+    create_run_directory(config, tmp_path / "run")
+    TrainingRun(config, tmp_path / "run", Console(quiet=True)).execute()
+    assert saved == [(3, 0), (3, 3), (3, 4)], "after SFT, after 150 s, at the end"
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
@@ -155,7 +180,7 @@ def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, mon
 def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
     learners: LearnerGroup, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_group, "write_tensors", lambda path, tensors: None)  # as on a disk of another node
+    monkeypatch.setattr(learner_group, "write_parts", lambda path, parts: None)  # as on a disk of another node
     saver = CheckpointSaver(store, learners)
     saver.begin(1, {"iteration": 1}, None)
     with pytest.raises(UserError, match="file system that its node and this one share"):

@@ -125,6 +125,37 @@ def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     assert unknown.startswith("memory and time are not checked: ")
 
 
+def test_a_checkpoint_is_copied_and_written_in_parts() -> None:
+    config = configured("ragr1_mq_7b")
+    one, two = (make_plan(config, replace(NODE, num_machines=n), KILT) for n in (1, 2))
+    copies = [
+        next(found.parts["copy of a checkpoint"] for found in p.needs if "copy of a checkpoint" in found.parts)
+        for p in (one, two)
+    ]
+    policy, critic = 7_615_616_512, 7_615_616_512 - 2 * 152_064 * 3_584 + 152_064 * 3_584 + 3_585
+    assert copies[0] == 2 * policy + 12 * (policy + critic)
+    assert copies[1] == 2 * policy + 6 * (policy + critic)
+    disk = next(found.parts["3 checkpoints"] for found in one.needs if found.place == "disk")
+    assert disk == 3 * copies[0]
+    adapted = make_plan(configured("ragr1_mq_7b", "learners.lora={rank: 16}", "learners.offload=[critic]"), NODE, KILT)
+    assert next(found.parts["3 checkpoints"] for found in adapted.needs if found.place == "disk") < 1.1 * 3 * 2 * policy
+
+
+def test_what_learners_hold_is_on_the_host_while_engines_have_the_gpus() -> None:
+    shared = ["learners.num_gpus_per_learner=0.5", "env_runners.num_gpus_per_env_runner=0.5"]
+    shared += ["learners.num_learners=4", "env_runners.num_env_runners=4", "env_runners.weight_transport=ipc"]
+    parts = [
+        next(
+            found.parts
+            for found in make_plan(configured("ragr1_mq_7b", *more), NODE, KILT).needs
+            if found.place == "host memory"
+        )
+        for more in ([], [*shared, "training.max_policy_lag=0"])
+    ]
+    policy = 7_615_616_512
+    assert parts[1]["states that rest"] - parts[0]["states that rest"] == pytest.approx(14 * policy, rel=0.01)
+
+
 def test_index_sizes() -> None:
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(64.6e9, rel=0.01)
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)

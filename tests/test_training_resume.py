@@ -13,7 +13,7 @@ from small_world import SHORT, make_config, make_files
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.files import LEARNER_FILE, read_tensors
+from ragr1_actors.core.files import LEARNER_FILE, read_learner
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -56,7 +56,7 @@ def run_config(files: Path, algorithm: str, num_learners: int) -> RunConfig:
 def newest_state(run_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
     newest = CheckpointStore(run_dir / "checkpoints").latest()
     assert newest is not None
-    return newest.name, read_tensors(newest / LEARNER_FILE)
+    return newest.name, dict(read_learner(newest / LEARNER_FILE))
 
 
 def check_resume(config: RunConfig, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

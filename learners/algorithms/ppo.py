@@ -14,8 +14,7 @@ from learners.losses import clipped_value_loss
 from learners.meter import Meter
 from learners.models.scoring import ValueModel
 from learners.options import LearnerOptions, PPOOptions
-from learners.packing import MicroBatch
-from learners.train_batch import TokenColumns, TrainBatch
+from learners.train_batch import TrainBatch
 
 
 class PPOLearner(PolicyGradientLearner):
@@ -48,8 +47,7 @@ class PPOLearner(PolicyGradientLearner):
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Reward at a trajectory's last MODEL token minus the KL penalty at every token; GAE; whitening."""
-        with self.critic.in_use():
-            values_M = self.score(self.critic, batch.flat)
+        values_M = self.score(self.critic, batch.flat)
         rewards_M = torch.zeros_like(values_M)
         if batch.columns.rollout_kl is not None:
             rewards_M -= self.config.training.kl_coeff * batch.columns.rollout_kl
@@ -60,14 +58,23 @@ class PPOLearner(PolicyGradientLearner):
         )
         return {"advantages": whiten(advantages_M), "returns": returns_M, "values": values_M}
 
-    def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
-        """Step the policy, then the critic on the same micro-batches."""
-        super().train_step(micro_batches, columns, num_tokens, meter)
+    def train(self, batch: TrainBatch, meter: Meter) -> None:
+        """Take all steps of the critic, then those of the policy on the same micro-batches.
+
+        Neither depends on the other. So a critic that rests comes to the device once per update, for its values and its
+        steps, and has left it when the policy's activations are there.
+        """
         with self.critic.in_use():
-            for micro_batch in micro_batches:
-                chosen = columns.select(micro_batch.column_index, self.device)
-                values_M, returns_M = self.critic(micro_batch), chosen["returns"]
-                loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
-                self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
-                meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
-            meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(self.step_index(meter))))
+            for step, indices in enumerate(self.steps(batch)):
+                self._train_critic(batch, indices, self.step_index(step), meter)
+        super().train(batch, meter)
+
+    def _train_critic(self, batch: TrainBatch, indices: list[int], step: int, meter: Meter) -> None:
+        num_tokens = int(batch.model_lengths[indices].sum())
+        for micro_batch in self.share(batch.flat, indices):
+            chosen = batch.columns.select(micro_batch.column_index, self.device)
+            values_M, returns_M = self.critic(micro_batch), chosen["returns"]
+            loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
+            self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
+            meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
+        meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(step)))

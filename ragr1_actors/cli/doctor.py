@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ragr1_actors.cli import JsonLinesOption, print_json, print_state
-from ragr1_actors.core.errors import RagR1Error, one_line
+from ragr1_actors.core.errors import RagR1Error, UserError, one_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -41,12 +42,16 @@ class Finding:
 
 
 def doctor(
+    recipe: Annotated[str, typer.Argument(help="A recipe to run here (see `ragr1 recipes`), or a YAML file.")] = "",
     with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Start Ray too; this takes seconds.")] = True,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Check this machine: packages, cores, GPUs, memory, disk; exit status 1 if something required is missing."""
+    """Check this machine: packages, cores, GPUs, memory, disk; exit status 1 if something required is missing.
+
+    With a recipe, compare the free disk with what its checkpoints, trajectories and index take.
+    """
     is_whole = True
-    for finding in examine(with_ray):
+    for finding in examine(with_ray, recipe):
         is_whole = is_whole and finding.state != "missing"
         if as_json:
             print_json(asdict(finding))
@@ -56,17 +61,17 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(with_ray: bool = True) -> Iterator[Finding]:
+def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
     """Yield the findings as they are made; starting Ray takes seconds and is the last check."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding("Python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version}, expected >=3.11")
     yield from packages(requirements())
     yield _faiss()
     yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
-    yield _gpus()
+    yield from _gpus()
     what_for = "Ray keeps trajectories there, and on the slower disk if it is too small"
     yield _room("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, what_for)
-    yield _room("disk", Path.cwd(), MIN_DISK_BYTES, "runs are written here: checkpoints, trajectories, indexes")
+    yield _room("disk", Path.cwd(), *(_disk_of(recipe) if recipe else (MIN_DISK_BYTES, "runs are written here")))
     if with_ray:
         yield _ray()
 
@@ -110,19 +115,61 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _gpus() -> Finding:
+def _gpus() -> Iterator[Finding]:
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding("GPUs", "ok", "0 (no nvidia-smi); the quickstart needs none")
+        yield Finding("GPUs", "ok", "0 (no nvidia-smi); the quickstart needs none")
+        return
     try:
-        done = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        devices, driver = (
+            subprocess.run([command, *options], capture_output=True, text=True, timeout=10, check=False)
+            for options in (["-L"], [])
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("GPUs", "warning", f"nvidia-smi does not answer: {error}")
-    if done.returncode:
-        return Finding("GPUs", "warning", f"nvidia-smi failed: {' '.join((done.stderr or done.stdout).split())[:120]}")
+        yield Finding("GPUs", "warning", f"nvidia-smi does not answer: {error}")
+        return
+    if devices.returncode:
+        reason = " ".join((devices.stderr or devices.stdout).split())[:120]
+        yield Finding("GPUs", "warning", f"nvidia-smi failed: {reason}")
+        return
     vllm = _version("vllm")
     engine = f"vLLM {vllm}" if vllm else "no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
-    return Finding("GPUs", "ok", f"{len(done.stdout.splitlines())}, {engine}")
+    yield Finding("GPUs", "ok", f"{len(devices.stdout.splitlines())}, {engine}")
+    yield _cuda(driver.stdout)
+
+
+def _cuda(driver: str) -> Finding:
+    """Compare the CUDA that torch is built for with the driver's, in what nvidia-smi prints.
+
+    A driver runs programs of its major version and of earlier ones, whatever their minor version.
+    """
+    import torch
+
+    built, found = torch.version.cuda, re.search(r"CUDA (?:UMD )?Version *: *(\d+)\.\d+", driver)
+    if built is None:
+        return Finding("CUDA", "warning", "torch is built for CPUs; install the build for CUDA to learn on the GPUs")
+    if found is None:
+        return Finding("CUDA", "warning", f"torch is built for CUDA {built}, and nvidia-smi does not name the driver's")
+    compared = f"torch is built for CUDA {built}, the driver has {found[0].rpartition(' ')[2]}"
+    if int(found[1]) < int(built.partition(".")[0]):
+        return Finding("CUDA", "missing", f"{compared}, which is too old; update the NVIDIA driver")
+    return Finding("CUDA", "ok", compared)
+
+
+def _disk_of(recipe: str) -> tuple[int, str]:
+    """Return the bytes on disk of a run, and what they are for; without its index, if that is not known yet."""
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.plan import count_passages, make_plan, this_machine
+
+    config = AlgorithmConfig.from_recipe(recipe).freeze()
+    try:
+        num_passages = count_passages(config)
+    except UserError:
+        num_passages = 0
+    needs = make_plan(config, this_machine(Path.cwd()), num_passages).needs
+    parts = next(need.parts for need in needs if need.place == "disk")
+    sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items() if size)
+    return sum(parts.values()), f"{recipe} writes {sizes}"
 
 
 def _room(name: str, path: Path, least_bytes: int, what_for: str) -> Finding:
@@ -133,7 +180,7 @@ def _room(name: str, path: Path, least_bytes: int, what_for: str) -> Finding:
     found = f"{free / 2**30:.1f} GiB free"
     if free < least_bytes:
         return Finding(name, "warning", f"{found}, better {least_bytes / 2**30:.0f} GiB: {what_for}")
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", f"{found}; {what_for}")
 
 
 def _ray() -> Finding:

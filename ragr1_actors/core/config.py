@@ -311,6 +311,8 @@ class CheckpointingSettings(Section):
 
     interval: int = Field(10, ge=1)
     """Iterations between checkpoints; the end of each stage writes one too."""
+    interval_minutes: float = Field(0, ge=0)
+    """Minutes after which the next iteration, or step of SFT, writes one too; 0 (default) counts iterations only."""
     num_to_keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     best_metric: Literal["", "em", "f1"] = ""

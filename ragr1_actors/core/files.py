@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +28,7 @@ POLICY_FOLDER = "policy"
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint of a run with ``learners.lora``: the adapters, for peft to load beside the stage's first policy."""
 LEARNER_FILE = "learner.safetensors"
-"""In a checkpoint: the learners' state."""
+"""In a checkpoint: the learners' state; of several ranks, the part of rank 0. See ``learner_files``."""
 WRITING = ".writing_"
 """Prefix of files and folders that are being written, or were left by a crash: never read."""
 
@@ -75,17 +77,104 @@ def is_no_room(error: BaseException) -> bool:
     return isinstance(error, OSError | SafetensorError) and error_number(error) in full
 
 
-def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write named arrays of any shape as one safetensors file; ``OSError``, such as ``ENOSPC``, if that fails."""
-    contiguous = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
+def learner_files(num_ranks: int) -> list[str]:
+    """Return the files of the learners' state by rank: ``["learner.safetensors", "learner_1.safetensors"]``."""
+    name = Path(LEARNER_FILE)
+    return [LEARNER_FILE, *(f"{name.stem}_{rank}{name.suffix}" for rank in range(1, num_ranks))]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive elements of a tensor."""
+
+    values: NDArray[Any]
+    """``[n]``"""
+    start: int
+    """Index of the first of them in the flat tensor."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+class Tensors(Mapping[str, NDArray[Any]]):
+    """Whole tensors by name, out of parts; each is put together when it is read."""
+
+    def __init__(self, parts: Iterable[Mapping[str, Part]]) -> None:
+        """Take the parts of several owners; ``DataError`` if some of a tensor's elements are missing."""
+        self._parts: dict[str, list[Part]] = {}
+        for owned in parts:
+            for name, part in owned.items():
+                self._parts.setdefault(name, []).append(part)
+        for name, found in self._parts.items():
+            found.sort(key=lambda part: part.start)
+            stop, size = 0, math.prod(found[0].shape)
+            for part in found:
+                stop = stop + part.values.size if part.start == stop else -1
+            if stop != size:
+                num_found = sum(part.values.size for part in found)
+                raise DataError(f"there are {num_found} of {size} elements of {name}; the file of a rank is missing")
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return a tensor; a view, if it has one part."""
+        parts = self._parts[name]
+        values = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
+        return values.reshape(parts[0].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._parts)
+
+
+_PARTS = TypeAdapter(dict[str, tuple[int, tuple[int, ...]]])
+"""Of the tensors in a file that are not whole: index of the first element, and the whole shape."""
+
+
+def write_parts(path: Path, parts: Mapping[str, Part]) -> None:
+    """Write one safetensors file to disk: whole tensors in their shapes, others flat, with their places as metadata.
+
+    Raises:
+        OSError: the file cannot be written, such as ``ENOSPC``.
+    """
+    tensors: dict[str, NDArray[Any]] = {}
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for name, part in parts.items():
+        values = np.ascontiguousarray(part.values)
+        if values.size == math.prod(part.shape):
+            tensors[name] = values.reshape(part.shape)
+        else:
+            tensors[name], places[name] = values, (part.start, part.shape)
     try:
-        save_file(contiguous, path)
+        save_file(tensors, path, metadata={"parts": _PARTS.dump_json(places).decode()})
     except SafetensorError as error:
         raise OSError(error_number(error), str(error), str(path)) from error
+    sync(path)
+
+
+def read_learner(path: Path) -> Tensors:
+    """Read the learners' state of any number of ranks; ``path`` is the file of rank 0, the others are beside it.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    others = path.parent.glob(f"{path.stem}_*{path.suffix}")
+    try:
+        return Tensors(_read_parts(file) for file in (path, *others))
+    except ValueError as error:  # a DataError, or of pydantic
+        raise DataError(f"{path.parent} is damaged: {error}") from error
+
+
+def _read_parts(file: Path) -> dict[str, Part]:
+    tensors = read_tensors(file)
+    with safe_open(file, framework="np") as opened:
+        places = _PARTS.validate_json((opened.metadata() or {}).get("parts", "{}"))
+    return {name: Part(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the file of ``write_tensors`` as read-only views of mapped pages, which the processes of one node share.
+    """Read a safetensors file as read-only views of mapped pages, which the processes of one node share.
 
     Raises:
         DataError: the file is missing, is not a whole safetensors file, or holds bfloat16, which numpy lacks.

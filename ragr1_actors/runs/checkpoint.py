@@ -5,7 +5,7 @@
     checkpoints/
       step_10/            whole: it was renamed once everything in it was on disk
         policy/           Hugging Face folder
-        learner.safetensors
+        learner.safetensors, learner_1.safetensors, ...   one of each learner rank
         state.json        ``RunState``
       step_20/
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder

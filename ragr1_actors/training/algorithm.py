@@ -33,7 +33,7 @@ from cluster.session import Placement
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
-from ragr1_actors.core.files import LEARNER_FILE, write_folder, write_json
+from ragr1_actors.core.files import LEARNER_FILE, learner_files, write_folder, write_json
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest
@@ -361,7 +361,7 @@ class Algorithm:
 class CheckpointSaver:
     """Writes checkpoints of the learners while training continues: one at a time, each whole or absent.
 
-    The learners pause for a copy of their state. A thread of rank 0 writes the copy during the next iterations. The
+    The learners pause for a copy of their state. A thread of each rank writes its part during the next iterations. The
     checkpoint gets its name in ``commit_if_written`` or ``finish``, at the latest when the next one begins.
     """
 
@@ -394,8 +394,9 @@ class CheckpointSaver:
 
     def _finish_writing(self) -> None:
         self._learners.finish_save()
-        if not (self._writing / LEARNER_FILE).is_file():
-            raise UserError(
-                f"{self._writing} does not hold what learner rank 0 wrote there; put --run-dir on a file system that "
-                "its node and this one share"
-            )
+        for rank, name in enumerate(learner_files(max(1, self._learners.config.learners.num_learners))):
+            if not (self._writing / name).is_file():
+                raise UserError(
+                    f"{self._writing} does not hold what learner rank {rank} wrote there; put --run-dir on a file "
+                    "system that its node and this one share"
+                )

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from envs.world import make_world
-from learners.memory import CUDA_CONTEXT_BYTES, ELEMENT_BYTES, Parts, RankMemory, rank_memory
+from learners.memory import (
+    CUDA_CONTEXT_BYTES,
+    ELEMENT_BYTES,
+    Parts,
+    RankMemory,
+    kept_parts,
+    rank_memory,
+    trained_parameters,
+)
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
@@ -371,6 +379,7 @@ class _Run:
         }
         if self.shares_gpus:
             parts["learner, its states on the host"] = CUDA_CONTEXT_BYTES
+            parts["reference weights"] = self.learner.resting.get("reference weights", 0)
         return Need("env runner GPU", parts, int(share * gpu_bytes))
 
     def _retriever_parts(self) -> Parts:
@@ -388,8 +397,8 @@ class _Run:
         parts = {
             "driver and Ray": _DRIVER_BYTES,
             "processes": ceil(num_actors / machines) * (_ACTOR_BYTES + (_CUDA_HOST_BYTES if self.num_gpus else 0)),
-            "states that rest": ranks * sum(self.learner.host.values()),
-            "copy of a checkpoint": self._checkpoint_bytes() * ranks // self.num_ranks,
+            "states that rest": ranks * self._resting_bytes(),
+            "copy of a checkpoint": self.weight_bytes + self._state_bytes() * ranks // self.num_ranks,
             "object store": self._shm_parts()["object store"],
         }
         if not self.config.learners.num_gpus_per_learner:
@@ -410,15 +419,19 @@ class _Run:
             parts["weights for vLLM"] = self.weight_bytes if self.config.env_runners.engine == "vllm" else 0
         return parts
 
-    def _checkpoint_bytes(self) -> int:
-        """Policy, master weights and moments; of the critic too."""
-        trained = self.shape.num_parameters + (self.shape.backbone_parameters if self.has_critic else 0)
-        return self.weight_bytes + 12 * trained
+    def _resting_bytes(self) -> int:
+        """Return what a rank moves to the host's memory; while an engine samples on its GPU, all that it trains."""
+        trained = {name: size for name, size in self.learner.resting.items() if not name.startswith("reference")}
+        return sum(self.learner.host.values()) + (sum(kept_parts(trained).values()) if self.shares_gpus else 0)
+
+    def _state_bytes(self) -> int:
+        """Weights and moments of everything that is trained, in fp32; each rank copies and writes its part."""
+        return 12 * sum(trained_parameters(self.shape, self.config, has_critic=self.has_critic).values())
 
     def _disk_parts(self) -> Parts:
         checkpointing, retrieval = self.config.checkpointing, self.config.retrieval
         kept = checkpointing.num_to_keep + bool(checkpointing.best_metric) + 1  # one is being written
-        parts = {f"{kept} checkpoints": kept * self._checkpoint_bytes()}
+        parts = {f"{kept} checkpoints": kept * (self.weight_bytes + self._state_bytes())}
         if checkpointing.keep_trajectories:
             tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens // 2
             parts["trajectories"] = self.config.training.num_iterations * tokens * _BYTES_PER_TOKEN

@@ -51,7 +51,7 @@ class TrainingRun:
         self._console = console
         self._stages: list[StageReport] = []
         self._wall_before_s = 0.0
-        self._started = time.monotonic()
+        self._started = self._saved = time.monotonic()
 
     def execute(self) -> RunReport:
         """Run the stages that are not done yet.
@@ -118,6 +118,12 @@ class TrainingRun:
     def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
         extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
         algorithm.save(extra, score=score, wait=wait)
+        self._saved = time.monotonic()
+
+    def _is_due(self, step: int, interval: int) -> bool:
+        """Whether a checkpoint is due after ``step``: ``interval`` steps, or minutes, after the one before."""
+        interval_s = 60 * self._config.checkpointing.interval_minutes
+        return step % interval == 0 or 0 < interval_s <= time.monotonic() - self._saved
 
     def _score(self, result: EvalResult) -> float | None:
         metric = self._config.checkpointing.best_metric
@@ -146,7 +152,7 @@ class TrainingRun:
                 def on_step(step: int, metrics: dict[str, float]) -> None:
                     logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
                     report(step, f"loss {metrics['loss']:.3f}")
-                    if step % SFT_CHECKPOINT_STEPS == 0 and step < config.sft.num_steps:
+                    if self._is_due(step, SFT_CHECKPOINT_STEPS) and step < config.sft.num_steps:
                         self._save(algorithm, wait=False)
 
                 algorithm.pretrain(on_step)
@@ -188,7 +194,7 @@ class TrainingRun:
                     score = self._score(result)
                 # after skipped steps only, the state is not saved: the checkpoint before is the one to continue from
                 is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
-                is_due = iteration % config.checkpointing.interval == 0
+                is_due = self._is_due(iteration, config.checkpointing.interval)
                 is_best = score is not None and algorithm.is_best(score)
                 if (is_due or is_best) and not is_last and not is_stuck:
                     self._save(algorithm, score, wait=False)

@@ -1,0 +1,143 @@
+"""What rests moves through host memory that is kept, once per update; a learner that is closed leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from learners_common import Build, make_config, make_groups, make_policy
+
+from learners.algorithms.ppo import PPOLearner
+from learners.deepspeed_engine import init_distributed
+from learners.models import resting
+from learners.models.resting import Resting
+from ragr1_actors.core.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+CPU = torch.device("cpu")
+
+
+def test_views_of_a_storage_are_valid_again() -> None:
+    flat = torch.arange(12.0)
+    views = [flat[:5], flat[5:].view(7, 1)]
+    expected = [view.clone() for view in views]
+    rest = Resting(CPU)
+    rest.offload([flat, *views])
+    assert flat.untyped_storage().nbytes() == 0
+    assert rest.num_bytes == 48, "each storage once"
+    rest.reload()
+    assert rest.num_bytes == 0
+    for view, value in zip(views, expected, strict=True):
+        assert torch.equal(view, value)
+
+
+def test_what_cannot_be_freed_is_left() -> None:
+    mapped = torch.from_numpy(np.ones(5))
+    for device, tensor in ((CPU, mapped), (torch.device("meta"), torch.ones(5))):
+        rest = Resting(device)
+        rest.offload([tensor])
+        assert rest.num_bytes == 0
+    assert mapped.sum() == 5
+
+
+def test_host_memory_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resting, "BLOCK_BYTES", 32)
+    rest, places = Resting(CPU), []
+    for count in (9, 9, 20):  # moments appear after the first step
+        tensors = [torch.randn(count), torch.randn(3), torch.arange(count)]
+        expected, scratch = [tensor.clone() for tensor in tensors], torch.ones(4)
+        rest.offload(tensors, scratch=[scratch])
+        places.append([block.data_ptr() for block in rest._blocks])
+        rest.reload()
+        assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected, strict=True))
+        assert not scratch.any(), "it is not copied"
+    assert places[0] == places[1] == places[2][: len(places[0])]
+    assert len(places[0]) == -(-(36 + 12 + 72) // 32)
+
+
+def test_gradients_are_not_copied(build: Build) -> None:
+    learner = build(PPOLearner, make_config(training={"algorithm": "ppo"}, learners={"zero_stage": 3}))
+    learner.update(make_groups(0))
+    engine = learner.policy
+    flat = engine._engine.optimizer.grad_partitions_flat_buffer.fill_(7)
+    num_bytes = sum(4 * np.prod(engine.full_shape(parameter)) for parameter in engine.module.parameters())
+    assert engine.offload_states() >= 5 * num_bytes, "weights, master weights, two moments and gradients"
+    assert flat.untyped_storage().nbytes() == 0
+    held = sum(size for _, size in engine._resting._copied)
+    assert 4 * num_bytes <= held < 4.1 * num_bytes
+    engine.reload_states()
+    assert not flat.any()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_rests_moves_once_per_update(build: Build, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    training = {"algorithm": "ppo", "num_epochs": 2, "num_minibatches": 2, "kl_coeff": 0.1}
+    offload = ["critic", "reference"]
+    learner = build(PPOLearner, make_config(training=training, learners={"zero_stage": stage, "offload": offload}))
+    learner.update(make_groups(0))
+    moves: Counter[tuple[str, int]] = Counter()
+
+    def counted(name: str, original: Any) -> Any:
+        def move(self: Resting, *arguments: Any, **options: Any) -> None:
+            before = self.num_bytes
+            original(self, *arguments, **options)
+            moves[name, id(self)] += before != self.num_bytes
+
+        return move
+
+    for name in ("offload", "reload"):
+        monkeypatch.setattr(Resting, name, counted(name, getattr(Resting, name)))
+    for number in range(1, 4):
+        learner.update(make_groups(number))
+        critic = id(learner.engines()["critic"]._resting)
+        assert (moves["reload", critic], moves["offload", critic]) == (number, number)
+        assert max(moves.values()) == number
+
+
+def tensors_of(learner: PPOLearner) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, engine in learner.engines().items():
+        found |= {f"{name} {key}": value for key, value in engine.module.named_parameters()}
+        found |= {f"{name} master {index}": value for index, value in enumerate(engine._masters())}
+        for index, moments in enumerate(engine._adamw.state.values()):
+            found |= {f"{name} {key} {index}": value for key, value in moments.items()}
+    assert learner._reference is not None
+    return found | {f"reference {key}": value for key, value in learner._reference._module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_closed_learner_leaves_nothing(tmp_path: Path, stage: int) -> None:
+    config = make_config(
+        training={"algorithm": "ppo", "kl_coeff": 0.1}, learners={"zero_stage": stage, "offload": ["critic"]}
+    )
+    learner = PPOLearner(config, make_policy(tmp_path))
+    learner.build()
+    learner.update(make_groups(0))
+    learner.get_state()
+    tensors = {name: weakref.ref(tensor) for name, tensor in tensors_of(learner).items()}
+    gc.disable()
+    try:
+        learner.close()
+        assert [name for name, tensor in tensors.items() if tensor() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_the_device_is_what_the_rank_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert init_distributed(0, 1) == CPU, "a GPU that the rank did not ask for"
+    assert dist.get_backend() == "gloo"
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error(build: Build) -> None:
+    expected = r"^learners\.num_gpus_per_learner=0\.5, but torch cannot use a GPU in learner rank 0 \(.+\); run"
+    with pytest.raises(ConfigError, match=expected):
+        build(PPOLearner, make_config(learners={"num_gpus_per_learner": 0.5}))
