@@ -113,7 +113,7 @@ def made(config: RunConfig, folder: Path) -> Iterator[Setup]:
 
 
 def is_offloaded(learner: Any) -> bool:
-    return learner.policy._offloaded is not None
+    return learner.policy._resting.num_bytes > 0
 
 
 def die_at_the_first_part(runner: EnvRunner) -> None:
@@ -171,6 +171,25 @@ def test_learners_and_engines_take_turns(
         setup.iterate()
         setup.assert_all_have_it()
         assert (setup.learners.num_restarts, setup.transport.num_fallbacks) == (1, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: ModuleType, tmp_path: Path) -> None:
+    with made(make_config(), tmp_path) as setup:
+        fleet = setup.fleet
+        setup.transport.publish(1)
+        by_value.kill(fleet._runners[1].handle, no_restart=False)
+        deadline = time.monotonic() + 120
+        while fleet._runners[1].is_healthy or fleet._runners[1].probe is None:
+            assert time.monotonic() < deadline, "the runner was not called again"
+            fleet._probe()
+            time.sleep(0.05)
+        setup.transport.make_room()
+        assert fleet.num_healthy == 2
+        setup.transport.publish(2)
+        setup.version = 2
+        setup.assert_all_have_it()
 
 
 @pytest.mark.ray

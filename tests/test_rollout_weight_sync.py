@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -345,11 +345,38 @@ class LearnersOfNothing:
 class RunnersOfNothing:
     receivers: Mapping[str, Any] = {}
 
+    def wait_for_restarts(self) -> None: ...
+
     def expect(self, version: int, fetch: Any) -> None: ...
 
     def update_weights(self, weights: Any, version: int, receivers: Any = None) -> None: ...
 
     def call_engines(self, method: str, *arguments: Any) -> None: ...
+
+
+def test_learners_empty_their_cache_before_an_engine_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Learners(LearnersOfNothing):
+        def foreach_learner(self, function: Any) -> list[Any]:
+            return [function(SimpleNamespace(device=torch.device("cuda")))]
+
+        def offload_states(self) -> int:
+            order.append("offload_states")
+            return 0
+
+    class Runners(RunnersOfNothing):
+        def wait_for_restarts(self) -> None:
+            order.append("wait_for_restarts")
+
+        def call_engines(self, method: str, *arguments: Any) -> None:
+            order.append(" ".join((method, *arguments)))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty_cache"))
+    sync = WeightSync(config_with({"weight_transport": "ipc"}, {}), Learners(), Runners())  # type: ignore[arg-type]
+    sync.publish(1)
+    before = ["wait_for_restarts", "sleep", "empty_cache", "wake_up weights"]
+    assert order == [*before, "offload_states", "wake_up kv_cache"]
 
 
 def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:

@@ -242,6 +242,15 @@ class EnvRunnerGroup:
         self.expect(version, lambda: weights)
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
+    def wait_for_restarts(self) -> None:
+        """Wait for the runners that load their engine after a restart; one that takes too long is ended.
+
+        Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
+        """
+        loading = {r.probe: r for r in self._runners if r.probe is not None and not r.is_healthy}
+        for probe, _ in outcomes({probe: r.handle for probe, r in loading.items()}, START_TIMEOUT_S):
+            self._read_probe(loading[probe], time.monotonic())
+
     def call_engines(self, method: str, *arguments: Any, receivers: Collection[str] | None = None) -> None:
         """Call the engines of healthy runners, all or ``receivers``, by ``EnvRunnerActor.call_engine``, and wait.
 

@@ -194,6 +194,13 @@ def _join(delivery: Delivery, source: PolicySource, rank: int) -> Any:
     return WeightTransferTrainerFactory.trainer_init(info, client=delivery, source=source)
 
 
+def _release_cache(learner: Learner) -> None:
+    """Give what an update used and torch still holds to the engine that wakes up on this device."""
+    from learners.models.resting import release_cache
+
+    release_cache(learner.device)
+
+
 class WeightSync:
     """Publishes from learners to env runners."""
 
@@ -226,6 +233,7 @@ class WeightSync:
     def make_room(self) -> None:
         """Have the runners leave the devices that they share with learners, until ``publish``."""
         if self.shares_devices and not self._has_room:
+            self._env_runners.wait_for_restarts()  # an engine that loads takes memory, too
             self._env_runners.call_engines("sleep")
             self._has_room = True
 
@@ -241,6 +249,7 @@ class WeightSync:
 
     def _deliver(self) -> None:
         if self.shares_devices:
+            self._learners.foreach_learner(_release_cache)
             self._env_runners.call_engines("wake_up", "weights")
         version, receivers = self.delivery.version, self._env_runners.receivers
         missed: dict[str, str] | None = None  # that is every runner
