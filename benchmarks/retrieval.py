@@ -17,6 +17,7 @@ scaling_retrievers    queries/s of 8 replicas of 10 ms a query ÷ 8 times one's 
 kill_lost             wrong or missing answers after ``kill -9`` of one of two          0
 kill_p99              p99 in the 5 s after the kill ÷ before                            <= 2
 second_replica_s      seconds until a second replica is searched                        <= 5
+index_build           passages/s of `index build` ÷ the encoder's model on ready tokens >= 0.8
 ===================== ================================================================= =======
 
 ``benchmarks/evidence.py`` says what is searched, ``benchmarks/http_server.py`` what the other side is. Caches are off:
@@ -54,6 +55,7 @@ GOALS: dict[str, Goal | None] = {
     "kill_lost": Goal(0, at_least=False),
     "kill_p99": Goal(2, at_least=False),
     "second_replica_s": Goal(5, at_least=False),
+    "index_build": Goal(0.8, at_least=True),
 }
 UNITS = {
     "vs_http_exact": "queries/s",
@@ -70,6 +72,7 @@ UNITS = {
     "kill_lost": "queries, of",
     "kill_p99": "s",
     "second_replica_s": "s",
+    "index_build": "passages/s",
 }
 METRICS = tuple(GOALS)
 _HTTP = {"vs_http_exact", "vs_http_exact_p50", "vs_http_compressed", "vs_http_lists"}
@@ -96,7 +99,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory, sides.local_ray():
         bench = Bench(Path(directory), wanted, quick)
-        for part in (bench.files, bench.stubs, bench.http, bench.fleet):
+        for part in (bench.files, bench.stubs, bench.http, bench.fleet, bench.build):
             for metric, samples in part(repeats).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
@@ -180,3 +183,9 @@ class Bench:
             if "second_replica_s" in self._wanted:
                 found["second_replica_s"].append(asyncio.run(sides.second_replica(index_dir)))
         return found
+
+    def build(self, repeats: int) -> Samples:
+        """A whole `index build`, against the encoder that it waits for."""
+        if "index_build" not in self._wanted:
+            return {}
+        return {"index_build": [self._world.index_build(number) for number in range(repeats)]}

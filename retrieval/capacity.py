@@ -1,7 +1,7 @@
 """Bytes of an index and seconds of a search, computed from the number of passages. Imports neither faiss nor torch.
 
-The rates of a CPU core are measured by ``ragr1 bench retrieval`` at 200,000 vectors and hold per number of a vector, as
-scans are linear in them; those of a GPU are its memory bandwidth and half of its peak.
+``OMP_NUM_THREADS=1 python -m benchmarks.search_rates`` prints the bytes and the rates of a CPU core of every type. They
+hold per number of a vector, as scans are linear in them. Those of a GPU are its memory bandwidth and half of its peak.
 """
 
 from __future__ import annotations
@@ -13,21 +13,36 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragr1_actors.core.errors import ConfigError
-from retrieval.indexes.manifest import BM25, HYBRID, parse_options
+from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
 
-PASSAGE_BYTES = 721
-"""Text of a passage of 100 words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine."""
-BM25_BYTES = 844
-"""Postings of a passage of 100 words."""
+PASSAGE_BYTES = 650
+"""A passage of 100 English words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine. Measured
+over 4,345 passages of Wikipedia (2WikiMultihopQA's, cut anew), as ``BM25_BYTES``."""
+BM25_BYTES = 440
+"""54 postings of 8 bytes of such a passage, and its share of the distinct words."""
 
 _BYTES_PER_NUMBER = {"flat": 4.0, "fp16": 2.0, "sq8": 1.0, "pq": 1.25, "ivf": 4.0, "ivf_pq": 1.25, "hnsw": 4.0}
+_SCALE_BYTES = 4
+"""Of a vector of ``pq`` and ``ivf_pq``."""
+_ROW_ID_BYTES = 8
+"""Of a vector in a list."""
+_GRAPH_BYTES = 16
+"""Of a vector of ``hnsw``, beside its ``2 m`` neighbours: its level, where its neighbours begin, and those above."""
 _GPU_BYTES_PER_NUMBER = 2.0
-"""Types that scan every vector keep half precision on a GPU."""
-_NUMBERS_PER_CORE_S = {"flat": 2.5e10, "fp16": 3.1e9, "sq8": 4.1e9, "pq": 7.5e10, "ivf": 3e9, "ivf_pq": 7.5e10}
-"""Numbers of vectors that one core scans per second for one query of a batch of 64."""
-_HNSW_NUMBERS_PER_CORE_S = 8e8
+"""Of ``GPU_TYPES`` and ``ivf``, which are in half precision there."""
+_NUMBERS_PER_CORE_S = {
+    "flat": 3.5e10,
+    "fp16": 1.9e10,
+    "sq8": 2.6e10,
+    "pq": 6.8e10,
+    "ivf": 7.5e9,
+    "ivf_pq": 2.8e10,
+    "hnsw": 2e9,  # half of what was measured: a walk over millions of vectors finds less of them in the caches
+}
+"""Numbers of vectors that one core scans per second for one query of a batch of 64, over 100,000 vectors of 384."""
+_BM25_PASSAGES_PER_S = 8e8
+"""Passages over which one thread ranks a query of ten words, each of which is in one passage of 60."""
 _GPU_EFFICIENCY = 0.5
-_SCANNED_TYPES = ("flat", "fp16", "sq8", "pq")
 
 
 @dataclass(frozen=True)
@@ -82,13 +97,22 @@ def vector_bytes(index_type: str, count: int, dimension: int, options: Mapping[s
     """
     if index_type == BM25:
         return 0
-    index_type = "flat" if index_type == HYBRID else index_type
-    if on_gpu and index_type in _SCANNED_TYPES:
+    index_type = FLAT if index_type == HYBRID else index_type
+    if on_gpu and index_type == "ivf":  # with faiss-gpu
+        return int(count * (_GPU_BYTES_PER_NUMBER * dimension + _ROW_ID_BYTES))
+    if on_gpu:
+        if index_type not in GPU_TYPES:
+            return 0
         matrix = _GPU_BYTES_PER_NUMBER * dimension * count
         return int(matrix * 1.08)  # a block of scores and its selection take 4 % each
-    links = 8 * parse_options(index_type, options)["m"] if index_type == "hnsw" else 0
-    row_ids = 8 if index_type.startswith("ivf") else 0
-    return int(count * (_BYTES_PER_NUMBER[index_type] * dimension + links + row_ids))
+    other = 0
+    if index_type == "hnsw":
+        other = 8 * parse_options(index_type, options)["m"] + _GRAPH_BYTES
+    if index_type.endswith("pq"):
+        other += _SCALE_BYTES
+    if index_type.startswith("ivf"):
+        other += _ROW_ID_BYTES
+    return int(count * (_BYTES_PER_NUMBER[index_type] * dimension + other))
 
 
 def index_bytes(index_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> int:
@@ -101,25 +125,29 @@ def index_bytes(index_type: str, count: int, dimension: int, options: Mapping[st
 def scan_s(
     index_type: str, count: int, dimension: int, num_queries: int, options: Mapping[str, Any], num_cpus: float
 ) -> float:
-    """Return the seconds in which ``num_cpus`` cores search ``num_queries`` vectors in ``count`` others.
-
-    A graph (``hnsw``) computes the distances to about 1.5 ``ef_search`` times ``m`` vectors of each query.
-    """
+    """Return the seconds in which ``num_cpus`` cores find ``num_queries`` queries among ``count`` passages."""
+    words_s = num_queries * count / _BM25_PASSAGES_PER_S if index_type in (BM25, HYBRID) else 0.0  # by one thread
     if index_type == BM25:
-        return num_queries / (1000 * num_cpus) * max(1.0, count / 2e6)
-    index_type = "flat" if index_type == HYBRID else index_type
-    numbers = float(count) * dimension
+        return words_s
+    index_type = FLAT if index_type == HYBRID else index_type
+    numbers = scanned_numbers(index_type, count, dimension, options)
+    return words_s + num_queries * numbers / (_NUMBERS_PER_CORE_S[index_type] * num_cpus)
+
+
+def scanned_numbers(index_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> float:
+    """Return the numbers of vectors that a search reads for one query: all of them, some lists, or part of a graph.
+
+    A graph (``hnsw``) computes the distances to about 1.5 ``ef_search`` times ``m`` vectors.
+    """
+    values = parse_options(index_type, options)
     if index_type == "hnsw":
-        values = parse_options(index_type, options)
-        rate, numbers = _HNSW_NUMBERS_PER_CORE_S, 1.5 * values["ef_search"] * values["m"] * dimension
-    else:
-        rate = _NUMBERS_PER_CORE_S[index_type]
-    if index_type.startswith("ivf"):
-        values = parse_options(index_type, options)
-        num_lists = values["num_lists"] or int(4 * count**0.5)
-        probes = values["num_probes"] or max(8, num_lists // 16)
-        numbers = numbers * probes / num_lists + num_lists * dimension
-    return num_queries * numbers / (rate * num_cpus)
+        return 1.5 * values["ef_search"] * values["m"] * dimension
+    numbers = float(count) * dimension
+    if not index_type.startswith("ivf"):
+        return numbers
+    num_lists = values["num_lists"] or int(4 * count**0.5)
+    probes = values["num_probes"] or max(8, num_lists // 16)
+    return numbers * probes / num_lists + num_lists * dimension
 
 
 def gpu_scan_s(count: int, dimension: int, num_queries: int, bytes_per_s: float, flops: float) -> float:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import baselines, fleet, paced, rollout, sides, workload
+from benchmarks import baselines, fleet, paced, retrieval_sides, rollout, sides, workload
 from benchmarks.intervals import uncovered_s, union
 from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
@@ -24,6 +24,7 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.tiny_policy import make_tiny_policy
+from retrieval.indexes.manifest import Manifest
 
 pytestmark = pytest.mark.engine
 
@@ -63,6 +64,13 @@ def test_one_json_object_a_line_with_the_keys_of_the_contract() -> None:
     without_goal = json.loads(measure("m", [quotient(1.0, 3.0)], "s", None).to_json())
     assert (without_goal["goal"], without_goal["met"]) == (None, None)
     assert render([measure("m", [quotient(1.0, 3.0)], "s", None)], "title").row_count == 1
+
+
+def test_an_index_build_is_compared_with_its_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval_sides, "NUM_ENCODED_QUICK", 24)
+    found = retrieval_sides.World(tmp_path, quick=True).index_build(0)
+    assert Manifest.read(tmp_path / "built-0").count == 24
+    assert 0 < found.ours < found.theirs
 
 
 def test_what_one_set_of_intervals_leaves_of_another() -> None:

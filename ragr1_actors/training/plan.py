@@ -36,7 +36,7 @@ from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import choose_transport
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
-from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -56,7 +56,7 @@ _CUDA_HOST_BYTES = 2 * GIB
 """What CUDA's libraries take beside it; an allowance, not a measurement."""
 _BYTES_PER_TOKEN = 24
 """A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
-_STATIC_DIMENSION = 256
+_STATIC_DIMENSION = 512
 _TOKENS_PER_QUERY = 16
 _MAX_BATCH = 128
 """Queries that one replica takes at once, of the many that wait."""
@@ -324,6 +324,11 @@ class _Run:
         return self.config.retrieval.num_gpus_per_retriever > 0
 
     @property
+    def scans_on_gpu(self) -> bool:
+        """Whether the vectors are on the retrievers' GPUs: those of the other types stay on their CPUs."""
+        return self.searches_on_gpu and self.config.retrieval.type in (*GPU_TYPES, HYBRID)
+
+    @property
     def has_vectors(self) -> bool:
         return needs_index(self.config.retrieval.type) and self.config.retrieval.type != "bm25"
 
@@ -404,7 +409,7 @@ class _Run:
         if not self.config.learners.num_gpus_per_learner:
             parts["learners"] = ranks * self.learner.peak_bytes
             parts["engines"] = ceil(self.num_runners / machines) * self.weight_bytes
-        if self.has_vectors and not self.searches_on_gpu:
+        if self.has_vectors and not self.scans_on_gpu:
             parts["vectors"] = vector_bytes(
                 retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
             )
@@ -467,11 +472,12 @@ class _Run:
             return 0.0
         per_shard = ceil(self.num_passages / retrieval.num_shards)
         cores = max(1.0, retrieval.num_cpus_per_retriever)
+        flops = cores * CORE_FLOPS
         if self.searches_on_gpu and gpu is not None:
             flops = gpu.flops * min(1.0, retrieval.num_gpus_per_retriever)
+        if self.scans_on_gpu and gpu is not None:
             scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
         else:
-            flops = cores * CORE_FLOPS
             scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
         if retrieval.num_encoders:
             on_gpu = retrieval.num_gpus_per_encoder > 0 and gpu is not None
