@@ -48,11 +48,11 @@ from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
-from learners.models.resting import release_cache
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
+from learners.resting import release_cache
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError

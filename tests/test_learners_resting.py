@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from learners_common import Build, make_config, make_groups, make_policy
 
+from learners import resting
 from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed_engine import init_distributed
-from learners.models import resting
-from learners.models.resting import Resting
+from learners.resting import Resting
 from ragr1_actors.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine
