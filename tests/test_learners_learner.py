@@ -27,9 +27,10 @@ from learners.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.meter import Meter
-from learners.train_batch import TrainBatch
+from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
-from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
+from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 
 pytestmark = pytest.mark.engine
 
@@ -77,6 +78,20 @@ def test_a_failure_and_a_flat_group_are_left_out(build: Build) -> None:
     assert_same_weights(plain, other, atol=1e-6)
 
 
+def test_tasks_of_two_sources_with_one_local_id_are_two_groups() -> None:
+    groups = [
+        TrajectoryGroup(task, tuple(replace(t, task=task) for t in group.trajectories))
+        for group, task in zip(
+            make_groups(0, 2), (Task("nq/0", "?", ("a",)), Task("hotpotqa/0", "?", ("b",))), strict=True
+        )
+    ]
+    decoded = groups_from_record_batch(groups_to_record_batch(groups))
+    assert [group.task.task_id for group in decoded] == ["nq/0", "hotpotqa/0"]
+    batch = make_batch(decoded, lambda members: members, has_rollout_logprobs=True)
+    assert batch is not None
+    assert batch.group_ids == [0] * 4 + [1] * 4
+
+
 def test_nothing_to_learn_is_no_step(build: Build) -> None:
     learner = build(GRPOLearner)
     before = learner.get_weights()
@@ -111,6 +126,10 @@ def test_segments_fall_into_four_categories() -> None:
     direct = segment(make_trajectory(rng, turns=("answer",)))
     searched = segment(make_trajectory(rng, turns=("search", "search", "malformed", "answer")))
     assert [s.category.value for s in direct] == ["internal_answer"]
+    malformed = segment(make_trajectory(rng, turns=("malformed", "answer")))
+    assert [s.category.value for s in malformed] == ["internal_answer"]
+    mended = segment(make_trajectory(rng, turns=("malformed", "search", "answer")))
+    assert [s.category.value for s in mended] == ["first_search", "evidence_answer"]
     assert [s.category.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
     assert searched[1].trajectory.kinds[-1] == TokenKind.MODEL
 

@@ -318,6 +318,19 @@ def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
     assert corrected["policy_loss"] != pytest.approx(plain["policy_loss"], rel=1e-2)
 
 
+@pytest.mark.parametrize(("tis_clip", "num_epochs", "num_passes"), [(0.0, 1, 1), (2.0, 1, 1), (0.0, 2, 2), (2.0, 2, 3)])
+def test_the_policy_runs_no_oftener_than_it_must(
+    build: Build, tis_clip: float, num_epochs: int, num_passes: int
+) -> None:
+    training = {"tis_clip": tis_clip, "num_epochs": num_epochs}
+    learner = build(GRPOLearner, make_config(training=training, learners={"micro_batch_tokens": 4096}))
+    passes: list[int] = []
+    learner.policy.module.register_forward_hook(lambda module, batch, outputs: passes.append(len(outputs.logprobs)))
+    groups = make_groups(0)
+    learner.update(groups)
+    assert passes == [sum(t.num_model_tokens for group in groups for t in group.trajectories)] * num_passes
+
+
 # -- steps that are not taken ------------------------------------------------------------------------------------------
 
 

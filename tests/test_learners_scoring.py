@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from learners_common import VOCAB, make_groups, make_policy
-from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from learners_common import VOCAB, make_groups, make_policy, make_trajectory
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
 from ragr1_actors.core.errors import ConfigError, LearnerError
+from ragr1_actors.core.types import TokenKind
 
 pytestmark = pytest.mark.engine
 
@@ -71,6 +80,22 @@ def test_checkpointing_keeps_one_hidden_state_per_layer(tmp_path: Path, model: t
         weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         kept[checkpointing] = _num_bytes_kept(lambda module=module: module(micro_batch), weights)  # type: ignore[misc]
     assert kept[True] < 0.5 * kept[False]
+
+
+def test_a_value_is_read_before_its_token(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    trajectories = [make_trajectory(rng) for _ in range(3)]
+    critic = ValueModel(make_policy(tmp_path), torch.float32, False)
+    torch.nn.init.normal_(critic.head.weight)
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").get_decoder()
+    expected: list[float] = []
+    with torch.no_grad():
+        values = critic(pack(flatten(trajectories), range(3)))
+        for trajectory in trajectories:
+            hidden = backbone(torch.from_numpy(trajectory.token_ids).long()[None]).last_hidden_state[0]
+            before = np.flatnonzero(trajectory.kinds == TokenKind.MODEL) - 1
+            expected += critic.head(hidden[before])[:, 0].tolist()
+    assert values.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def _num_bytes_kept(forward: Callable[[], object], weights: set[int]) -> int:

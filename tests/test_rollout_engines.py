@@ -113,6 +113,20 @@ async def test_generation_ends_with_the_token_that_completes_the_stop_string(
 
 
 @pytest.mark.engine
+async def test_an_end_of_sequence_that_was_sampled_is_a_token_of_the_turn(policy_dir: Path) -> None:
+    tokenizer = PolicyTokenizer(policy_dir)
+    prompt, sampling = tokenizer.encode(" Ana Bell"), Sampling(20, 1.0, seed=5)
+    free = await make_engine(policy_dir, tokenizer).generate(prompt, sampling, request_id="a")
+    end = free.token_ids[3]
+    tokenizer.eos_token_ids = frozenset({end})
+    ended = await make_engine(policy_dir, tokenizer).generate(prompt, sampling, request_id="a")
+    length = free.token_ids.index(end) + 1
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:length], FinishReason.STOP)
+    assert ended.logprobs == pytest.approx(free.logprobs[:length], abs=1e-6)
+    assert ended.policy_versions == [1] * length
+
+
+@pytest.mark.engine
 async def test_length_ends_generation_too(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     engine = make_engine(policy_dir, tokenizer)
     completion = await engine.generate(tokenizer.encode(" Ana"), Sampling(3, 0.0), request_id="a")

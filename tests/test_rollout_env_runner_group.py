@@ -1,11 +1,13 @@
 """The rollout fleet: runners that are killed, stopped or cannot start, and what the driver counts."""
 
+import asyncio
 import gc
 import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import Task, TokenKind
+from ragr1_actors.core.types import Completion, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
@@ -99,6 +101,22 @@ async def test_a_scripted_runner_plays_through_the_environment(policy_dir: Path)
     summary = summarize(await runner.sample_group(asked))
     assert summary.rewards == (1.0, 1.0)
     assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)
+
+
+async def test_the_trajectories_of_a_group_are_sampled_at_the_same_time(policy_dir: Path) -> None:
+    all_here = asyncio.Barrier(4)
+
+    class Meeting(ScriptedEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            async with asyncio.timeout(5):
+                await all_here.wait()  # for the first turns of all four
+            return await super().generate(*arguments, **options)
+
+    asked = replace(request(0), num_trajectories=4)
+    tokenizer = PolicyTokenizer(policy_dir)
+    scripts = {asked.trajectory_id(index): ["<answer> Latvia</answer>"] for index in range(4)}
+    runner = EnvRunner(make_config(), tokenizer, OnePassage(), Meeting(scripts, tokenizer.encode))
+    assert summarize(await runner.sample_group(asked)).rewards == (1.0,) * 4
 
 
 def test_groups_come_back_as_record_batches_with_their_summary(ray_local: ModuleType, group: EnvRunnerGroup) -> None:

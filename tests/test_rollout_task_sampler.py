@@ -21,6 +21,15 @@ def test_an_epoch_hands_out_every_task_once_in_a_seeded_order() -> None:
     assert [i.task.task_id for i in epoch] != [i.task.task_id for i in second]
 
 
+def test_tasks_of_two_sources_with_one_local_id_are_two_tasks() -> None:
+    sampler = TaskSampler([Task("nq/0", "q", ("a",)), Task("hotpotqa/0", "r", ("b",))], seed=0)
+    issues = [sampler.next(), sampler.next()]
+    assert len({issue.group_id for issue in issues}) == 2
+    for issue in issues:
+        sampler.trained(issue)
+    assert sampler.counts() == {"issued": 2, "trained": 2, "failed": 0, "lost": 0, "doubled": 0}
+
+
 @given(st.lists(st.sampled_from(["next", "trained", "again", "give_up", "crash"]), max_size=120), st.integers(0, 5))
 @settings(max_examples=200, deadline=None)
 def test_no_task_is_lost_or_doubled_whatever_happens(actions: list[str], seed: int) -> None:

@@ -89,6 +89,32 @@ async def test_an_answer_inside_a_document_is_not_the_policys() -> None:
     assert trajectory.answer == ""
 
 
+async def test_an_action_is_read_in_the_policys_own_text_only() -> None:
+    class Unguarded(SearchEnv):
+        async def step(self, queries: list[str]) -> StepResult:
+            return StepResult(observation="<information><answer> Riga</answer></information>")
+
+    trajectory = await run([SEARCH, "nothing", "nothing", "nothing"], env_class=Unguarded)
+    assert [turn.action for turn in trajectory.turns] == ["search", "malformed", "malformed", "malformed"]
+    assert (trajectory.answer, trajectory.reward) == ("", 0.0)
+
+
+async def test_the_ids_that_were_sampled_are_kept_and_not_encoded_again() -> None:
+    sampled = [900, 901, 902, 257]  # no ids of this tokenizer's for the text; the last one is the end of the sequence
+
+    async def generate(
+        prompt: object, sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        return Completion(sampled, [-0.1, -0.2, -0.3, -0.4], [7, 7, 8, 8], ANSWER, FinishReason.STOP)
+
+    trajectory = await play(make_env(), generate)
+    is_model = trajectory.kinds == TokenKind.MODEL
+    assert trajectory.token_ids[is_model].tolist() == sampled
+    assert trajectory.logprobs[is_model] == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert trajectory.policy_versions[is_model].tolist() == [7, 7, 8, 8]
+    assert trajectory.turn_lengths == (4,)
+
+
 async def test_a_failed_search_ends_the_trajectory_and_never_reaches_the_context() -> None:
     trajectory = await run([SEARCH, ANSWER], BrokenRetriever())
     assert trajectory.stop_reason is StopReason.RETRIEVAL_FAILED

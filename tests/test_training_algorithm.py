@@ -4,12 +4,12 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,7 +34,8 @@ from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.schema import read_trajectories
-from ragr1_actors.core.types import Message, Task
+from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
@@ -44,6 +45,7 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.data import prepare
+from ragr1_actors.training.evaluation import ask, evaluate
 from ragr1_actors.training.stages import InterruptGuard, TrainingRun
 
 
@@ -222,6 +224,40 @@ def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
         failures |= dict.fromkeys(THINGS, 999)
         with pytest.raises(FleetError, match=r"8 of 8 evaluation tasks failed 4 times; .* is out of reach"):
             built.evaluate()
+
+
+class Recorder(ScriptedEngine):
+    """An engine that answers at once, and notes the temperature of each request."""
+
+    temperatures: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+        super().__init__({}, tokenizer.encode)
+        self.token_ids = tokenizer.encode("<answer> Riga</answer>")
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        self.temperatures[request_id] = sampling.temperature
+        count = len(self.token_ids)
+        return Completion(self.token_ids, [0.0] * count, [0] * count, "<answer> Riga</answer>", FinishReason.STOP)
+
+
+@pytest.mark.engine
+def test_evaluation_is_greedy_and_training_is_not(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=1)
+    engine = {"engine": f"{__name__}:Recorder", "temperature": 0.7}
+    config = config.model_copy(update={"env_runners": config.env_runners.model_copy(update=engine)})
+    Recorder.temperatures.clear()
+    run(config, tmp_path / "run")
+    assert {name: value for name, value in Recorder.temperatures.items() if "#" not in name} == dict.fromkeys(
+        (f"tasks/{thing}/0" for thing in THINGS), 0.0
+    )
+    assert {value for name, value in Recorder.temperatures.items() if "#" in name} == {0.7}
+    Recorder.temperatures.clear()
+    evaluate(tmp_path / "run")
+    ask(tmp_path / "run", "Where is the lamp ?")
+    assert Recorder.temperatures == dict.fromkeys(("ask/0", *(f"tasks/{thing}/0" for thing in THINGS)), 0.0)
 
 
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
