@@ -1,7 +1,7 @@
 """Benchmarks: ratios of two sides measured in one run, ``ragr1 bench NAME``. Not installed; run from a checkout.
 
 A benchmark is a module with ``describe()``, one line on the workload; ``METRICS``, the names it measures; and
-``run(only, repeats, quick)``, which yields a ``Measurement`` at a time.
+``run(only, repeats, quick)``, which yields one ``Measurement`` after another.
 """
 
 from __future__ import annotations

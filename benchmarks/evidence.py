@@ -2,7 +2,7 @@
 
 The vectors are weakly clustered (2,000 centres, noise 1.2 times as long as a centre), which is hard for a compressed
 index: real embeddings gather more. The encoder has MiniLM-L6's shape (6 layers, width 384, 12 heads; 10.6 million
-parameters and its vocabulary) with random weights, so that encoding a query costs what it costs, and its vector is
+parameters and its vocabulary) with random weights, so that encoding a query takes its real time, and its vector is
 searched like any other; recall is measured with queries drawn as the vectors are. Encoding 200,000 passages for real
 would take hours on two cores and change no time that is measured here.
 """

@@ -1,7 +1,7 @@
 """One runner against eight: real actors of the real ``EnvRunnerGroup``, with an engine that only keeps time.
 
-The engine says a scripted turn at ``TOKEN_LATENCY_S`` a token and costs next to no CPU, so that what is measured is
-the fleet and its driver, not who gets the cores: eight runners with 32 trajectories each wake up 4,300 times a second,
+The engine returns a scripted turn at ``TOKEN_LATENCY_S`` per token and needs almost no CPU, so that the fleet and its
+driver are measured and not the number of cores: eight runners with 32 trajectories each wake up 4,300 times per second,
 which takes all their processes together about half of one of two cores. Faster tokens would make those the limit. Turns
 are a quarter as long as in the rest of the benchmark, so that groups come and go at the rate of a larger fleet.
 """
@@ -87,7 +87,7 @@ class PacedEngine(PacedScripts):
 
 
 def make_config(num_env_runners: int) -> RunConfig:
-    """A fleet of runners that need no core of their own."""
+    """A fleet of runners that need almost no core."""
     config = AlgorithmConfig().environment(prompt="{question}", top_k=1).training(group_size=GROUP_SIZE)
     config.env_runners(
         num_env_runners=num_env_runners,
@@ -114,7 +114,7 @@ class Fleets:
     def __init__(self, policy_dir: Path) -> None:
         from cluster.session import ray_session
 
-        os.environ.pop("RAY_ADDRESS", None)  # a private cluster, whoever else has one
+        os.environ.pop("RAY_ADDRESS", None)  # a private cluster, also where another one runs
         self._session = ray_session(num_cpus=NUM_RUNNERS)
         self._session.__enter__()
         self._fleets = [EnvRunnerGroup(make_config(n), policy_dir, workload.SlowRetriever()) for n in (1, NUM_RUNNERS)]
@@ -139,7 +139,7 @@ class Fleets:
 def run_fleet(fleet: Any, num_runners: int, groups_per_runner: int) -> FleetRun:
     """Give every runner the same groups, and measure as long as all have as much to do as they can take.
 
-    The load is ``num_runners`` copies of the same list. The clock stops when all but the last ``SLOTS`` groups a
+    The load is ``num_runners`` copies of the same list. The clock stops when all but the last ``SLOTS`` groups per
     runner are there: what is left then is the end of a run, which no longer run would have.
     """
     for index in range(groups_per_runner):

@@ -1,4 +1,4 @@
-"""One side of ``peak_memory``, in a process of its own: ``python -m benchmarks.head_memory ours|whole DIR NUM_TOKENS``.
+"""One side of ``peak_memory``, in a separate process: ``python -m benchmarks.head_memory ours|whole DIR NUM_TOKENS``.
 
 Prints the bytes by which forward and backward of a policy over ``NUM_TOKENS`` tokens, all of them predicted, raised the
 peak of the process's memory above what it held before. The policy in ``DIR`` has one layer, narrow: nearly all of it is
@@ -24,7 +24,7 @@ def room_needed(num_tokens: int, vocab_size: int) -> float:
 
 
 def measure_side(side: str, policy_dir: Path, num_tokens: int) -> float:
-    """Bytes of a side, by a process of its own."""
+    """Return the bytes of a side, measured in a new process."""
     command = [sys.executable, "-m", "benchmarks.head_memory", side, str(policy_dir), str(num_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -89,5 +89,5 @@ def _report(before: int) -> None:
 
 
 if __name__ == "__main__":
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this process goes and no other
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel ends this process
     {"ours": _ours, "whole": _whole}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.http_server INDEX_DIR PORT      (an index of the benchmark; "stub" for INDEX_DIR finds at once)
 
-FastAPI, a plain function behind one JSON request a caller, run by Starlette's pool of 40 threads. Each request encodes
-its own queries, searches by an index call of its own with faiss's own settings, and returns dictionaries. Nothing is
+FastAPI, a plain function behind one JSON request per caller, run by Starlette's pool of 40 threads. Each request
+encodes its own queries, searches by a separate index call with faiss's defaults, and returns dictionaries. Nothing is
 batched across requests, nothing remembered. In its favour: the passages are mapped and not a list of dictionaries, no
 GPU cache is emptied after a request, and a load's connections are kept alive.
 """
@@ -33,7 +33,7 @@ class QueryRequest(BaseModel):
 
 
 class Server:
-    """Searches an index directory, a request at a time and thread."""
+    """Searches an index directory: one request at a time per thread."""
 
     def __init__(self, index_dir: Path) -> None:
         import faiss

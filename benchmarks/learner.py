@@ -20,8 +20,8 @@ peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 15
 of 200-8,000 tokens and micro-batches of 16,384. Updates are run a quarter as long, 50-2,000 tokens in micro-batches of
 4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, on 24 trajectories whose lengths are spread as
 those of a large batch (the longest has 1,613 tokens): two cores are done in minutes. The sides follow each other within
-a repeat; a small update of each does not count. Useful tokens are the trajectories' own. What a side took stands on
-stderr: where its CPU seconds are fewer than its seconds, somebody else had the cores.
+a repeat; a small update of each does not count. Useful tokens are the trajectories' own. stderr shows the seconds of
+each side: where its CPU seconds are fewer, another process had the cores.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ UNITS = {
     "peak_memory": "bytes",
 }
 METRICS = tuple(GOALS)
-_RANKS = {"padding_waste": 1, "padding_waste_2": 2, "padding_waste_8": 8}
+NUM_RANKS = {"padding_waste": 1, "padding_waste_2": 2, "padding_waste_8": 8}
 _UPDATES = {"vs_padded", "vs_padded_micro"}
 
 SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
@@ -114,14 +114,14 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
 
 def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
     """What needs no model: a repeat is another draw of the trajectories."""
-    found: Samples = {metric: [] for metric in (*_RANKS, "in_step_loss", "attention_padding", "prefix_sharing")}
+    found: Samples = {metric: [] for metric in (*NUM_RANKS, "in_step_loss", "attention_padding", "prefix_sharing")}
     if not wanted & found.keys():
         return {}
     for seed in range(repeats):
         lengths = sides.draw_lengths(NUM_PLANNED, SHORTEST, LONGEST, seed)
         trajectories = sides.members(sides.draw_groups(lengths, 1000, seed))
         rows = {}
-        for metric, num_ranks in _RANKS.items():
+        for metric, num_ranks in NUM_RANKS.items():
             rows[num_ranks] = sides.packed_rows(trajectories, num_ranks, MICRO_BATCH_TOKENS, PAIR_COST)
             of_dummies = sides.num_tokens(row for row in rows[num_ranks] if not row.weight)
             found[metric].append(quotient(of_dummies, sides.num_tokens(rows[num_ranks])))
@@ -175,7 +175,7 @@ def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
 
 
 def _rate(name: str, learner: Any, groups: list[TrajectoryGroup]) -> float:
-    """Useful tokens a second."""
+    """Useful tokens per second."""
     useful = sum(trajectory.num_tokens for trajectory in sides.members(groups))
     before = time.process_time()
     seconds, metrics = sides.clock(learner, groups)

@@ -2,8 +2,8 @@
 
 Trajectories have log-normal lengths, their median the geometric mean of the shortest and the longest that are allowed,
 sigma 0.8, clipped to the two: of 200-8,000 tokens, median 1,265 and mean about 1,700. 15 % of each is prompt, 30 % the
-model's, 55 % observations, in 2 to 4 turns. Search-R1 and RAG-R1 publish no distribution; their limits are 500 tokens a
-turn, 1,000 an observation and query, and 8,192 in all.
+model's, 55 % observations, in 2 to 4 turns. Search-R1 and RAG-R1 publish no distribution; their limits are 500 tokens
+per turn, 1,000 per observation and query, and 8,192 in all.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
 
 
 def by_turn(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """A trajectory a turn, its context included: what a learner that trains on turns computes."""
+    """One trajectory per turn, with its context: what a learner that trains on turns computes."""
     return [one.trajectory for trajectory in trajectories for one in segment(trajectory)]
 
 
@@ -227,9 +227,9 @@ class PaddedLearner(GRPOLearner):
     """The usual layout: right-padded ``[B, L]`` batches with a mask through transformers' own SDPA attention.
 
     As verl without ``use_remove_padding``, from which Search-R1 and RAG-R1 descend: whole logits, sliced where
-    responses begin; L is the longest of the whole batch. As many rows a micro-batch as fit into ``micro_batch_tokens``.
-    The same weights, DeepSpeed engine, optimizer and loss as ours. Left out, in its favour: the entropy, metrics, and
-    the tokens between the longest trajectory and verl's fixed maximum.
+    responses begin; L is the longest of the whole batch. A micro-batch has as many rows as fit into
+    ``micro_batch_tokens``. The same weights, DeepSpeed engine, optimizer and loss as ours. Left out, in its favour: the
+    entropy, metrics, and the tokens between the longest trajectory and verl's fixed maximum.
     """
 
     pads_to_batch = True

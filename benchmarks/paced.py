@@ -1,4 +1,4 @@
-"""An engine that only keeps a GPU's time, for the loops to be measured where generation is not what a CPU makes of it.
+"""An engine that takes the time of a GPU and computes nothing, to measure the loops without a CPU's generation.
 
 A decode step takes ``STEP_S`` however many rows it has, up to ``MAX_ROWS``: on a GPU it is the reading of the weights
 that takes its time. On a CPU it is the arithmetic, so that a row that runs on alone costs its own tokens and no more,
@@ -9,10 +9,10 @@ For Qwen2.5-7B in bf16 on an H200, none of it measured:
 * weights 15.2 GB ÷ 4.8 TB/s = 3.2 ms [calc]
 * keys and values: 96 rows x 300 tokens x 57 kB ÷ 4.8 TB/s = 0.3 ms [calc]
 * launches, sampling, scheduling: 0.5 ms [assumed]
-* a token of a prompt that is not cached: 2 x 7.6e9 FLOP ÷ 400 TFLOP/s = 38 us [calc, at 40 % of the peak], in which all
-  rows wait
+* per token of a prompt that is not cached: 2 x 7.6e9 FLOP ÷ 400 TFLOP/s = 38 us [calc, at 40 % of the peak], in which
+  all rows wait
 
-Steps come when they are due, whatever this process has to do, as an engine has processes of its own; a request joins
+Steps come when they are due, also while this process is busy, as an engine runs in other processes; a request joins
 the first step that begins after it was made. What the loop does for every token, it does here too.
 """
 
@@ -33,7 +33,7 @@ from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 STEP_S = 0.004
 PREFILL_S = 38e-6
-"""A token."""
+"""Per token."""
 MAX_ROWS = 256
 _KEY_TOKENS = 64
 """Of the prompt, which begins with the question: enough to tell trajectories apart."""

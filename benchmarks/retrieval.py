@@ -1,4 +1,4 @@
-"""``ragr1 bench retrieval``: the fleet against the HTTP server that everyone copies, and against its own limits.
+"""``ragr1 bench retrieval``: the fleet against the usual HTTP server, and against its own limits.
 
 ===================== ================================================================= =======
 metric                ratio                                                             goal
@@ -9,11 +9,11 @@ vs_http_compressed    the same load over ``pq`` ÷ the HTTP server's over the ex
 vs_http_lists         64 callers with three queries each, exact                         >= 6
 recall_at_3           recall@3 of ``pq`` against the exact index                        >= 0.99
 recall_at_10          the same at 10                                                    >= 0.98
-vector_bytes          bytes a vector of ``pq`` ÷ of float32                             <= 1/3
-text_private_bytes    private bytes a passage of a process that reads the corpus        <= 5
+vector_bytes          bytes per vector of ``pq`` ÷ of float32                           <= 1/3
+text_private_bytes    private bytes per passage of a process that reads the corpus      <= 5
 transport_64          a batch of 64 through the client ÷ over HTTP, nothing searched    <= 1/3
 router_p50            median latency of the client ÷ of a bare call of Ray's            <= 1.3
-scaling_retrievers    queries/s of 8 replicas of 10 ms a query ÷ 8 times one's          >= 0.95
+scaling_retrievers    queries/s of 8 replicas of 10 ms per query ÷ 8 times one's        >= 0.95
 kill_lost             wrong or missing answers after ``kill -9`` of one of two          0
 kill_p99              p99 in the 5 s after the kill ÷ before                            <= 2
 second_replica_s      seconds until a second replica is searched                        <= 5
@@ -106,7 +106,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
 
 
 class Bench:
-    """The parts of the benchmark, each with a start of its own."""
+    """The parts of the benchmark, each with its own start."""
 
     def __init__(self, directory: Path, wanted: Collection[str], quick: bool) -> None:
         self._wanted = set(wanted)
@@ -128,7 +128,7 @@ class Bench:
         return found
 
     def stubs(self, repeats: int) -> Samples:
-        """The road to the actors: nothing is searched."""
+        """The transport to the actors: nothing is searched."""
         if not self._wanted & _STUBS:
             return {}
         found: Samples = {metric: [] for metric in sorted(_STUBS)}

@@ -29,7 +29,7 @@ NUM_CALLERS = 64
 TOP_K = 3
 WARM_S = 2.0
 SERVICE_S = 0.01
-"""Of a query at a stub; at half of it eight stubs, their client and its passages want more than two cores."""
+"""Of a query at a stub; at half of it eight stubs, their client and its passages need more than two cores."""
 CALLERS_PER_REPLICA = 32
 NUM_ENCODED, NUM_ENCODED_QUICK = 2048, 256
 """Passages that are encoded for ``index_build``."""
@@ -95,7 +95,7 @@ class World:
 
 
 def local_ray() -> AbstractContextManager[None]:
-    """A local Ray of our own, with more logical CPUs than actors ask for, at the priority of the other side."""
+    """A private local Ray, with more logical CPUs than actors ask for, at the priority of the other side."""
     os.environ.setdefault("RAY_worker_niceness", "0")
     return ray_session(16)
 
@@ -197,7 +197,7 @@ def recall(exact_dir: Path, other_dir: Path, ks: tuple[int, ...]) -> dict[int, f
 
 
 def vector_bytes(exact_dir: Path, other_dir: Path) -> Sample:
-    """Bytes a vector on disk, against four a dimension."""
+    """Bytes per vector on disk, against four per dimension."""
     manifest = Manifest.read(other_dir)
     return quotient(
         sum(shard.file.num_bytes for shard in manifest.shards) / manifest.count,
@@ -225,7 +225,7 @@ print(max(0, private() - before) / len(corpus))
 
 
 def text_private_bytes(index_dir: Path) -> Sample:
-    """Private bytes a passage of a process that opened the corpus and read 128,000 passages at random."""
+    """Private bytes per passage of a process that opened the corpus and read 128,000 passages at random."""
     command = [sys.executable, "-c", _READ_ALL, str(index_dir)]
     found = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return Sample(found, found, 1.0)
@@ -248,7 +248,7 @@ async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
         stubs.stop()
     with http_server("stub") as url:
 
-        async def ask() -> Any:  # as the rollout of Search-R1 does, a connection a call, and nobody waits beside it
+        async def ask() -> Any:  # as the rollout of Search-R1 does: a connection per call, and no other caller
             return requests.post(url, json={"queries": asked, "topk": TOP_K, "return_scores": True}).json()["result"]
 
         theirs = await _median_s(ask, quick)
@@ -285,7 +285,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
 
 async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
-    """Queries/s of a few replicas that take ``SERVICE_S`` a query, against as many times one's."""
+    """Queries/s of a few replicas that take ``SERVICE_S`` per query, against as many times one's."""
     from benchmarks.stubs import start_stubs
     from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
@@ -359,7 +359,7 @@ async def kill(index_dir: Path, quick: bool) -> tuple[Sample, Sample]:
 
 
 async def second_replica(index_dir: Path) -> Sample:
-    """Seconds from ``scale_to(2)`` until the second replica has answered a search; encoders stand apart."""
+    """Seconds from ``scale_to(2)`` until the second replica has answered a search; encoders are separate actors."""
     settings = RetrievalSettings(num_retrievers=1, num_encoders=1, cache_size=0, num_cpus_per_retriever=1)
     known = iter(evidence.queries(100_000, seed=8))
     with fleet(index_dir, settings) as group:

@@ -4,8 +4,8 @@
 metric               ratio                                                              goal
 ==================== ================================================================== =======
 engine_parity        tokens/s of the real loop ÷ the bare engine on the same turns      >= 0.97
-vs_lockstep          wall ÷ lock-step loop, one blocking search a trajectory (RAG-R1)   <= 0.4
-vs_lockstep_batched  wall ÷ lock-step loop, one blocking search a turn (Search-R1)
+vs_lockstep          wall ÷ lock-step loop, one blocking search per trajectory (RAG-R1) <= 0.4
+vs_lockstep_batched  wall ÷ lock-step loop, one blocking search per turn (Search-R1)
 vs_lockstep_paced    the same two, on an engine that keeps a GPU's time (``paced.py``)  <= 0.4
 vs_batched_paced
 lockstep_waiting     of that lock-step loop: trajectories' time spent waiting for others
@@ -19,8 +19,8 @@ driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 ru
 The workload is drawn as ``benchmarks/workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half
 as many run in the engine, which has one core and the loop the other. The prefix cache is emptied before each side and
 has room for all of it. All is taken over whole runs, their ends with ever fewer trajectories included. The sides follow
-each other within a repeat; a first, small one of each does not count. What the machine did meanwhile stands on stderr:
-where the engine's CPU seconds are fewer than the seconds of the run, somebody else had its core. On the paced engine
+each other within a repeat; a first, small one of each does not count. stderr shows the load of the machine: where
+the engine's CPU seconds are fewer than the seconds of the run, another process had its core. On the paced engine
 all trajectories run at once, on every side, as they would on a GPU.
 """
 
@@ -157,7 +157,7 @@ class EngineBench:
     """The metrics of one engine."""
 
     def __init__(self, engine: Any, tokenizer: Any, policy_dir: Path, wanted: Collection[str]) -> None:
-        self._engine, self._llm, self._tokenizer = engine, engine._engine, tokenizer
+        self._engine, self._llm, self._tokenizer = engine, engine.llm, tokenizer
         self._policy_dir = policy_dir
         self._wanted = wanted
         self._config = sides.make_config()

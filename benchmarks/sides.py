@@ -69,7 +69,7 @@ class SideRun:
 
     @property
     def waiting(self) -> Sample:
-        """Share of the time of all trajectories, over the whole run, in which none of their own is under way."""
+        """Share of the time of all trajectories, over the whole run, in which they neither generate nor search."""
         total_s = self.wall_s * len({turn.trajectory for turn in self.turns})
         waiting_s = total_s - self.search_s - sum(end - start for start, end in (t.interval for t in self.turns))
         return quotient(waiting_s, total_s)
@@ -136,7 +136,7 @@ class PlannedEngine:
         await self._engine.check()
 
     async def close(self) -> None:
-        """Leave the engine to whoever made it: the other sides use it too."""
+        """Leave the engine open: the other sides use it too."""
 
 
 def make_config(num_in_flight: int = NUM_IN_FLIGHT) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Retrieval actors that search nothing: for the cost of the road to them, and for fleets of a fixed service time."""
+"""Retrieval actors that search nothing: for the cost of the calls to them, and for fleets of a fixed service time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The workload of the rollout benchmark, drawn from one stated distribution.
 
-* turns of a trajectory: 2, 3 or 4, alike likely; all but the last search, three queries each
+* turns of a trajectory: 2, 3 or 4, equally likely; all but the last search, three queries each
 * tokens of a turn: log-normal, median 60, sigma 0.6, clipped to 10-200
 * latency of a search (the queries of one call together): log-normal, median 0.1 s, sigma 0.5
 * prompt: about 110 tokens; observation: about 100 tokens
 
 Every draw is a function of the seed and of a name (of a trajectory, a turn, a query), so that both sides of a
-comparison, and every actor of a fleet, draw the same without being told.
+comparison, and every actor of a fleet, draw the same without a message.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Plan:
         return len(self.turn_tokens) - 1
 
     def queries(self, turn: int, count: int = NUM_QUERIES) -> tuple[str, ...]:
-        """What turn ``turn`` asks: two words a query."""
+        """What turn ``turn`` asks: two words per query."""
         draw = _draw("queries", self.name, str(turn))
         return tuple(" ".join(draw.sample(words(), 2)) for _ in range(count))
 

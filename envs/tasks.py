@@ -4,7 +4,7 @@
 HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
 MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
-anything else       a JSON list, or one JSON object a line, with ``question`` and one of ``golden_answers``,
+anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
 ==================  ======================================================================================
 
@@ -168,7 +168,7 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
 def _records(path: Path) -> Iterator[_Record]:
     text = _read(path)
     if not text.strip():
-        raise DataError(f"{path} is empty; expected a JSON list or one JSON object a line, each with a question")
+        raise DataError(f"{path} is empty; expected a JSON list or one JSON object per line, each with a question")
     entries = _list_entries(text, path) if text.lstrip()[0] == "[" else _line_entries(text, path)
     empty = True
     for entry, where in entries:

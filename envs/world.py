@@ -8,7 +8,7 @@ It replaces Wikipedia on machines without a network or a GPU. Every entity has o
 and every question but those of ``no_search`` needs passages, in one round or several:
 
 ============  ==================================================================  =====================================
-category      question                                                            plan (a tuple a round)
+category      question                                                            plan (a tuple per round)
 ============  ==================================================================  =====================================
 one_hop       Where was Ana Bell born?                                            (Ana Bell,)
 two_hop       Where was the director of Silent River born?                        (Silent River,) (Ana Bell,)
@@ -18,7 +18,7 @@ comparison_3  When was the first of Ana Bell or Bo Cole or Cy Dow born?         
 no_search     Ana Bell lives in Riga. Where does Ana Bell live?                   ()
 ============  ==================================================================  =====================================
 
-No training question has both the supporting passages and the answer of an evaluation question, in whatever words.
+No training question has both the supporting passages and the answer of an evaluation question, in any wording.
 Both splits ask about the same entities, as those of HotpotQA do.
 """
 

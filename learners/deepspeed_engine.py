@@ -201,14 +201,19 @@ class DeepSpeedEngine:
         DeepSpeed's compiled Adam, at stages 1 and 2 it leaves a step count on the GPU that torch's AdamW rejects and
         removes the links that ``get_state`` reads, and stage 0 does not have it.
         """
-        if not self._resting.num_bytes:
+        if not self.is_offloaded:
             self._engine.optimizer.zero_grad()
             self._resting.offload(self._tensors(), scratch=self._gradients())
         return self._resting.num_bytes
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether ``offload_states`` has moved the tensors, and nothing has needed them since."""
+        return self._resting.num_bytes > 0
+
     def reload_states(self) -> None:
         """Undo ``offload_states`` if it was called. Every method that needs the tensors calls this."""
-        if self._resting.num_bytes:
+        if self.is_offloaded:
             self._resting.reload()
 
     def _tensors(self) -> Iterator[torch.Tensor]:

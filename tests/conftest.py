@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, no network hub, and a Ray cluster of their own."""
+"""What all tests share: one thread per process, no model hub, and a private Ray cluster."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 os.environ.pop("RAY_ADDRESS", None)
-# By default an example that takes 0.2 s, or a slow draw, fails: on a busy machine any of them may.
+# By default Hypothesis fails an example that takes 0.2 s or is slow to draw: on a busy machine any may be.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-# A shell has what it starts in the background ignore SIGINT, and so would all processes of the tests.
+# A process that a shell starts in the background ignores SIGINT, and so would all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -63,7 +63,7 @@ def ray_temp_dir() -> Iterator[str]:
 def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     """A local Ray cluster, shared by the session; yields the module ``ray``.
 
-    Its four CPUs and two GPUs are only counted: who asks for a part of a GPU must not use it.
+    Its four CPUs and two GPUs are only counted: an actor that asks for a part of a GPU must not use it.
     """
     import ray
 

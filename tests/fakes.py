@@ -1,4 +1,4 @@
-"""Fakes that check what they are given: a retriever over a dictionary, and a tokenizer of bytes."""
+"""Fakes: three retrievers, and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,15 @@ class BrokenRetriever:
         raise RetrievalError("tried 3 replicas; the last one: connection lost")
 
 
+class OnePassage:
+    """Pickles, and finds the same passage for every query."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
+
+
 class ByteTokenizer:
-    """One token a byte; ids are the bytes."""
+    """One token per byte; the ids are the bytes."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,4 +1,4 @@
-"""Real HTTP servers on loopback that answer what a test wants, and waits for a state."""
+"""Real HTTP servers on loopback that answer what a test wants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def stub_server(answer: Answer, port: int = 0) -> AsyncIterator[str]:
-    """Answer every request with ``answer``; yields the URL. Ends at once, whatever is in flight."""
+    """Answer every request with ``answer``; yields the URL. Ends at once, also with requests in flight."""
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
@@ -68,9 +68,3 @@ def free_port() -> int:
 
 def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until ``holds()``; the test's timeout ends a wait in vain."""
-    while not holds():
-        await asyncio.sleep(0.002)

@@ -14,7 +14,7 @@ PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name i
 
 
 def hard_vectors(count: int, dimension: int, num_queries: int, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Vectors and queries of length 1 around 2,000 centres so weak that lists and graphs lose their way."""
+    """Vectors and queries of length 1 around 2,000 centres so weak that an approximate index misses neighbours."""
     rng = np.random.default_rng(seed)
     centres = _unit(rng.standard_normal((2000, dimension), dtype=np.float32))
 

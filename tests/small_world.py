@@ -1,4 +1,4 @@
-"""A world of eight sentences, and runs in it: in this process, and as a person starts them."""
+"""A world of eight sentences, and runs in it: in this process and by the command line."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ SHORT = {"num_steps": 14, "num_demonstrations": 64}
 
 
 def make_files(directory: Path) -> Path:
-    """Write a corpus that says where eight things lie, an index over it, and a question about each."""
+    """Write a corpus about eight things, an index over it, and a question per thing to train and one to evaluate."""
     from retrieval.build import build_index
     from retrieval.corpora.readers import read_passages
 
     places = {thing: PLACES[index % 4] for index, thing in enumerate(THINGS)}
     corpus = [{"id": t, "title": t, "text": f"The {t} lies in {p}."} for t, p in places.items()]
-    tasks = [{"id": t, "question": f"Where is the {t} ?", "answer": p} for t, p in places.items()]
     (directory / "corpus.json").write_text(json.dumps(corpus))
-    (directory / "tasks.json").write_text(json.dumps(tasks))
+    for name, question in {"tasks": "Where is the {} ?", "eval_tasks": "Where does the {} lie ?"}.items():
+        tasks = [{"id": t, "question": question.format(t), "answer": p} for t, p in places.items()]
+        (directory / f"{name}.json").write_text(json.dumps(tasks))
     build_index(read_passages(directory / "corpus.json"), directory / "index", progress=False)
     return directory
 
@@ -46,7 +47,7 @@ def make_config(files: Path, sft: dict[str, Any] | None = None, **training: Any)
         AlgorithmConfig()
         .environment(
             tasks=str(files / "tasks.json"),
-            eval_tasks=str(files / "tasks.json"),
+            eval_tasks=str(files / "eval_tasks.json"),
             prompt="{question}",
             max_turns=2,
             top_k=1,
@@ -75,14 +76,14 @@ def make_recipe(path: Path, files: Path, **training: Any) -> Path:
 
 
 def a_persons_environment() -> dict[str, str]:
-    """Return this environment without what ``conftest.py`` keeps quiet by it."""
+    """Return this environment without the variables by which ``conftest.py`` silences libraries."""
     quiet = ("DS_ACCELERATOR",)
     return {name: value for name, value in os.environ.items() if name not in quiet} | {"PYTHONPATH": str(ROOT)}
 
 
 @contextmanager
 def started(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start ``ragr1 train`` with everything it prints in pipes, in a process group of its own; end it at the latest."""
+    """Start ``ragr1 train`` in a separate process group with its output in pipes; end it with the context."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ragr1_actors", "train", *arguments],
         cwd=cwd,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import baselines, fleet, paced, retrieval_sides, rollout, sides, workload
+from benchmarks import baselines, fleet, learner, paced, retrieval_sides, rollout, sides, workload
 from benchmarks.intervals import uncovered_s, union
-from benchmarks.measurement import Goal, Measurement, Sample, measure, quotient, render
+from benchmarks.measurement import Goal, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
 from envs.actions import STOP_TAGS
 from ragr1_actors.cli import main as cli
@@ -73,7 +74,7 @@ def test_an_index_build_is_compared_with_its_encoder(tmp_path: Path, monkeypatch
     assert 0 < found.ours < found.theirs
 
 
-def test_what_one_set_of_intervals_leaves_of_another() -> None:
+def test_time_of_one_set_of_intervals_outside_another() -> None:
     assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert uncovered_s([(0, 4), (3, 6)], [(1, 2), (1.5, 5)]) == pytest.approx(2.0)
     assert uncovered_s([(0, 1)], []) == 1
@@ -106,14 +107,14 @@ def test_the_workload_is_the_stated_one_and_the_same_everywhere() -> None:
 
 
 class BabblingEngine:
-    """Says as many tokens as it may."""
+    """Generates as many tokens as it may."""
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
         num = sampling.max_new_tokens
         assert sampling.stop == STOP_TAGS
-        assert on_text is not None  # as in production, the environment looks on
+        assert on_text is not None  # as in production, the environment reads the partial text
         return Completion([300] * num, [0.0] * num, [0] * num, "babble", FinishReason.LENGTH)
 
     def release(self, request_id: str) -> None:
@@ -130,7 +131,7 @@ class BabblingEngine:
 
 
 class FakeLLM:
-    """Looks like ``AsyncLLM`` from where the other sides stand."""
+    """The part of ``AsyncLLM`` that the other sides use."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -144,7 +145,9 @@ async def test_all_sides_take_the_same_turns(
     policy_dir: Path, tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.001)
-    monkeypatch.setattr(baselines, "_params", lambda **settings: settings)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=0))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     names = [f"bench/{index}" for index in range(5)]
     plans = [workload.plan(name) for name in names]
     config = sides.make_config().model_copy(
@@ -163,7 +166,7 @@ async def test_all_sides_take_the_same_turns(
     assert len(batched.searches) == max(plan.num_searches for plan in plans)
 
 
-async def test_a_paced_step_takes_its_time_whatever_the_batch(
+async def test_a_paced_step_takes_as_long_for_any_batch(
     tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paced, "STEP_S", 0.01)
@@ -210,7 +213,7 @@ def test_tokens_behind_the_stop_string_are_counted(tokenizer: PolicyTokenizer) -
     assert tokens_past_stop(ids, ("bx", "b<"), tokenizer) == 2  # made up of two tokens
 
 
-async def test_the_pause_is_held_against_a_copy(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+async def test_the_pause_is_divided_by_the_time_of_a_copy(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     weights = read_weights(policy_dir)
     sample = await sync_pause(BabblingEngine(), weights, 1)
     assert sample.ours == 0.25
@@ -254,27 +257,24 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
-def test_bench_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_needs_a_checkout_and_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke("rollout") == (
         f"error: no benchmarks/ in {tmp_path}; run ragr1 bench in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
-    assert invoke("no_such") == "error: got bench no_such, expected one of learner, retrieval, rollout"
+    assert invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout"
 
 
 def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(only: str | None, repeats: int | None, quick: bool) -> list[Measurement]:
-        assert (only, repeats, quick) == ("driver_cpu", 2, True)
-        return [measure("driver_cpu", [quotient(1.0, 4.0)], "s", rollout.GOALS["driver_cpu"])]
-
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(rollout, "run", run)
-    arguments = ("rollout", "--only", "driver_cpu", "--repeats", "2", "--quick")
+    monkeypatch.setattr(learner, "NUM_PLANNED", 16)
+    arguments = ("learner", "--only", "prefix_sharing", "--repeats", "2", "--quick")
     (line,) = invoke(*arguments, "--json").splitlines()
-    assert list(json.loads(line)) == KEYS
-    assert json.loads(line)["met"] is True
+    found = json.loads(line)
+    assert list(found) == KEYS
+    assert (found["metric"], found["repeats"]) == ("prefix_sharing", 2)
     monkeypatch.setattr(cli, "console", Console(width=200))
     table = invoke(*arguments)
-    assert "seed 20250707" in table
-    assert "driver_cpu" in table
+    assert learner.describe() in table
+    assert "prefix_sharing" in table

@@ -76,7 +76,7 @@ def test_both_sides_learn_the_same(learners: list[Any]) -> None:
     groups = sides.draw_groups(sides.draw_lengths(8, 10, 90, seed=0), SHAPE.vocab_size, seed=0)
     lengths = [t.num_tokens for t in sides.members(groups)]
     losses = set()
-    for _ in range(3):  # a step of one that differed would show in the next loss
+    for _ in range(3):  # a step that differs would change the next loss
         ours, padded, trimmed = (sides.clock(one, groups)[1] for one in learners)
         losses.add(round(ours["loss"], 4))
         assert padded["loss"] == pytest.approx(ours["loss"], abs=1e-5)
@@ -91,7 +91,7 @@ def test_plans_waste_no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(learner, "NUM_PLANNED", 64)
     found = learner.plans(tmp_path, set(learner.METRICS), 2, quick=True)
     assert all(len(samples) == 2 for samples in found.values())
-    assert all(sample.ratio <= 0.01 for metric in learner._RANKS for sample in found[metric])
+    assert all(sample.ratio <= 0.01 for metric in learner.NUM_RANKS for sample in found[metric])
     assert all(sample.ours < sample.theirs for sample in found["in_step_loss"])
     assert all(0 < sample.ratio < 0.2 for sample in found["attention_padding"])
     assert all(0.4 < sample.ratio < 0.7 for sample in found["prefix_sharing"])

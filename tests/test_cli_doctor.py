@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,24 @@ def test_what_is_needed_is_what_pyproject_says(monkeypatch: pytest.MonkeyPatch) 
     assert "ruff" not in names
 
 
-def test_little_room_is_a_warning(tmp_path: Path) -> None:
-    assert doctor._room("disk", tmp_path, 0, "runs").state == "ok"
-    little = doctor._room("disk", tmp_path, 2**80, "runs are written here")
+def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at_disk() -> doctor.Finding:
+        return next(finding for finding in doctor.examine(with_ray=False) if finding.name == "disk")
+
+    monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 0)
+    assert look_at_disk().state == "ok"
+    monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 2**80)
+    little = look_at_disk()
     assert little.state == "warning"
-    assert little.found.endswith("runs are written here")
-    assert doctor._room("disk", tmp_path / "none", 0, "runs").state == "warning"
+    assert little.found.endswith("better 1125899906842624 GiB: runs are written here")
+
+    def fail(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(shutil, "disk_usage", fail)
+    absent = look_at_disk()
+    assert absent.state == "warning"
+    assert absent.found.startswith(f"{Path.cwd()}: No such file or directory; ")
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -1,4 +1,4 @@
-"""What a person sees who asks for something that cannot be done: one sentence, exit status 2, nothing lost."""
+"""The command line: what cannot be done ends with one sentence and exit status 2, and nothing is lost."""
 
 import io
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from rich.console import Console
 from small_world import a_persons_environment, invoke, make_config, make_files
 
@@ -48,7 +49,7 @@ def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path)
 
 
 def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
-    """The whole run in one process: what is printed is what a person is to read, and nothing of a library's."""
+    """The whole run in one process: only the project's messages are printed, and none of a library."""
     config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=2)
     settings = config.model_dump()
     settings["evaluation"] |= {"interval": 1}
@@ -179,7 +180,7 @@ def test_a_damaged_configuration_is_not_resumed_from(tmp_path: Path, text: str) 
     assert "start a new run in another --run-dir" in refused
 
 
-def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_or_too_large_are_refused(tmp_path: Path) -> None:
     for override in (
         "training.lr=.inf",
         "training.entropy_coeff=.nan",
@@ -224,5 +225,4 @@ def test_the_start_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
 def test_help_answers_without_what_training_needs() -> None:
     slow = ("numpy", "pydantic", "yaml", "ray", "torch")
     script = f"import sys, ragr1_actors.cli.main; print([m for m in {slow} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(script) == "[]\n"

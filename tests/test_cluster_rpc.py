@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from waits import until
 from zmq.utils import z85
 
 from cluster.rpc import RpcAddress, RpcClient, RpcServer, decode, encode
@@ -120,7 +121,7 @@ async def test_concurrent_calls_run_one_at_a_time_in_order(actor: Actor) -> None
     calls = [asyncio.create_task(client.call("wait", number)) for number in range(5)]
     await until(actor.has_begun.is_set)
     answering = asyncio.create_task(asyncio.to_thread(actor.server.run, actor.double, 4))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # no state shows that no other call has begun
     assert actor.order == [] and not answering.done()
     actor.may_go_on.set()
     assert await asyncio.gather(*calls) == actor.order == [0, 1, 2, 3, 4]
@@ -160,7 +161,7 @@ def test_a_client_that_is_dropped_closes_its_sockets(actor: Actor) -> None:
     gc.collect()
 
     async def use() -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # a thread of ZeroMQ closes the sockets of the client above; no state shows it
         before = num_descriptors()
         clients = [RpcClient(actor.address) for _ in range(10)]
         for client in clients:
@@ -179,7 +180,7 @@ async def test_calls_that_arrived_are_answered_before_the_end(actor: Actor) -> N
     await until(actor.has_begun.is_set)
     await asyncio.sleep(0.2)  # the others are sent; no state of the server shows it
     draining = asyncio.create_task(asyncio.to_thread(actor.server.drain))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # no state shows that it waits
     assert not draining.done()
     actor.may_go_on.set()
     await draining
@@ -305,7 +306,7 @@ def impersonate(
 
 @contextmanager
 def raw_client(address: RpcAddress) -> Iterator["zmq.Socket[bytes]"]:
-    """A socket with the right keys that sends what it likes."""
+    """A socket with the right keys that sends any bytes."""
     context = zmq.Context()
     with context.socket(zmq.DEALER) as raw:
         raw.linger = 0
@@ -356,14 +357,17 @@ async def test_no_server_listens_there(actor: Actor) -> None:
 
 
 SERVE = """
-import os, sys, time
+import threading, time
 import ray.util
 from cluster.rpc import RpcServer
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
+def sleep(duration_s):
+    print("begun", flush=True)
+    time.sleep(duration_s)
 server = RpcServer()
-server.open({"sleep": time.sleep, "double": lambda value: 2 * value})
+server.open({"sleep": sleep, "double": lambda value: 2 * value})
 print(repr(tuple(server.address)), flush=True)
-time.sleep(60)
+threading.Event().wait()
 """
 
 
@@ -376,7 +380,6 @@ def process() -> Iterator[tuple["subprocess.Popen[str]", RpcAddress]]:
     ) as started:
         try:
             assert started.stdout is not None
-
             yield started, RpcAddress(*ast.literal_eval(started.stdout.readline()))
         finally:
             started.kill()
@@ -389,7 +392,7 @@ async def test_a_peer_killed_in_a_call_is_noticed_at_once(
     client = RpcClient(address)
     assert await client.call("double", 2) == 4
     calls = [asyncio.create_task(client.call("sleep", 50)) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    await asyncio.to_thread(started.stdout.readline)
     started.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     for failed in await asyncio.gather(*calls, return_exceptions=True):
@@ -405,7 +408,7 @@ async def test_a_peer_that_is_stopped_misses_its_heartbeats(
     started, address = process
     client = RpcClient(address)
     call = asyncio.create_task(client.call("sleep", 50))
-    await asyncio.sleep(0.5)
+    await asyncio.to_thread(started.stdout.readline)
     started.send_signal(signal.SIGSTOP)
     with pytest.raises(RpcError, match="lost the connection to"):
         async with asyncio.timeout(20):
@@ -423,10 +426,3 @@ def test_an_address_that_cannot_be_listened_at_leaves_calls_to_ray(monkeypatch: 
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)

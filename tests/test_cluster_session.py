@@ -1,13 +1,12 @@
-"""A session of its own in a process of its own: the other tests share one."""
+"""Ray sessions, each in a separate process: the other tests share one."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import ray
+from processes import run_python
 
 from cluster.session import ray_session
 from ragr1_actors.core.errors import FleetError
@@ -56,22 +55,7 @@ with ray_session():
 
 
 def run(num_cpus: float, num_gpus: float) -> str:
-    return run_script(SCRIPT, str(num_cpus), str(num_gpus))
-
-
-def run_script(*arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    ran = subprocess.run(
-        [sys.executable, "-c", *arguments],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return run_python(SCRIPT, num_cpus, num_gpus)
 
 
 @pytest.mark.slow
@@ -87,7 +71,7 @@ def test_gpus_that_are_not_there_are_named() -> None:
     assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)
 
 
-def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise Exception("The current node timed out\nduring startup.")  # as Ray does
 
@@ -100,6 +84,6 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyP
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
-    found = re.findall(r"failed after ([\d.]+)", run_script(KILL, str(tmp_path)))  # Ray prints more
+    found = re.findall(r"failed after ([\d.]+)", run_python(KILL, tmp_path))  # Ray prints more
     assert len(found) == 4
     assert min(map(float, found)) < 0.8  # a busy machine delays some of them; a wait of 1 s would delay all

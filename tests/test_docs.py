@@ -6,16 +6,14 @@ import ast
 import functools
 import importlib.util
 import itertools
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import run_python
 from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import app
@@ -74,7 +72,7 @@ def cli_calls(command: str) -> Iterator[list[str]]:
             end = next((i for i, w in enumerate(words) if i > index and w in ("|", "&&", ";", ">", "&")), len(words))
             arguments = words[index + 1 : end]
             choices = next((w for w in arguments if re.fullmatch(r"[a-z-]+(\|[a-z-]+)+", w)), "")
-            arguments = list(itertools.takewhile(lambda word: word != "COMMAND", arguments))  # stands for any
+            arguments = list(itertools.takewhile(lambda word: word != "COMMAND", arguments))  # a placeholder
             for choice in choices.split("|"):
                 yield [choice if w == choices else w for w in arguments if w != "..."]
             return
@@ -124,7 +122,7 @@ def check_call(call: tuple[str, ...]) -> None:
     assert result.exit_code == 0, f"ragr1 {shlex.join(call)}: {result.output}"
     assignments = [word for word in call if re.fullmatch(rf"(?:{_SECTIONS})\.\w+=.*", word, re.DOTALL)]
     recipe = call[1] if call[:1] == ("train",) and len(call) > 1 else ""
-    if recipe and not recipe.isupper():  # RECIPE stands for any
+    if recipe and not recipe.isupper():  # RECIPE is a placeholder
         assert recipe in recipe_names() or recipe.endswith(".yaml"), call
     config = AlgorithmConfig.from_recipe(recipe) if recipe in recipe_names() else AlgorithmConfig()
     config.override(assignments).freeze()
@@ -139,7 +137,8 @@ def test_keys_exist(name: str) -> None:
         assert key in type(RunConfig.model_fields[section].default).model_fields, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKED if "decisions/" not in name])  # they name what is gone
+# decisions name paths that are gone
+@pytest.mark.parametrize("name", [name for name in CHECKED if "decisions/" not in name])
 def test_paths_exist(name: str) -> None:
     for path in _PATH.findall(prose(read(name))):
         assert list(ROOT.glob(path.rstrip("/"))), path
@@ -180,16 +179,7 @@ def test_python_runs(name: str, tmp_path: Path) -> None:
     program = "".join(
         f"exec(compile({code!r}, 'block {number}', 'exec'), {{}})\n" for number, code in enumerate(blocks)
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(program, cwd=tmp_path)
 
 
 def load_generator() -> ModuleType:
@@ -206,7 +196,7 @@ def test_configuration_page_is_up_to_date() -> None:
 
 @functools.cache
 def strings() -> set[str]:
-    """Return every string of the product code; ``…`` stands for what an f-string fills in."""
+    """Return every string of the product code; ``…`` in place of what an f-string fills in."""
     found: set[str] = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -122,7 +122,7 @@ JSON_LISTS = st.lists(st.text(max_size=12), max_size=6).map(lambda q: f"<search>
 
 
 def check(completion: str, query_format: QueryFormat, limit: int) -> Action:
-    """Parse, and see that whatever comes out may go to a retriever."""
+    """Parse, and check that a retriever accepts every query."""
     action = parse_action(completion, query_format)
     if isinstance(action, Search):
         clean = clean_queries(action.queries, limit)
@@ -151,7 +151,7 @@ def test_no_text_breaks_the_parser(completion: str, query_format: QueryFormat, l
 @example('<search>["a", "b\\"c"]</search>', "json", list(range(30)))
 @example("<think></think><search>a\nb\n</search>", "lines", list(range(40)))
 @settings(max_examples=1000, deadline=None)
-def test_a_stream_reads_what_the_parser_reads_however_the_text_comes(
+def test_a_stream_reads_what_the_parser_reads_in_any_pieces(
     completion: str, query_format: QueryFormat, cuts: list[int]
 ) -> None:
     stream = QueryStream(query_format)
@@ -171,9 +171,7 @@ def test_a_stream_reads_what_the_parser_reads_however_the_text_comes(
         ("json", '["Ana", "B\\"o"]</search>', {"Ana": 6, 'B"o': 14}),
     ],
 )
-def test_a_query_is_read_as_soon_as_its_own_end_has_come(
-    query_format: QueryFormat, body: str, ends: dict[str, int]
-) -> None:
+def test_a_query_is_read_as_soon_as_it_is_complete(query_format: QueryFormat, body: str, ends: dict[str, int]) -> None:
     stream = QueryStream(query_format)
     opening = "<think> <search>x\n</search></think> <search>"
     assert stream.feed(opening) == []

@@ -89,7 +89,7 @@ async def test_an_environment_that_works_has_no_fault(env_class: type[SearchEnv]
     assert [check for check in await check_env(env_class, settings) if check.problem] == []
 
 
-def test_the_command_prints_a_line_a_check_and_its_status_says_whether_all_is_well() -> None:
+def test_the_command_prints_a_line_per_check_and_fails_if_one_fails() -> None:
     good = CliRunner().invoke(cli.app, ["check-env", f"{__name__}:Polite", "environment.max_turns=2"])
     assert good.exit_code == 0, good.output
     assert len(good.output.splitlines()) == 9

@@ -136,7 +136,7 @@ def test_an_observation_keeps_its_budgets_its_tag_and_its_characters(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_over_is_cut_between_words_and_short_blocks_are_left_whole(name: ObservationFormat) -> None:
+def test_text_over_the_budget_is_cut_between_words_and_short_blocks_are_left_whole(name: ObservationFormat) -> None:
     long = Passage("p", "Cy", "alpha beta gamma delta " * 50)
     text = lay_out(name, ("Ana Bell", "Cy"), [[ANA], [long]], total=300)
     assert 240 < len(ENCODE(text)) <= 300
@@ -152,7 +152,7 @@ def test_a_script_without_blanks_is_cut_between_characters(name: ObservationForm
     assert "\ufffd" not in text
 
 
-def test_an_endless_query_does_not_push_the_budget() -> None:
+def test_an_endless_query_does_not_exceed_the_budget() -> None:
     for name in FORMATS:
         text = lay_out(name, ("why " * 500,), [[ANA]], total=200, per_query=100)
         assert len(ENCODE(text)) <= 200

@@ -23,7 +23,7 @@ ENCODE = ByteTokenizer().encode
 
 
 class GatedRetriever(DictRetriever):
-    """Answers a query once its gate is open; some it never answers."""
+    """Answers once its gate is open, but fails on the queries in ``broken``."""
 
     def __init__(self, passages: Sequence[Passage] = (), broken: Sequence[str] = ()) -> None:
         super().__init__(passages)
@@ -124,7 +124,7 @@ def without_times(result: StepResult) -> StepResult:
 
 
 async def begin(env: SearchEnv, *partials: str) -> None:
-    """Let the environment see a turn come, and what it begins begin."""
+    """Show the environment a turn as it grows, and let the searches that it begins start."""
     await env.reset(TASK)
     for partial in partials:
         env.peek(partial)
@@ -132,12 +132,12 @@ async def begin(env: SearchEnv, *partials: str) -> None:
 
 
 async def all_ended() -> None:
-    """Let what was begun come to its end."""
+    """Return once every task that was begun has ended."""
     while len(asyncio.all_tasks()) > 1:
         await asyncio.sleep(0)
 
 
-async def test_a_search_begins_when_its_query_has_come_to_its_end() -> None:
+async def test_a_search_begins_when_its_query_is_complete() -> None:
     retriever = GatedRetriever([ANA])
     env = make_env(retriever)
     turn = "<think> <search>no\n</think><search> Ana Bell\nana  bell\nBo Cole"
@@ -163,7 +163,7 @@ async def test_a_search_begins_when_its_query_has_come_to_its_end() -> None:
     st.lists(st.sampled_from(["Ana Bell", " ana bell", "Bo", "Cy", "Dan", "", '"'] * 2), max_size=6), st.integers(1, 5)
 )
 @settings(max_examples=40, deadline=None)
-def test_looking_early_changes_nothing_but_the_time(query_format: str, queries: list[str], step: int) -> None:
+def test_early_searches_change_only_the_time(query_format: str, queries: list[str], step: int) -> None:
     body = {"lines": "\n", "comma": ","}.get(query_format, " ").join(queries)
     turn = f"<think> a</think><search>{json.dumps(queries) if query_format == 'json' else body}</search>"
 
@@ -195,7 +195,7 @@ async def test_no_search_begins_over_the_limit_or_on_the_last_turn() -> None:
     assert retriever.calls == [["a"], ["b"]]
 
 
-async def test_what_is_begun_for_nothing_is_cancelled() -> None:
+async def test_an_early_search_that_is_not_asked_for_is_cancelled() -> None:
     retriever = GatedRetriever([ANA])
     env = make_env(retriever)
     await begin(env, "<search>Bo Cole\nAna Bell\n")
@@ -210,7 +210,7 @@ async def test_what_is_begun_for_nothing_is_cancelled() -> None:
     assert retriever.cancelled == ["Bo Cole", "Cy Dow"]
 
 
-async def test_a_failure_of_an_early_search_is_heard_of_in_step_and_nowhere_else() -> None:
+async def test_a_failure_of_an_early_search_is_raised_by_step_alone() -> None:
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     for is_asked in (True, False):

@@ -82,7 +82,7 @@ def test_kl_in_the_reward_of_a_trajectory(estimator: str) -> None:
 
 @pytest.mark.parametrize(("gamma", "lambda_", "kl_coeff"), [(1.0, 1.0, 0.0), (0.9, 0.8, 0.1), (0.5, 0.0, 0.0)])
 def test_ppo_steps_over_what_it_did_not_write(gamma: float, lambda_: float, kl_coeff: float) -> None:
-    """GAE token by token over the whole trajectory, where a token that is not MODEL is no step; then whitening."""
+    """GAE over the trajectory, whose steps are its MODEL tokens alone; then whitening."""
     learner = make_learner(PPOLearner, {"gamma": gamma, "lambda_": lambda_}, kl_coeff=kl_coeff)
     batch, *_ = make_batch(learner, 2)
     values, old, reference = (rows(x, batch) for x in (learner.given, batch.columns.old_logprobs, learner.reference))

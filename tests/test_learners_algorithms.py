@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 def config_for(name: str, **learners: object) -> RunConfig:
-    """Everything on that an algorithm has, and a second epoch, which is off-policy."""
+    """Every part of an algorithm switched on, and a second epoch, which is off-policy."""
     training: dict[str, Any] = {"algorithm": name, "lr": 1e-3, "num_epochs": 2, "clip_low": 2.0, "clip_high": 2.0}
     if issubclass(OPTIONS[name], PolicyGradientOptions):
         training |= {"kl_coeff": 0.1, "entropy_coeff": 0.01, "options": {"llds_coeff": 0.1}}
@@ -123,8 +123,8 @@ def test_micro_batch_size_and_order_change_nothing(build_named: Callable[..., Le
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_what_stands_beside_other_kinds_changes_nothing(build_named: Callable[..., Learner], name: str) -> None:
-    """Log-probs and versions of tokens that the policy did not sample: a broken number there is not even read."""
+def test_values_at_tokens_of_other_kinds_change_nothing(build_named: Callable[..., Learner], name: str) -> None:
+    """Log-probs and versions of tokens that the policy did not sample: a broken number there is never read."""
     clean, dirty = build_named(name), build_named(name)
     groups = unequal_groups(0)
     first = clean.update(groups)
@@ -355,7 +355,7 @@ def test_which_algorithm_leaves_flat_groups_out(
     assert len(make_batch(learner, [flat, other, failed]).trajectories) == 12 - expected
 
 
-def test_the_critic_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+def test_the_critic_has_its_own_schedule(tmp_path: Path) -> None:
     def schedule(**options: float) -> Schedule:
         config = make_config(training={"algorithm": "ppo", "lr": 1e-3, "warmup_steps": 4, "options": options})
         return PPOLearner(config, tmp_path).critic_schedule
@@ -386,7 +386,7 @@ class Margins(LearnerOptions):
 
 
 class Hinge(Learner):
-    """Own advantages, own loss and an option of its own."""
+    """Custom advantages, a custom loss and a custom option."""
 
     options_class = Margins
 
@@ -405,7 +405,7 @@ class Hinge(Learner):
     ("name", "options", "metric"),
     [("Signs", {"llds_coeff": 0.1}, "llds"), ("Signs", {}, "clip_fraction"), ("Hinge", {"margin": 2.0}, "hinge")],
 )
-def test_a_learner_of_ones_own(
+def test_a_custom_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], metric: str
 ) -> None:
     (tmp_path / "own_learners.py").write_text(OWN_LEARNERS)

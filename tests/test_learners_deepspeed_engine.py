@@ -142,7 +142,7 @@ def test_an_update_after_offload_and_reload_equals_one_without(build: Build, sta
         parameters = [p for e in moved.engines().values() for p in e.module.parameters()]
         num_bytes = 4 * sum(np.prod(moved.policy.full_shape(p)) for p in parameters)
         assert freed >= num_bytes * sum(copies.values())
-        assert moved.offload_states() == freed, "again is no more"
+        assert moved.offload_states() == freed, "a second call frees no more"
         if reloads:  # else the next use reloads
             for engine in moved.engines().values():
                 engine.reload_states()

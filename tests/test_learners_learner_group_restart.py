@@ -50,7 +50,7 @@ FAILURES: dict[str, Failure] = {f.__name__: f for f in (killed, cuda_error, lear
 
 
 class FailingLearner(GRPOLearner):
-    """Fails once for every file ``fail_<rank>`` in the folder of the policy, in the way that stands in it."""
+    """Fails once for every file ``fail_<rank>`` in the folder of the policy, in the way that the file names."""
 
     def train_step(self, *arguments: Any) -> None:
         meter = arguments[-1]
@@ -85,7 +85,7 @@ def update(group: LearnerGroup, number: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str, float]]:
-    """State and last metrics of one rank that nothing happened to, in this process."""
+    """State and last metrics of one rank in this process, which ran without a failure."""
     group = make_group(0)
     group.build(f"{__name__}:FailingLearner", make_policy(tmp_path_factory.mktemp("whole") / "policy"))
     metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
@@ -164,7 +164,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "error"), [("learner_error", LearnerError), ("mistake", FleetError)])
-def test_what_another_start_would_not_mend_ends_the_group(
+def test_an_error_that_a_restart_would_not_mend_ends_the_group(
     ray_with_tests: ModuleType, policy_dir: Path, how: str, error: type[Exception]
 ) -> None:
     group = make_group(1)

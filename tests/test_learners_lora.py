@@ -1,4 +1,4 @@
-"""LoRA: adapters alone are trained, stored and published; engines merge them, and so are they saved."""
+"""LoRA: adapters alone are trained, stored and published; engines and saved policies have them merged."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def load_engine(folder: Path, config: RunConfig) -> TransformersEngine:
 
 def assert_engine_has(engine: TransformersEngine, learner: Learner) -> None:
     expected = learner.get_weights()
-    for name, parameter in engine._model.named_parameters():
+    for name, parameter in engine.model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().float().numpy(), expected[name], err_msg=name)
 
 
@@ -139,7 +139,7 @@ def test_adapters_alone_are_published_and_an_engine_merges_them(
     assert published.pop("lora_base").item() == learner.adapter_base
     shapes = {name: tensor.shape for name, tensor in published.items()}
     assert [(tensor.name, tensor.shape) for tensor in learner.published_tensors()] == list(shapes.items())
-    adapted = [tuple(p.shape) for name, p in engine._model.named_parameters() if is_adapted(name)]
+    adapted = [tuple(p.shape) for name, p in engine.model.named_parameters() if is_adapted(name)]
     assert sum(tensor.size for tensor in published.values()) == sum(4 * (rows + columns) for rows, columns in adapted)
     published.pop(next(iter(published)))
     with pytest.raises(EngineError, match="lacks 1 adapters"):
@@ -166,7 +166,7 @@ def test_an_engine_follows_to_the_policy_that_a_stage_begins_with(build: Build, 
         asyncio.run(engine.update_weights(second.published_weights(), 3))
 
 
-def test_an_engine_of_a_users_own_is_sent_merged_weights(build: Build) -> None:
+def test_a_custom_engine_is_sent_merged_weights(build: Build) -> None:
     learner = build(GRPOLearner, lora_config(env_runners={"engine": "my_engine:MyEngine"}))
     learner.update(make_groups(0))
     assert learner.published_weights().keys() == learner.get_weights().keys()
@@ -199,16 +199,16 @@ def test_peft_loads_the_adapter_of_a_checkpoint(build: Build, tmp_path: Path) ->
         ({"target_modules": ["lm_head"]}, r"'lm_head' is none of a decoder layer's linear layers"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(lora: dict[str, object], message: str) -> None:
+def test_wrong_settings_are_refused(lora: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lora_config(lora=lora)
 
 
-def test_a_layer_that_the_policy_lacks_is_told_with_the_nearest(build: Build) -> None:
+def test_a_layer_that_the_policy_lacks_is_named_with_the_nearest(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"has no linear layer 'query_proj'; did you mean '\w+_proj'\?"):
         build(GRPOLearner, lora_config(lora={"target_modules": ["query_proj"]}))
 
 
-def test_a_resting_reference_is_refused_as_there_is_none() -> None:
+def test_an_offloaded_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learners\.offload: got reference with learners\.lora.*take reference out"):
         lora_config(learners={"offload": ["reference"]})

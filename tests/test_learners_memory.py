@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learners_common import Build, make_config
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from learners.algorithms.ppo import PPOLearner
@@ -164,33 +162,6 @@ def test_a_checkpoint_has_12_bytes_per_trained_parameter(build: Build, tmp_path:
         assert written == 12 * count, name
 
 
-class _Peak(TorchDispatchMode):
-    """Follows the bytes of all tensors that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._add, found)
-        return found
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
@@ -203,7 +174,7 @@ def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
         model.train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with _Peak() as mode:
+    with TensorBytes() as made:
         hidden = model.get_decoder()(
             input_ids=torch.zeros(1, num_tokens, dtype=torch.long),
             position_ids=torch.arange(num_tokens)[None],
@@ -213,7 +184,7 @@ def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
         hidden.float().sum().backward()
     weights = dtype.itemsize * shape.backbone_parameters  # views of them count once
     expected = activation_bytes(shape, num_tokens, dtype.itemsize, checkpointing=checkpointing, takes_rows=False)
-    assert expected == pytest.approx(mode.peak - weights, rel=0.1)
+    assert expected == pytest.approx(made.peak - weights, rel=0.1)
 
 
 def test_the_critic_of_the_7b_recipe_decides_its_peak() -> None:

@@ -84,7 +84,7 @@ TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo 
 
 @pytest.fixture(scope="module")
 def two_policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One tiny policy, and another with weights of its own; neither has flat distributions."""
+    """Two tiny policies with different weights; neither has flat distributions."""
     folders = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp(f"policy{seed}")
@@ -214,7 +214,7 @@ def test_tokens_of_the_newest_version_are_reported_apart(build: Build, num_epoch
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_gap_that_is_no_number_is_a_wide_one(build: Build, broken: float) -> None:
+def test_a_gap_that_is_not_finite_counts_as_a_wide_one(build: Build, broken: float) -> None:
     def gap(count: int) -> np.ndarray:
         return np.where(np.arange(count) == 3, broken, 0.0)
 

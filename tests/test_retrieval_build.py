@@ -1,4 +1,4 @@
-"""Building an index: every type, whole or absent, with what was refused before anything was made."""
+"""Building an index of every type: it is whole or absent, and wrong arguments are refused before anything is made."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_passages_that_cannot_be_indexed_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_arguments_of_a_finished_build_are_not_kept(index_dir: Path, tmp_path: Path) -> None:
-    """Nor the lock: what is left is the index alone, which may be copied."""
+    """Nor is the lock: only the index is left, which may be copied."""
     copy = shutil.copytree(index_dir, tmp_path / "copy")
     assert json.loads((copy / "manifest.json").read_text())["version"] == index_info(copy)["version"]
     assert not any((index_dir / name).exists() for name in ("arguments.json", "lock", "embeddings"))

@@ -1,4 +1,4 @@
-"""A build that was interrupted: by whom and wherever, it goes on; and one process at a time builds an index."""
+"""A build that was interrupted at any point goes on, and one process at a time builds an index."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""The passages of an index on disk: what is written is read, with no memory of its own."""
+"""The passages of an index on disk: what is written is read, and takes no private memory."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
@@ -142,23 +139,9 @@ def test_two_chunks_are_refused(tmp_path: Path) -> None:
         Corpus.open(tmp_path)
 
 
-def run(script: str, *arguments: object) -> str:
-    """Run Python in a process of its own and return what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        timeout=600,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on file sizes fails every writer in turn, as a full disk does: spilled texts, Arrow, hashes."""
-    printed = run(
+    printed = run_python(
         """
         import errno, os, resource, sys
         from retrieval.base import Passage
@@ -226,7 +209,7 @@ MEASURE = """
     [
         ("list", 3_000, 30_000, 10),  # in memory: 13 MB of texts, twice
         pytest.param("list", 20_000, 200_000, 10, marks=pytest.mark.slow),
-        pytest.param("object", 20_000, 200_000, 15, marks=pytest.mark.slow),  # its keys' hashes: 12 bytes a slot
+        pytest.param("object", 20_000, 200_000, 15, marks=pytest.mark.slow),  # its keys' hashes: 12 bytes per slot
         pytest.param("questions", 20_000, 200_000, 25, marks=pytest.mark.slow),  # paragraphs' and titles' hashes
     ],
 )
@@ -237,14 +220,14 @@ def test_private_memory_does_not_grow_with_the_corpus(
     for count in (few, many):
         folder = tmp_path / str(count)
         folder.mkdir()
-        grown.append(float(run(MEASURE, kind, count, folder)))
+        grown.append(float(run_python(MEASURE, kind, count, folder)))
     print(f"{kind}: private memory grows by {grown[0]:.1f} MB at {few}, {grown[1]:.1f} MB at {many} passages")
     assert grown[1] - grown[0] < most_mb
 
 
-def test_an_open_corpus_costs_no_memory_a_passage(tmp_path: Path) -> None:
+def test_an_open_corpus_costs_no_memory_per_passage(tmp_path: Path) -> None:
     write_corpus(numbered(50_000), tmp_path)
-    private_mb = run(
+    private_mb = run_python(
         """
         import sys
         from pathlib import Path
@@ -261,4 +244,4 @@ def test_an_open_corpus_costs_no_memory_a_passage(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert float(private_mb) < 0.25 * 20  # a replica; 5 bytes a passage would be 0.25 MB
+    assert float(private_mb) < 0.25 * 20  # per replica; 5 bytes per passage would be 0.25 MB

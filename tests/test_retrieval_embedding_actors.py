@@ -1,4 +1,4 @@
-"""Actors that encode a corpus: the same vectors as here, whatever dies, and one clear error where it cannot be done."""
+"""Actors that encode a corpus: the vectors of one process, also when actors die, or else one clear error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class World:
         return EmbeddingStore.create(directory, replace(header, **changes))
 
     def check(self, store: EmbeddingStore) -> None:
-        """Everything is there, and as this process encodes it."""
+        """Check that every vector is there and equal to that of this process."""
         assert store.missing() == []
         assert {path.name for path in store.directory.iterdir()} == {
             "store.json", *(f"shard-{number:06d}.npy" for number in range(NUM_SHARDS))
@@ -227,7 +227,7 @@ def test_an_interruption_leaves_whole_shards(ray_local: ModuleType, world: World
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_what_an_actor_refuses_is_said_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+def test_an_error_of_an_actor_is_raised_as_it_is(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
     other = world.store(tmp_path / "a", encoder_fingerprint="0" * 64)
     with pytest.raises(DataError, match="but the vectors so far are of 000000000000"):
         fill_store(other, world.directory, world.encoder, Workers(1, 0))

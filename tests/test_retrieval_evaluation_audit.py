@@ -1,4 +1,4 @@
-"""What of the gold answers and of the evidence stands in a corpus."""
+"""Which gold answers and which evidence a corpus contains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def task(*answers: str, support: tuple[str, ...] = (), name: str = "t") -> Task:
 
 
 @pytest.mark.parametrize(
-    ("answer", "stands"),
+    ("answer", "is_found"),
     [
         ("riga", True),  # in the title
         ("The Capital, of LATVIA!", True),
@@ -46,10 +46,10 @@ def task(*answers: str, support: tuple[str, ...] = (), name: str = "t") -> Task:
         ("?!", False),
     ],
 )
-def test_answers_stand_in_a_passage_as_whole_words(answer: str, stands: bool) -> None:
+def test_answers_are_found_as_whole_words(answer: str, is_found: bool) -> None:
     audit = audit_corpus(CORPUS, [task(answer)])
-    assert (audit.num_answers_found, audit.num_answers_missing) == (int(stands), int(not stands))
-    assert audit.missing_answers == (() if stands else (MissingTask("t", "Where?", (answer,)),))
+    assert (audit.num_answers_found, audit.num_answers_missing) == (int(is_found), int(not is_found))
+    assert audit.missing_answers == (() if is_found else (MissingTask("t", "Where?", (answer,)),))
 
 
 def test_a_supporting_passage_that_was_split_is_there() -> None:
@@ -58,7 +58,7 @@ def test_a_supporting_passage_that_was_split_is_there() -> None:
     assert (audit.num_support_all, audit.num_support_partly) == (1, 1)
 
 
-def test_any_gold_answer_counts_and_yes_and_no_stand_apart() -> None:
+def test_any_gold_answer_counts_and_yes_and_no_are_counted_apart() -> None:
     tasks = [task("Paris", "Riga"), task("Yes."), task("no", "yes"), task("no", "Paris"), task("yes", "Riga"), task()]
     audit = audit_corpus(CORPUS, tasks)
     assert (audit.num_tasks, audit.num_yes_no) == (6, 2)

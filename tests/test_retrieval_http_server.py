@@ -19,8 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 from fakes import BrokenRetriever
-from http_stub import port_of, until
+from http_stub import port_of
 from prometheus_client.parser import text_string_to_metric_families
+from waits import until
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
@@ -300,7 +301,7 @@ async def test_a_token_guards_searches_and_metrics() -> None:
         assert (await ask(session, {"queries": ["a"]}, headers=right))[0] == 200
         assert (await session.get("/metrics")).status == 401
         assert (await session.get("/metrics", headers=right)).status == 200
-        assert (await session.get("/healthz")).status == 200  # says nothing that is worth a token
+        assert (await session.get("/healthz")).status == 200  # it tells nothing secret
 
 
 async def test_other_machines_need_a_token() -> None:

@@ -27,7 +27,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Api:
-    """Answers like a search API; keeps what it was asked. ``statuses`` come first, one a request."""
+    """Answers like a search API; keeps what it was asked. ``statuses`` come first, one per request."""
 
     def __init__(self, *statuses: int, headers: dict[str, str] | None = None) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class Api:
             {"title": f"T{n}", "snippet": f"{query} {n}", "link": f"http://site/{n}", "more": {"text": f"more {n}"}}
             for n in range(5)
         ]
-        # some APIs repeat the whole request, key and all
+        # some APIs repeat the whole request with the key
         return web.json_response({"search": asked, "organic": [*results, {"title": "no text"}, {"url": str(asked)}]})
 
 

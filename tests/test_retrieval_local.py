@@ -6,14 +6,13 @@ import asyncio
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import run_python
 from retrieval_world import NAMES, PASSAGES
 from test_retrieval_reranker import config, save_tokenizer
 from transformers import BertForSequenceClassification
@@ -160,10 +159,7 @@ def test_importing_the_retriever_is_light() -> None:
         "import sys, retrieval.local\n"
         "print([name for name in ('torch', 'faiss', 'sentence_transformers', 'bm25s', 'ray') if name in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
-    )
-    assert ran.stdout.strip() == "[]"
+    assert run_python(script) == "[]\n"
 
 
 def test_encoder_folder_is_used_from_where_it_is_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

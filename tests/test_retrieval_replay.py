@@ -1,4 +1,4 @@
-"""Replay: what trajectories recorded answers again; what they did not is a failure."""
+"""Replay: a recorded query gets its recorded answer; a search for another query fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index for GPUs without faiss, on a CPU: exact, in any block size, and told apart from none."""
+"""The index for GPUs without faiss, on a CPU: exact in any block size; missing vectors and a missing GPU are errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval_world import hard_vectors
+from tensor_bytes import TensorBytes
 
 import retrieval.indexes.torch_index as torch_index
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -40,8 +41,9 @@ def test_search_is_exact_in_any_block_size(seed: int, count: int, k: int, size: 
 
 def test_half_precision_keeps_the_best_and_takes_half_the_bytes() -> None:
     vectors, queries = hard_vectors(2000, 64, 50)
-    index = TorchFlatIndex([vectors], 2000, 64, device="cpu", dtype=torch.float16)
-    assert index._matrix.nbytes == 2000 * 64 * 2
+    with TensorBytes() as made:
+        index = TorchFlatIndex([vectors], 2000, 64, device="cpu", dtype=torch.float16)
+    assert made.now == 2000 * 64 * 2
     scores, rows = best_of(*index.find(queries, 3), 3)
     truth = np.argsort(-(queries @ vectors.T), axis=1)[:, :3]
     assert np.mean([len(set(a) & set(b)) / 3 for a, b in zip(rows.tolist(), truth.tolist(), strict=True)]) > 0.98
@@ -57,7 +59,7 @@ def test_many_queries_are_searched_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert np.array_equal(index.find(queries, 5).rows, whole.rows)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_vectors_and_a_missing_gpu_are_errors() -> None:
     with pytest.raises(DataError, match="got 4 or more vectors, expected 5"):
         TorchFlatIndex([np.ones((4, 2), np.float32)], 5, 2, device="cpu")
     with pytest.raises(DataError, match="expected 3"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from processes import run_python
 from retrieval_world import hard_vectors
 
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -185,7 +184,7 @@ def test_a_dimension_that_pq_cannot_take_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", INDEX_TYPES)
-def test_numbers_that_are_none_and_wrong_counts_are_refused(name: str, hard: tuple[Floats, Floats]) -> None:
+def test_vectors_that_are_not_finite_and_wrong_counts_are_refused(name: str, hard: tuple[Floats, Floats]) -> None:
     vectors = hard[0][:100].copy()
     for bad in (np.nan, np.inf):
         vectors[70, 3] = bad
@@ -250,7 +249,7 @@ def test_truncated_foreign_and_other_files_are_refused(indexes: dict[str, Vector
 def test_flat_and_fp16_move_to_a_device_through_torch(
     indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats], tmp_path: Path
 ) -> None:
-    """``cpu:0`` stands for a GPU that faiss has no say in: the same path but for the device."""
+    """``cpu:0`` in place of a GPU that faiss does not use: only the device differs."""
     for name in ("flat", "fp16", "pq"):
         (tmp_path / name).mkdir()
         shard = saved(indexes[name], tmp_path / name)
@@ -312,7 +311,7 @@ def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], ha
 
 
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
-    """In a process of its own: 30 MB of vectors are searched in each type, and stay in the page cache."""
+    """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""
     script = """
 import re, sys
 from pathlib import Path
@@ -338,11 +337,7 @@ for name in sys.argv[2:]:
     for name in most_mb:
         options = {"num_lists": 16} if name == "ivf" else {}
         VectorIndex.build([vectors], 128, name, count=60_000, options=options).save(tmp_path / name)
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), *most_mb],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
-    taken = dict(zip(most_mb, map(int, ran.stdout.split()), strict=True))
+    taken = dict(zip(most_mb, map(int, run_python(script, tmp_path, *most_mb).split()), strict=True))
     assert all(taken[name] <= most for name, most in most_mb.items()), taken
 
 

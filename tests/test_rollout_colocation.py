@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import test_rollout_weight_sync
+from fakes import OnePassage
+from fleet_world import drain, pids, request, wait_until_healed
 from small_world import SHORT, make_files
 from small_world import make_config as make_run_config
-from test_rollout_weight_sync import OnePassage, drain, make_sync, read, request
+from test_rollout_weight_sync import apply_to_the_first, make_sync, read
 
 from cluster.session import Placement
+from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
@@ -54,7 +57,7 @@ def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> R
 
 
 class Setup:
-    """Two runners and two learner ranks, and what takes turns between them."""
+    """Two runners and two learner ranks that share devices, and the weight sync between them."""
 
     def __init__(self, config: RunConfig, policy_dir: Path) -> None:
         self.placement = Placement(config)
@@ -66,7 +69,7 @@ class Setup:
         self.version = 0
 
     def iterate(self) -> dict[str, float]:
-        """Sample, learn and publish, as ``Algorithm.train`` does; check that engines stand still for the learners."""
+        """Sample, learn and publish, as ``Algorithm.train`` does; check that engines pause for the learners."""
         for index in range(4):
             self.fleet.submit(request(index))
         batch = drain(self.fleet)
@@ -81,7 +84,7 @@ class Setup:
         return metrics
 
     def assert_all_have_it(self) -> None:
-        """Of what the learners have now. They come to their devices for that, and leave again."""
+        """Check that both runners have the learners' weights, which the learners reload and offload for it."""
         expected = self.learners.get_weights()
         self.learners.offload_states()
         found = self.fleet.foreach_env_runner(read)
@@ -90,14 +93,6 @@ class Setup:
             assert has == self.version
             for name, weight in weights.items():
                 np.testing.assert_array_equal(weight, expected[name], err_msg=name)
-
-
-def heal(fleet: EnvRunnerGroup) -> None:
-    deadline = time.monotonic() + 120
-    while fleet.num_healthy < 2:
-        assert time.monotonic() < deadline, "the runner did not come back"
-        fleet._probe()
-        time.sleep(0.2)
 
 
 @contextmanager
@@ -113,7 +108,7 @@ def made(config: RunConfig, folder: Path) -> Iterator[Setup]:
 
 
 def is_offloaded(learner: Any) -> bool:
-    return learner.policy._resting.num_bytes > 0
+    return all(engine.is_offloaded for engine in learner.engines().values())
 
 
 def die_at_the_first_part(runner: EnvRunner) -> None:
@@ -144,26 +139,27 @@ def test_learners_and_engines_take_turns(
         assert all(setup.learners.foreach_learner(is_offloaded))
         setup.assert_all_have_it()
 
-        by_value.get(setup.fleet._runners[0].handle.apply.remote(die_at_the_first_part))
+        apply_to_the_first(setup.fleet, die_at_the_first_part)
         with caplog.at_level(logging.WARNING):
             started = time.monotonic()
             setup.iterate()
-        assert time.monotonic() - started < 50, "it took a deadline"
+        assert time.monotonic() - started < 50, "the update waited for a deadline"
         assert setup.transport.num_fallbacks == 1
         assert "version 4 goes to 1 of 2 env runners" in caplog.text
-        heal(setup.fleet)
+        wait_until_healed(setup.fleet)
         setup.assert_all_have_it()
         setup.iterate()
         setup.assert_all_have_it()
         assert setup.transport.num_fallbacks == 1
 
+        pid = pids(setup.fleet)[1]
         for index in range(12):
             setup.fleet.submit(request(index))
-        by_value.kill(setup.fleet._runners[1].handle, no_restart=False)  # while the engines have the devices
+        os.kill(pid, signal.SIGKILL)  # while the engines have the devices
         assert {one.summary.oldest_version for one in drain(setup.fleet)} == {setup.version}
-        heal(setup.fleet)
+        wait_until_healed(setup.fleet)
         setup.assert_all_have_it()
-        assert all(setup.learners.foreach_learner(is_offloaded)), "they left again when they had given it the weights"
+        assert all(setup.learners.foreach_learner(is_offloaded)), "the learners offload again after sending"
         setup.iterate()
         assert setup.transport.num_fallbacks == 1
 
@@ -194,11 +190,8 @@ def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: Module
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_with_evaluations_and_checkpoints(
-    by_value: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its learner agrees with the engines in every iteration, and goes on where it was."""
-    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+def test_a_run_with_evaluations_and_checkpoints(by_value: ModuleType, tmp_path: Path) -> None:
+    """The learner agrees with the engines in every iteration, also after a resume."""
     sections = make_run_config(make_files(tmp_path), {**SHORT, "num_steps": 3}).model_dump()
     sections["env_runners"] |= {"num_env_runners": 2, "num_cpus_per_env_runner": 0.5, "weight_transport": "ipc"}
     sections["learners"] |= {"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 1}
@@ -242,7 +235,7 @@ def test_a_runner_whose_engine_does_not_load_again_is_left_out(
     fleet.wait_until_ready()
     fleet.expect(0, dict)
     (tmp_path / "policy" / "tokenizer.json").unlink()
-    by_value.kill(fleet._runners[0].handle, no_restart=False)
+    os.kill(pids(fleet)[0], signal.SIGKILL)
     deadline = time.monotonic() + 120
     while not fleet.metrics()["num_lost"]:
         assert time.monotonic() < deadline, fleet.metrics()
@@ -253,21 +246,28 @@ def test_a_runner_whose_engine_does_not_load_again_is_left_out(
     fleet.stop()
 
 
-# -- where they sit ----------------------------------------------------------------------------------------------------
+# -- placement --------------------------------------------------------------------------------------------------------
 
 
 def place(_: Any) -> tuple[list[str], str]:
-    """Of a runner or a learner: its GPUs and its placement group."""
+    """Return the GPUs and the placement group of the runner's or learner's actor."""
     import ray
 
     context = ray.get_runtime_context()
     return context.get_accelerator_ids()["GPU"], context.get_placement_group_id()
 
 
+class NoDevice(GRPOLearner):
+    """A learner that has built nothing."""
+
+    def build(self) -> None:
+        pass
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_value: ModuleType, tmp_path: Path) -> None:
-    """The GPUs are only counted; an engine that recites and a rank that has built nothing use none."""
+    """The GPUs are only counted: neither the scripted engine nor the learner uses one."""
     make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
     learners_on = {"num_gpus_per_learner": 0.5}
     placement = Placement(make_config(learners_on, num_gpus_per_env_runner=0.4))
@@ -277,16 +277,18 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
     fleet = EnvRunnerGroup(config, tmp_path, OnePassage(), actor_options=placement.options)
     try:
         fleet.wait_until_ready()
+        learners.build(f"{__name__}:NoDevice", tmp_path)
         before = places(fleet, learners)
-        assert by_value.available_resources().get("GPU", 0) == 0, "nobody else is to sit on them"
-        by_value.kill(fleet._runners[0].handle, no_restart=False)
-        for actor in learners._actors:
-            by_value.kill(actor)
-        learners._actors = []
-        learners._start_actors()
-        fleet._runners[0].is_healthy = False
-        heal(fleet)
+        assert by_value.available_resources().get("GPU", 0) == 0, "no other actor may have a part of them"
+        runner, rank = pids(fleet)[0], learners.foreach_learner(lambda learner: os.getpid())[0]
+        for index in range(4):
+            fleet.submit(request(index))
+        os.kill(runner, signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
+        drain(fleet)
+        wait_until_healed(fleet)
         assert places(fleet, learners) == before
+        assert (fleet.num_restarts, learners.num_restarts) == (1, 1)
     finally:
         fleet.stop()
         learners.stop()
@@ -294,17 +296,15 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
 
 
 def places(fleet: EnvRunnerGroup, learners: LearnerGroup) -> list[Any]:
-    """Of all runners, which is that of all ranks, and each on a GPU of its own."""
-    import ray
-
+    """Return the places of all runners, after a check that those of the ranks are the same and no two share a GPU."""
     runners = fleet.foreach_env_runner(place)
-    assert ray.get([actor.__ray_call__.remote(place) for actor in learners._actors]) == runners
+    assert learners.foreach_learner(place) == runners
     assert sorted(gpu for [gpu], _ in runners) == ["0", "1"] and runners[0][1]
     return runners
 
 
 @pytest.mark.ray
-def test_where_there_is_no_room_it_is_said(by_value: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placement_without_room_is_refused(by_value: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.session.START_TIMEOUT_S", 1.0)
     config = make_config(
         {"num_gpus_per_learner": 0.5, "num_learners": 3}, num_gpus_per_env_runner=0.5, num_env_runners=3

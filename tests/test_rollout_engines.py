@@ -64,7 +64,7 @@ async def converse(
         completion = await engine.generate(ids, sampling, request_id=str(index))
         turns.append((list(ids), completion))
         ids = ids + completion.token_ids + tokenizer.encode(" Riga. Ana" * (index % 3))
-        await asyncio.sleep(0.001 * (index % 4))
+        await asyncio.sleep(0.001 * (index % 4))  # as searches do, which take different times
     engine.release(str(index))
     return turns
 

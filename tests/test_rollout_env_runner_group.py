@@ -13,28 +13,21 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fakes import OnePassage
+from fleet_world import drain, pids, request, wait_until_healed
 from transformers import AutoModelForCausalLM
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import Completion, Task, TokenKind
+from ragr1_actors.core.types import Completion, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.env_runner import EnvRunner, summarize
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
-from retrieval.base import Passage
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
-
-
-class OnePassage:
-    """A retriever that pickles and always finds the same."""
-
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +41,6 @@ def make_config(**env_runners: Any) -> RunConfig:
     settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 12, **env_runners}
     config = AlgorithmConfig().env_runners(**settings).training(group_size=2)
     return config.environment(prompt="{question}", max_turns=3).freeze()
-
-
-def request(index: int, **changes: Any) -> GroupRequest:
-    task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
-    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, **{"temperature": 1.0, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +58,6 @@ def group(ray_local: ModuleType, fleet_of_two: EnvRunnerGroup, policy_dir: Path)
     model = AutoModelForCausalLM.from_pretrained(policy_dir)
     fleet_of_two.update_weights(ray_local.put({n: v.numpy() for n, v in model.state_dict().items()}), version=1)
     return fleet_of_two
-
-
-def wait_until_healed(fleet: EnvRunnerGroup) -> None:
-    deadline = time.monotonic() + 120
-    while fleet.num_healthy < 2:  # the fleet looks for runners that came back while it collects
-        assert time.monotonic() < deadline, "a killed runner did not come back"
-        fleet.submit(request(0))
-        drain(fleet)
-
-
-def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
-    finished: list[FinishedGroup] = []
-    while fleet.num_unfinished:
-        finished += fleet.collect()
-    return finished
-
-
-def pids(fleet: EnvRunnerGroup) -> list[int]:
-    """Return the process ids of the healthy runners, in the order of their indices."""
-    return fleet.foreach_env_runner(lambda runner: os.getpid())
 
 
 async def test_a_scripted_runner_plays_through_the_environment(policy_dir: Path) -> None:

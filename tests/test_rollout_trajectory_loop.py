@@ -196,7 +196,7 @@ async def test_a_turn_cut_in_the_middle_of_its_search_is_malformed() -> None:
 
 
 class SlowRetriever(DictRetriever):
-    """Takes 0.2 s a search, and remembers when each began."""
+    """Takes 0.2 s per search, and remembers when each began."""
 
     def __init__(self) -> None:
         super().__init__([ANA])

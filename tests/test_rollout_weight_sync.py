@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,30 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import OnePassage
+from fleet_world import drain, pids, request, wait_until_healed
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
-from ragr1_actors.core.types import Task
 from ragr1_actors.core.weight_transport import choose_transport
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
-from retrieval.base import Passage
 
 pytestmark = pytest.mark.engine
 
 BUCKET_BYTES = 10_000  # a tenth of the policy: several parameters in one, and one that is larger
-
-
-class OnePassage:
-    """A retriever that pickles and always finds the same."""
-
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
 
 
 def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> RunConfig:
@@ -48,18 +40,6 @@ def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> R
     config = AlgorithmConfig().env_runners(**settings).training(group_size=2, options={"drop_zero_variance": False})
     config.environment(prompt="{question}", max_turns=3).debugging(num_threads=1)
     return config.learners(**{"num_learners": 0, "zero_stage": 0, **(learners or {})}).freeze()
-
-
-def request(index: int) -> GroupRequest:
-    task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
-    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, 1.0)
-
-
-def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
-    finished: list[FinishedGroup] = []
-    while fleet.num_unfinished:
-        finished += fleet.collect()
-    return finished
 
 
 def move(learners: LearnerGroup, seed: int) -> None:
@@ -88,9 +68,17 @@ def move_adapters(learners: LearnerGroup, seed: int) -> None:
 
 
 def read(runner: EnvRunner) -> tuple[int, dict[str, Any]]:
-    """Of a runner: its version and weights."""
+    """Return the version and the weights of a runner."""
     engine: Any = runner.engine
-    return engine._version, {name: value.numpy() for name, value in engine._model.state_dict().items()}
+    return engine.version, {name: value.numpy() for name, value in engine.model.state_dict().items()}
+
+
+def apply_to_the_first(fleet: EnvRunnerGroup, function: Callable[[EnvRunner], None]) -> None:
+    """Call a function with the first healthy runner, in its process."""
+    import ray
+
+    first, *_ = fleet.receivers.values()
+    ray.get(first.apply.remote(function))
 
 
 def make_sync(
@@ -125,13 +113,6 @@ class Setup:
             for name, weight in weights.items():
                 np.testing.assert_array_equal(weight, expected[name], err_msg=name)
 
-    def wait_until_healed(self) -> None:
-        deadline = time.monotonic() + 120
-        while self.fleet.num_healthy < 2:
-            assert time.monotonic() < deadline, "the runner did not come back"
-            self.fleet._probe()
-            time.sleep(0.2)
-
 
 @pytest.fixture(scope="module")
 def setup(ray_local: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
@@ -147,7 +128,7 @@ def setup(ray_local: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.slow
 @pytest.mark.ray
 def test_engine_and_learner_agree_after_a_transfer_in_the_middle_of_a_run(setup: Setup) -> None:
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     transport = setup.transport()
     for version in (101, 102):
         for index in range(180):  # seconds of work, of which the transfer takes tenths
@@ -176,7 +157,7 @@ def test_engine_and_learner_agree_after_a_transfer_in_the_middle_of_a_run(setup:
 def test_a_runner_that_dies_in_a_transfer_is_left_out_and_takes_part_in_the_next_one(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     transport = setup.transport()
     transport.publish(1)
 
@@ -192,18 +173,16 @@ def test_a_runner_that_dies_in_a_transfer_is_left_out_and_takes_part_in_the_next
 
         engine.receive_weights = receive_two
 
-    import ray
-
-    ray.get(setup.fleet._runners[0].handle.apply.remote(die_in_the_middle))
+    apply_to_the_first(setup.fleet, die_in_the_middle)
     move(setup.learners, 2)
     with caplog.at_level(logging.WARNING):
         started = time.monotonic()
         transport.publish(2)
-    assert time.monotonic() - started < 50, "it took a deadline"
+    assert time.monotonic() - started < 50, "the update waited for a deadline"
     assert transport.num_fallbacks == 1
     assert "version 2 goes to" in caplog.text and "through the object store" in caplog.text
     assert setup.fleet.num_healthy == 1
-    setup.wait_until_healed()  # which brings it the newest weights
+    wait_until_healed(setup.fleet)  # which brings it the newest weights
     setup.assert_all_have(2)
     move(setup.learners, 3)
     transport.publish(3)
@@ -214,19 +193,16 @@ def test_a_runner_that_dies_in_a_transfer_is_left_out_and_takes_part_in_the_next
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_runner_that_hangs_delays_the_others_until_the_deadline_only(setup: Setup) -> None:
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     transport = setup.transport(timeout_s=10.0)
     transport.publish(1)
-    import ray
-
-    pid = ray.get(setup.fleet._runners[1].handle.__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pids(setup.fleet)[1], signal.SIGSTOP)
     move(setup.learners, 2)
     started = time.monotonic()
     transport.publish(2)
     assert time.monotonic() - started < 60
     assert (transport.num_fallbacks, setup.fleet.num_healthy) == (1, 1)
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     setup.assert_all_have(2)
     transport.publish(3)
     setup.assert_all_have(3)
@@ -238,7 +214,7 @@ def test_a_runner_that_hangs_delays_the_others_until_the_deadline_only(setup: Se
 def test_a_runner_that_refuses_a_part_gets_the_version_through_the_object_store(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     transport = setup.transport()
 
     def refuse_once(runner: EnvRunner) -> None:
@@ -250,9 +226,7 @@ def test_a_runner_that_refuses_a_part_gets_the_version_through_the_object_store(
 
         engine.receive_weights = refuse
 
-    import ray
-
-    ray.get(setup.fleet._runners[0].handle.apply.remote(refuse_once))
+    apply_to_the_first(setup.fleet, refuse_once)
     move(setup.learners, 2)
     with caplog.at_level(logging.WARNING):
         transport.publish(2)
@@ -267,7 +241,7 @@ def test_a_runner_that_refuses_a_part_gets_the_version_through_the_object_store(
 @pytest.mark.ray
 @pytest.mark.slow
 def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: Setup) -> None:
-    setup.wait_until_healed()
+    wait_until_healed(setup.fleet)
     config = make_config({"num_learners": 2, "zero_stage": 3, "num_cpus_per_learner": 0.5})
     learners = LearnerGroup(config)
     learners.build("grpo", setup.policy_dir)

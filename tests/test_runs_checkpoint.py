@@ -185,7 +185,7 @@ def test_no_room(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_room_for_real(store: CheckpointStore, tmp_path: Path) -> None:
-    """In a process of its own, as the limit would hold for pytest's own output too."""
+    """In a separate process, as the limit would hold for pytest's output too."""
     save(store, 1, writer(1))
     script = f"""
 import errno, resource, signal

@@ -1,4 +1,4 @@
-"""A disk that is full, really: a small tmpfs. The run ends with one sentence, and goes on once there is room."""
+"""A full disk, a small tmpfs: the run ends with one sentence and can be resumed once there is room."""
 
 from __future__ import annotations
 

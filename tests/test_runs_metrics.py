@@ -17,7 +17,7 @@ def scalars(run_dir: Path, stage: str, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_one_line_an_iteration_and_the_same_in_tensorboard(tmp_path: Path) -> None:
+def test_one_line_per_iteration_and_the_same_in_tensorboard(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "run")
     logger.log("rl", 0, {"rollout/reward": 0.25, "learner/loss": -1})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

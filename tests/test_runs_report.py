@@ -77,7 +77,7 @@ def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def test_html_stands_alone_and_draws_the_curves(tmp_path: Path) -> None:
+def test_html_needs_no_other_file_and_draws_the_curves(tmp_path: Path) -> None:
     run_dir = tmp_path / "a<b"
     logger = MetricsLogger(run_dir)
     for iteration, reward in enumerate([0.1, math.nan, 0.5, 0.9]):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 import ragr1_actors
 from ragr1_actors.core.resolve import recipe_names
@@ -36,19 +34,6 @@ PUBLIC_NAMES = [
     "Trajectory",
     "TrajectoryGroup",
 ]
-
-
-def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run Python with the project importable."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
 
 
 def test_public_names_are_pinned() -> None:
@@ -79,14 +64,12 @@ def test_there_are_recipes() -> None:
 
 
 def test_import_is_light() -> None:
-    done = run("-c", f"import sys, ragr1_actors, envs; print([m for m in {HEAVY} if m in sys.modules])")
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(f"import sys, ragr1_actors, envs; print([m for m in {HEAVY} if m in sys.modules])") == "[]\n"
 
 
 def test_a_recipe_is_checked_without_heavy_imports() -> None:
     modules = "ragr1_actors.training.preflight, ragr1_actors.cli.main"
-    done = run("-c", f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])")
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])") == "[]\n"
 
 
 @pytest.mark.slow
@@ -94,15 +77,14 @@ def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""
     heavy = ("sentence_transformers", "faiss", "deepspeed")
     modules = "ragr1_actors.rollout.env_runner, retrieval.fleet.group"
-    done = run("-c", f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])")
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
 def unsafe_loads(source: str) -> list[str]:
-    """Name what of a module's loading may run code that stands in a file."""
+    """Return what in a module may run code from a file that it loads."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

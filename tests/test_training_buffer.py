@@ -93,8 +93,7 @@ def test_only_dapo_uses_dynamic_sampling_by_default() -> None:
 
 
 @pytest.mark.engine
-def test_dynamic_sampling_stops_at_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+def test_dynamic_sampling_stops_at_its_bound(tmp_path: Path) -> None:
     options = {"max_sampled_batches": 3}
     config = make_config(
         make_files(tmp_path), {"num_steps": 0}, algorithm="dapo", options=options, train_batch_size=4, group_size=2

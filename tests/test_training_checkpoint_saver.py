@@ -61,7 +61,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 class SlowDisk:
-    """Writes when it is told to."""
+    """Writes once ``is_free`` is set."""
 
     def __init__(self) -> None:
         self.is_free = threading.Event()
@@ -116,7 +116,7 @@ def test_a_write_error_is_raised_by_the_next_call(
     saver.begin(2, {}, None)
     with pytest.raises(UserError, match=r"no room to write a checkpoint .* free some space"):
         saver.finish()
-    saver.commit_if_written()  # said once
+    saver.commit_if_written()  # raised once
     assert steps(store) == [1]
     disk.error = None
     saver.begin(3, {}, None)
@@ -149,8 +149,7 @@ def test_a_checkpoint_is_due_after_minutes_too(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path) -> None:
     config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT, num_iterations=4, lr=3e-2)
     config = config.model_copy(
         update={

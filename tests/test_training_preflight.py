@@ -1,4 +1,4 @@
-"""Names in a recipe that are something else than they should be: said before a run directory is made."""
+"""Names in a recipe of the wrong kind are refused before a run directory is made."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_the_exit_status_tells_the_signals_apart() -> None:
         with pytest.raises(KeyboardInterrupt) as interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         assert (exit_status(terminated.value), exit_status(interrupted.value)) == (143, 130)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does, with a handler of its own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does by its own handler
         guard.take_over()
         with pytest.raises(TerminationError):
             os.kill(os.getpid(), signal.SIGTERM)

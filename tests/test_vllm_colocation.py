@@ -15,10 +15,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
-def test_a_run_of_turns_samples_what_the_learner_computes(
-    ray_local: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+def test_a_run_of_turns_samples_what_the_learner_computes(ray_local: ModuleType, tmp_path: Path) -> None:
     sections = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 32}).model_dump()
     sections["env_runners"] |= {"num_env_runners": 1, "engine": "vllm", "weight_transport": "ipc"}
     sections["env_runners"]["max_concurrent_trajectories"] = 16

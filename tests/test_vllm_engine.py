@@ -57,7 +57,7 @@ def prompt(tokenizer: PolicyTokenizer) -> list[int]:
 
 
 class Reference:
-    """The policy as transformers computes it, with weight sets of its own."""
+    """The policy as transformers computes it, with any set of weights."""
 
     def __init__(self, policy_dir: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
@@ -90,8 +90,8 @@ def reference(policy_dir: Path) -> Reference:
 async def turns_under_way(engine: VLLMEngine, prompt: list[int], count: int) -> list[asyncio.Task[Completion]]:
     """Long turns, of the prompt and a number each, that have begun.
 
-    The odd ones are streamed and have been heard of; the even ones were asked for before them.
-    How many tokens they have is for the machine to say, and one that drew the end of sequence early is done.
+    The odd ones are streamed and have reported text; each even one was requested before the next odd one.
+    How many tokens they have depends on the machine; one that sampled the end of sequence early is done.
     """
     turns, begun = [], []
     for index in range(count):
@@ -173,14 +173,14 @@ async def test_the_same_seed_samples_the_same_tokens_whatever_else_runs(engine: 
     assert len({tuple(one.token_ids) for one in crowd}) == 5
 
 
-async def test_the_text_is_told_as_it_grows(engine: VLLMEngine, prompt: list[int]) -> None:
+async def test_the_text_is_reported_as_it_grows(engine: VLLMEngine, prompt: list[int]) -> None:
     heard: list[str] = []
     told = await engine.generate(prompt, Sampling(20, seed=5), request_id="a", on_text=heard.append)
     silent = await engine.generate(prompt, Sampling(20, seed=5), request_id="a")
     assert told == silent
     assert len(heard) > 5
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
-    assert heard[-1].startswith(told.text)  # the end of sequence has a text of its own
+    assert heard[-1].startswith(told.text)  # the end of sequence has a text too
 
 
 async def test_a_request_that_cannot_be_run_fails_alone(engine: VLLMEngine) -> None:
@@ -209,8 +209,7 @@ async def test_a_folder_without_a_model_is_named(tmp_path: Path, tokenizer: Poli
 async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenizer, prompt: list[int]) -> None:
     engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
     await engine.check()
-    turns = [asyncio.create_task(engine.generate(prompt, Sampling(600), request_id=str(i))) for i in range(16)]
-    await asyncio.sleep(0.05)
+    turns = await turns_under_way(engine, prompt, 4)
     (process,) = engine_processes()
     process.kill()
     results = await asyncio.gather(*turns, return_exceptions=True)

@@ -9,29 +9,22 @@ from types import ModuleType
 
 import psutil
 import pytest
+from fakes import OnePassage
+from fleet_world import drain, request, wait_until_healed
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import Task, TokenKind
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.core.types import TokenKind
+from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
-from retrieval.base import Passage
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
-
-
-class OnePassage:
-    """A retriever that pickles and always finds the same."""
-
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
 
 
 def make_config() -> RunConfig:
@@ -44,11 +37,6 @@ def make_config() -> RunConfig:
         max_concurrent_trajectories=16,
     )
     return config.training(group_size=2).environment(prompt="{question}", max_turns=3).freeze()
-
-
-def request(index: int) -> GroupRequest:
-    task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
-    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, 1.0)
 
 
 def engine_pids(runner: EnvRunner) -> list[int]:
@@ -68,24 +56,15 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
         fleet.submit(request(index))
     finished: list[FinishedGroup] = fleet.collect()
     os.kill(victims[0][0], signal.SIGKILL)
-    while fleet.num_unfinished:
-        finished += fleet.collect()
+    finished += drain(fleet)
     ids = [one.request.issue.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(300))
     assert fleet.num_restarts == 1
     assert all(one.summary.oldest_version == 5 and not one.summary.num_failed for one in finished)
-    deadline = time.monotonic() + 300
-    while fleet.num_healthy < 2:
-        assert time.monotonic() < deadline, "the runner did not come back"
-        fleet.submit(request(0))
-        fleet.collect()
-        time.sleep(0.5)
+    wait_until_healed(fleet, timeout_s=300)
     for index in range(8):
         fleet.submit(request(index))
-    finished = []
-    while fleet.num_unfinished:
-        finished += fleet.collect()
-    for one in finished:
+    for one in drain(fleet):
         for trajectory in groups_from_record_batch(ray_local.get(one.batch))[0].trajectories:
             assert set(trajectory.policy_versions[trajectory.kinds == TokenKind.MODEL]) == {5}
     survivors = [pid for pids in fleet.foreach_env_runner(engine_pids) for pid in pids]

@@ -65,7 +65,7 @@ async def engine(bases: list[Path], in_place: bool) -> AsyncIterator[VLLMEngine]
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def _awake_again(engine: VLLMEngine) -> AsyncIterator[None]:
-    """The engine of the module, whose sleep a test that failed does not leave to the next."""
+    """Wake the engine of the module: a test that failed may leave it asleep."""
     yield
     await engine.wake_up("kv_cache")
 
@@ -175,7 +175,9 @@ async def test_an_engine_that_slept_goes_on_with_the_weights_of_its_learner(
     turns = await turns_under_way(engine, prompt, 4)
     await engine.sleep()
     late = asyncio.create_task(engine.generate(prompt, Sampling(20, seed=9), request_id="late"))
-    await asyncio.sleep(1.0)  # the learner learns
+    await asyncio.sleep(
+        1.0
+    )  # the learner learns meanwhile; no state shows that an engine that sleeps generates nothing
     ended_before = {turn for turn in turns if turn.done()}
     assert len(ended_before) < len(turns), "the engine slept after every turn"
     await engine.wake_up("weights")

@@ -87,7 +87,7 @@ class Task:
     supporting_ids: tuple[str, ...] = ()
     """Passage ids that hold the evidence, where known; recall is measured against them."""
     plan: tuple[tuple[str, ...], ...] = ()
-    """The queries a perfect searcher asks, a tuple a round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
+    """The queries a perfect searcher asks, a tuple per round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
 
 
 def normalize_answer(text: str) -> str:
@@ -183,7 +183,7 @@ class Turn:
 class Trajectory:
     """One attempt at a task.
 
-    The four arrays have one entry a token of prompt and response together. For a two-turn attempt::
+    The four arrays have one entry per token of prompt and response together. For a two-turn attempt::
 
         token_ids        [ 1 40 41  2 | 7 90 91  8 | 5 90 33 17  6 | 9 33 10 ]
         kinds            [ P  P  P  P | M  M  M  M | O  O  O  O  O | M  M  M ]
@@ -205,7 +205,7 @@ class Trajectory:
     error: str = ""
     """What went wrong, where ``stop_reason.is_failure``; kept for people, never shown to the policy."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of the environment's own, such as ``duplicate_queries``; averaged into the iteration's metrics."""
+    """Counts that the environment adds, such as ``duplicate_queries``; averaged into the iteration's metrics."""
 
     @property
     def num_tokens(self) -> int:

@@ -54,12 +54,13 @@ class TransformersEngine:
             model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[settings.dtype])
         except (OSError, ValueError) as error:
             raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
-        self._model: PreTrainedModel = model.to(settings.device).eval()
+        self.model: PreTrainedModel = model.to(settings.device).eval()
+        self.version = settings.version
+        """Policy version of the weights in ``model``; while these are being updated, of the weights before."""
         self._device = torch.device(settings.device)
         self._tokenizer = tokenizer
         self._cache = RowCache(model.config, model.dtype, self._device)
         self._max_rows = settings.max_rows
-        self._version = settings.version
         self._sessions: dict[str, Session] = {}
         self._resident: list[Session] = []  # index is the row
         self._num_active = 0
@@ -136,19 +137,19 @@ class TransformersEngine:
         if base:
             self._adapters |= weights
         else:
-            self._model.load_state_dict(weights, strict=False)
+            self.model.load_state_dict(weights, strict=False)
             self._received |= weights.keys()
 
     async def finish_weight_update(self, version: int) -> None:
         """Check that everything was received, merge adapters, and go on."""
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         if self._base:
             base = AdapterBase.model_validate_json(self._base)
-            for name, value in merged_weights(self._adapters, base, self._model.dtype, self._device):
+            for name, value in merged_weights(self._adapters, base, self.model.dtype, self._device):
                 parameters[name].data.copy_(value)  # the others never change
         elif missing := parameters.keys() - self._received:
             raise EngineError(f"weight update lacks {len(missing)} parameters, {min(missing)} among them")
-        self._version = version
+        self.version = version
         self._forget()
         self._is_whole.set()
 
@@ -284,7 +285,7 @@ class TransformersEngine:
         self._cache.select(rows, position_ids.masked_fill(is_padding, self._cache.scratch), length)
         position_ids = position_ids.clamp(min=0)  # padding attends to column 0, and is never read
         mask = torch.arange(length, device=self._device) <= position_ids.unsqueeze(-1)  # [n, num_new, length]
-        logits = self._model(
+        logits = self.model(
             input_ids=torch.from_numpy(input_ids).to(self._device),
             attention_mask=mask.unsqueeze(1),
             position_ids=position_ids,
@@ -307,7 +308,7 @@ class TransformersEngine:
         for session, token, logprob in zip(sessions, tokens.tolist(), logprobs.tolist(), strict=True):
             session.tokens.append(token)
             session.logprobs.append(logprob)
-            session.versions.append(self._version)
+            session.versions.append(self.version)
             reason = self._finish_reason(session, token)
             session.report_text()
             if reason is not None:

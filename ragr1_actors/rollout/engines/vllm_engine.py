@@ -74,7 +74,8 @@ class VLLMEngine:
         self._tokenizer = tokenizer
         self._num_requests = 0
         arguments = _arguments(policy_dir, settings)
-        self._engine = _start(arguments)
+        self.llm = _start(arguments)
+        """vLLM's own engine, for what ``Engine`` does not offer."""
         self._first_version = settings.version
         self._has_twin = arguments["weight_transfer_config"]["backend"] == TWIN_BACKEND
         self._sleeps = False
@@ -88,7 +89,7 @@ class VLLMEngine:
     ) -> Completion:
         """Continue ``prompt_token_ids``; see ``Engine.generate``."""
         self._num_requests += 1
-        stream = self._engine.generate(
+        stream = self.llm.generate(
             TokensPrompt(prompt_token_ids=list(prompt_token_ids)),
             _sampling_params(sampling, is_streamed=on_text is not None),
             f"{request_id}#{self._num_requests}",
@@ -131,22 +132,22 @@ class VLLMEngine:
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Have every worker join the senders; generation waits until all have joined. See ``ReceivingEngine``."""
         with _alive("before they joined a weight transfer"), _transferring():
-            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
 
     async def start_weight_update(self) -> None:
         """Prepare the workers; see ``ReceivingEngine``."""
         with _alive("at the start of a weight update"), _transferring():
-            await self._engine.collective_rpc("abandon_weight_update")
+            await self.llm.collective_rpc("abandon_weight_update")
             if not self._has_twin:
                 await self._pause()
             self._base = None
-            await self._engine.start_weight_update()
+            await self.llm.start_weight_update()
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
         """Load a part; see ``ReceivingEngine``."""
         if blob is None:
             with _alive("in a weight update"), _transferring():
-                await self._engine.update_weights(WeightTransferUpdateRequest(dict(update_info)))
+                await self.llm.update_weights(WeightTransferUpdateRequest(dict(update_info)))
             return
         with _shared_file() as path:
             await asyncio.to_thread(path.write_bytes, blob.data)
@@ -166,7 +167,7 @@ class VLLMEngine:
         with _alive("in a weight update"), _transferring():
             for group in layerwise_groups(names) or [[]]:
                 part = {"path": path, "names": group, "base": self._base}
-                await self._engine.update_weights(WeightTransferUpdateRequest(part))
+                await self.llm.update_weights(WeightTransferUpdateRequest(part))
 
     async def finish_weight_update(self, version: int) -> None:
         """Take the new weights; see ``ReceivingEngine``. Where that fails, generation stays paused."""
@@ -174,11 +175,11 @@ class VLLMEngine:
             await self._update("", base_names(AdapterBase.model_validate_json(self._base)))
         with _alive(f"before version {version}"), _transferring():
             if self._base is not None:  # the worker got files, of which this is the end
-                await self._engine.update_weights(WeightTransferUpdateRequest({}))
+                await self.llm.update_weights(WeightTransferUpdateRequest({}))
             await self._pause()
-            await self._engine.finish_weight_update(str(version))
+            await self.llm.finish_weight_update(str(version))
             if self._paused_at is not None:
-                await self._engine.resume_generation()
+                await self.llm.resume_generation()
                 self.last_pause_s = asyncio.get_running_loop().time() - self._paused_at
                 self._paused_at = None
 
@@ -189,12 +190,12 @@ class VLLMEngine:
         """
         if self._paused_at is None and not self._sleeps:
             self._paused_at = asyncio.get_running_loop().time()
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def sleep(self) -> None:
         """Drop weights and cache, vLLM's level 2. On a CPU vLLM only pauses; it says so in its log."""
         with _alive("before they slept"):
-            await self._engine.sleep(level=2, mode="keep")
+            await self.llm.sleep(level=2, mode="keep")
         self._sleeps, self._paused_at = True, None
 
     async def wake_up(self, tag: WakeTag) -> None:
@@ -202,7 +203,7 @@ class VLLMEngine:
         if not self._sleeps:
             return
         with _alive("before they woke up"):
-            await self._engine.wake_up([tag])
+            await self.llm.wake_up([tag])
         self._sleeps = tag == "weights"
 
     async def check(self) -> None:
@@ -211,14 +212,14 @@ class VLLMEngine:
         What vLLM leaves to the first request (seconds, on a CPU) is then done before there is one.
         """
         with _alive("before a check"):
-            await self._engine.check_health()
+            await self.llm.check_health()
         if not self._num_requests:
             prompt = list(self._tokenizer.eos_token_ids)[:1]
             await self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up")
 
     async def close(self) -> None:
         """End vLLM's processes."""
-        self._engine.shutdown()
+        self.llm.shutdown()
 
 
 @contextmanager
