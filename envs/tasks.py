@@ -30,7 +30,7 @@ from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 
 _ID_KEYS = ("_id", "id")
-_ANSWER_KEYS = ("golden_answers", "answers", "answer")
+ANSWER_KEYS = ("golden_answers", "answers", "answer")
 _CATEGORY_KEYS = ("category", "type")
 _SPACE = " \t\r\n"
 
@@ -85,7 +85,7 @@ class LoadedTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class Record:
     """One entry of a file, and its place for messages."""
 
     fields: dict[str, Any]
@@ -108,8 +108,8 @@ def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
     location_of_id: dict[str, str] = {}
     counts: Counter[str] = Counter()
     num_records = 0
-    for num_records, record in enumerate(_records(path), start=1):
-        task = _task(record, path.stem, num_records - 1, whole)
+    for num_records, record in enumerate(read_records(path), start=1):
+        task = make_task(record, path.stem, num_records - 1, whole)
         key = question_key(task.question)
         if not key:
             counts["num_empty_questions"] += 1
@@ -165,7 +165,12 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
     return tuple(task for task in train if question_key(task.question) not in held_out)
 
 
-def _records(path: Path) -> Iterator[_Record]:
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the objects of a JSON list or of one JSON object a line.
+
+    Raises:
+        DataError: the file is missing or empty, or a line is broken; names file and line.
+    """
     text = _read(path)
     if not text.strip():
         raise DataError(f"{path} is empty; expected a JSON list or one JSON object per line, each with a question")
@@ -174,7 +179,7 @@ def _records(path: Path) -> Iterator[_Record]:
     for entry, where in entries:
         if not isinstance(entry, dict):
             raise DataError(f"{where}: got {_shown(entry)}, expected an object with a question and its answer")
-        yield _Record(entry, where)
+        yield Record(entry, where)
         empty = False
     if empty:
         raise DataError(f"{path} holds an empty list; expected at least one question")
@@ -236,7 +241,12 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _task(record: _Record, source: str, position: int, whole: bool) -> Task:
+def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
+    """Read the task of a record of the file ``source``; ``position`` is its id where it has none.
+
+    Raises:
+        DataError: a field has the wrong type, or half a character.
+    """
     fields = record.fields
     question = fields.get("question")
     if not isinstance(question, str):
@@ -261,11 +271,11 @@ def _task(record: _Record, source: str, position: int, whole: bool) -> Task:
     return task
 
 
-def _answers(record: _Record, whole: bool) -> tuple[str, ...]:
+def _answers(record: Record, whole: bool) -> tuple[str, ...]:
     """Return the answers, unique, order kept; those of articles and punctuation with ``whole`` only."""
-    given = [record.fields[key] for key in _ANSWER_KEYS if key in record.fields]
+    given = [record.fields[key] for key in ANSWER_KEYS if key in record.fields]
     if not given:
-        raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(_ANSWER_KEYS)}")
+        raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(ANSWER_KEYS)}")
     aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
     values = [*_as_list(given[0]), *_as_list(aliases)]
     answers: dict[str, None] = {}
@@ -280,7 +290,7 @@ def _answers(record: _Record, whole: bool) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _supporting_ids(record: _Record) -> tuple[str, ...]:
+def _supporting_ids(record: Record) -> tuple[str, ...]:
     """Titles of the supporting facts: the passage ids of a corpus keyed by title."""
     facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids"))
     if facts is None:

@@ -76,7 +76,7 @@ def make_trajectory(
     is_model = np.asarray(kinds) == TokenKind.MODEL
     return Trajectory(
         trajectory_id=f"{task_id}#{rng.integers(1 << 30)}",
-        task=Task(task_id, "?", ("!",)),
+        task=Task(task_id, "?", ("Riga",)),
         token_ids=rng.integers(0, VOCAB, len(kinds)).astype(np.int32),
         kinds=np.asarray(kinds, dtype=np.uint8),
         logprobs=np.where(is_model, -4 - rng.random(len(kinds)), 0).astype(np.float32),

@@ -30,7 +30,7 @@ from learners.meter import Meter
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
-from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 
 pytestmark = pytest.mark.engine
 
@@ -124,14 +124,37 @@ def test_segments_train_as_the_whole_trajectory_does(build: Build) -> None:
 def test_segments_fall_into_four_categories() -> None:
     rng = np.random.default_rng(0)
     direct = segment(make_trajectory(rng, turns=("answer",)))
-    searched = segment(make_trajectory(rng, turns=("search", "search", "malformed", "answer")))
+    searched = segment(with_hits(make_trajectory(rng, turns=("search", "search", "malformed", "answer"))))
+    in_vain = segment(make_trajectory(rng, turns=("search", "search", "answer")))
     assert [s.category.value for s in direct] == ["internal_answer"]
     malformed = segment(make_trajectory(rng, turns=("malformed", "answer")))
     assert [s.category.value for s in malformed] == ["internal_answer"]
-    mended = segment(make_trajectory(rng, turns=("malformed", "search", "answer")))
+    mended = segment(with_hits(make_trajectory(rng, turns=("malformed", "search", "answer"))))
     assert [s.category.value for s in mended] == ["first_search", "evidence_answer"]
     assert [s.category.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
+    assert [s.category.value for s in in_vain] == ["first_search", "first_search", "internal_answer"]
     assert searched[1].trajectory.kinds[-1] == TokenKind.MODEL
+
+
+def with_hits(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with a passage found in every search."""
+    record = RetrievalRecord("?", 1, ("p",), (1.0,), ("",), ("",), 0.0)
+    turns = (replace(t, retrievals=(record,)) if t.action == "search" else t for t in trajectory.turns)
+    return replace(trajectory, turns=tuple(turns))
+
+
+def test_malformed_turns_are_context_as_in_segments(build: Build) -> None:
+    rng = np.random.default_rng(3)
+    trajectory = make_trajectory(rng, turns=("search", "malformed", "answer"))
+    only_malformed = make_trajectory(rng, turns=("malformed",))
+    batch = make_batch(one_group([trajectory, only_malformed]), build(SFTLearner).select_members, False)
+    assert batch is not None
+    (taught,) = batch.trajectories
+    first, malformed, last = trajectory.turn_lengths
+    assert taught.num_model_tokens == first + last == sum(s.trajectory.num_model_tokens for s in segment(trajectory))
+    at = np.flatnonzero(trajectory.kinds == TokenKind.MODEL)[first : first + malformed]
+    assert (taught.kinds[at] == TokenKind.PROMPT).all()
+    np.testing.assert_array_equal(taught.token_ids, trajectory.token_ids)
 
 
 def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:

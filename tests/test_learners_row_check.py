@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
+from learners.models.row_check import mixing_layer
+from learners.models.scoring import PolicyModel
+from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
@@ -101,6 +104,19 @@ def test_every_family_is_scored_and_trained_as_alone(
     assert len(warnings) == bool(layer)
     for warning in warnings:
         assert re.match(f"policy.model: {layer}.* mixes the sequences of a packed row", warning)
+
+
+@pytest.mark.parametrize(("family", "mixes"), [("Qwen3", False), ("Qwen3_5", True), ("Lfm2", True)])
+def test_in_half_precision_rounding_is_told_from_mixing(tmp_path: Path, family: str, mixes: bool) -> None:
+    settings = SHARING[family] if family in SHARING else MIXING[family][0]
+    policy = PolicyModel(save(tmp_path, family, **(SIZES | settings)), torch.bfloat16, 1.0)
+
+    def score(row: MicroBatch) -> torch.Tensor:
+        rounding = 0.03 * torch.randn(len(row.target_ids), generator=torch.Generator().manual_seed(row.num_tokens))
+        return policy(row).logprobs + rounding  # a GPU takes another kernel for another length
+
+    backbone = policy.model.get_decoder()
+    assert bool(mixing_layer(score, backbone, VOCAB, torch.bfloat16, torch.device("cpu"), 256)) == mixes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import StopReason
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.training.data import learnable, prepare, split_tasks
+from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, split_tasks
 from ragr1_actors.training.evaluation import evaluation_tasks
 from ragr1_actors.training.tiny_policy import train_tokenizer
 
@@ -108,7 +108,37 @@ def test_an_evaluation_file_is_used_whole(config: RunConfig, tmp_path: Path) -> 
 def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     whole, failed = make_groups(0, num_groups=2)
     broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)
-    kept, num_decisions = learnable([whole, replace(failed, trajectories=broken)])
+    kept, num_decisions = learnable([whole, replace(failed, trajectories=broken)], only_correct=False)
     assert kept == [whole]
-    assert num_decisions == learnable([whole])[1]
+    assert num_decisions == learnable([whole], only_correct=False)[1]
     assert "1 of 2 demonstrations failed and are not learned from; the last one with: reward boom" in caplog.text
+
+
+def test_demonstrations_that_end_wrong_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    groups = make_groups(0, num_groups=2)
+    right, wrong = (
+        replace(group, trajectories=tuple(replace(t, answer=answer) for t in group.trajectories))
+        for group, answer in zip(groups, (" riga.", "Oslo"), strict=True)
+    )
+    assert learnable([right, wrong], only_correct=True) == learnable([right], only_correct=False)
+    assert "1 of 2 demonstrations end without a right answer" in caplog.text
+    assert learnable([right, wrong], only_correct=False)[0] == [right, wrong]
+    with pytest.raises(DataError, match="none of 1 demonstrations ends with a right answer"):
+        learnable([wrong], only_correct=True)
+
+
+def test_a_teachers_file_is_demonstrated_without_evaluation_questions(config: RunConfig, tmp_path: Path) -> None:
+    _, (held_out,), _ = split_tasks(config, 8)
+    written = [
+        {"question": question, "output": "<think> a</think><answer> Riga</answer>", "instruction": question}
+        for question in ("Where is the bird ?", held_out.question, "Where is the fish ?")
+    ]
+    (tmp_path / "teacher.json").write_text(json.dumps(written))
+    sft = config.sft.model_copy(update={"demonstrations": str(tmp_path / "teacher.json")})
+    policy = config.policy.model_copy(update={"model": "org/name"})
+    workspace = prepare(config.model_copy(update={"sft": sft, "policy": policy}), tmp_path)
+    drawn = draw_demonstrations(workspace, 100, 0)
+    assert sorted(task.question for task, _ in drawn) == ["Where is the bird ?", "Where is the fish ?"]
+    assert {turns for _, turns in drawn} == {("<think> a</think><answer> Riga</answer>",)}
+    assert "teacher.json: 3 tasks of 3 records" in workspace.notes[-1]
+    assert "1 of evaluation questions left out" in workspace.notes[-1]

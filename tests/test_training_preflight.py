@@ -147,6 +147,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         assert "there is no file nowhere.json, expected world or a task file" in refusal(key, "nowhere.json")
         assert "there is no file" in refusal(key, str(tmp_path))
     assert "got nothing" in refusal("environment.tasks", "")
+    assert "nowhere.json, expected correct, mixture or a file" in refusal("sft.demonstrations", "nowhere.json")
 
 
 def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:

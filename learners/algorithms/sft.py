@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from learners.deepspeed_engine import Schedule
 from learners.learner import Learner
@@ -23,6 +26,7 @@ class SFTLearner(Learner):
 
     RAG-R1 cuts each demonstration into segments and trains on their last part (``segment``). Training on the whole
     trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per turn.
+    Malformed turns are context in both.
     """
 
     has_rollout_logprobs: ClassVar[bool] = False
@@ -47,6 +51,11 @@ class SFTLearner(Learner):
             grad_clip=self.config.training.grad_clip,
         )
 
+    def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
+        """Turn malformed turns into context; leave out a trajectory without another turn."""
+        taught = [without_malformed_turns(member) for member in members]
+        return [member for member in taught if member.num_model_tokens]
+
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return no columns: every MODEL token has the same weight."""
         return {}
@@ -56,17 +65,21 @@ class SFTLearner(Learner):
         return TokenLoss(-outputs.logprobs)
 
 
+_DECISIONS = ("search", "answer")
+"""Actions that are learned; the other one is ``malformed``."""
+
+
 class SegmentCategory(StrEnum):
     """RAG-R1's four kinds of decision (arXiv:2507.02962, section 3.1)."""
 
     INTERNAL_ANSWER = "internal_answer"
-    """Answers without any search."""
+    """Answers without anything found."""
     FIRST_SEARCH = "first_search"
-    """Searches for the first time."""
+    """Searches before anything was found."""
     EVIDENCE_ANSWER = "evidence_answer"
-    """Answers after a search."""
+    """Answers after a search that found something."""
     FURTHER_SEARCH = "further_search"
-    """Searches again."""
+    """Searches again after something was found."""
 
 
 @dataclass(frozen=True)
@@ -80,30 +93,46 @@ class Segment:
 
 def segment(trajectory: Trajectory) -> list[Segment]:
     """Cut a trajectory into one segment per turn; malformed turns are left out."""
-    positions = np.flatnonzero(trajectory.kinds == TokenKind.MODEL)
     segments: list[Segment] = []
-    taken, has_evidence = 0, False
-    for index, turn in enumerate(trajectory.turns):
-        own = positions[taken : taken + turn.num_model_tokens]
-        taken += turn.num_model_tokens
-        if turn.action in ("search", "answer") and len(own):
-            end = int(own[-1]) + 1
-            kinds = trajectory.kinds[:end].copy()
-            earlier = np.flatnonzero(kinds == TokenKind.MODEL)
-            kinds[earlier[earlier < own[0]]] = TokenKind.PROMPT
-            is_own = kinds == TokenKind.MODEL
-            cut = replace(
-                trajectory,
-                trajectory_id=f"{trajectory.trajectory_id}/turn{index}",
-                token_ids=trajectory.token_ids[:end],
-                kinds=kinds,
-                logprobs=np.where(is_own, trajectory.logprobs[:end], np.float32(0)),
-                policy_versions=np.where(is_own, trajectory.policy_versions[:end], np.int32(-1)),
-                turns=(turn,),
-            )
+    has_evidence = False
+    for index, (turn, own) in enumerate(zip(trajectory.turns, _positions(trajectory), strict=True)):
+        if turn.action in _DECISIONS and len(own):
+            cut = _taught(trajectory, [index], end=int(own[-1]) + 1)
+            cut = replace(cut, trajectory_id=f"{trajectory.trajectory_id}/turn{index}")
             segments.append(Segment(_category(turn.action, has_evidence), cut))
-        has_evidence = has_evidence or turn.action == "search"
+        has_evidence = has_evidence or any(record.passage_ids for record in turn.retrievals)
     return segments
+
+
+def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with the tokens of malformed turns as PROMPT; itself if it has none."""
+    decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action in _DECISIONS]
+    if len(decisions) == len(trajectory.turns):
+        return trajectory
+    return _taught(trajectory, decisions, end=trajectory.num_tokens)
+
+
+def _positions(trajectory: Trajectory) -> list[NDArray[np.int64]]:
+    """Return the positions of the MODEL tokens of every turn."""
+    positions, lengths = np.flatnonzero(trajectory.kinds == TokenKind.MODEL), trajectory.turn_lengths
+    return [positions[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
+    """Return the first ``end`` tokens, of which those of the chosen turns are MODEL and those of the others PROMPT."""
+    kinds = np.where(trajectory.kinds == TokenKind.MODEL, np.uint8(TokenKind.PROMPT), trajectory.kinds)
+    positions = _positions(trajectory)
+    for index in turns:
+        kinds[positions[index]] = TokenKind.MODEL
+    is_own = kinds[:end] == TokenKind.MODEL
+    return replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:end],
+        kinds=kinds[:end],
+        logprobs=np.where(is_own, trajectory.logprobs[:end], np.float32(0)),
+        policy_versions=np.where(is_own, trajectory.policy_versions[:end], np.int32(-1)),
+        turns=tuple(trajectory.turns[index] for index in turns),
+    )
 
 
 def _category(action: str, has_evidence: bool) -> SegmentCategory:

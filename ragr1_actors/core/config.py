@@ -190,8 +190,11 @@ class SFTSettings(Section):
 
     num_steps: int = Field(0, ge=0)
     """Optimizer steps; 0 (default) skips the stage."""
+    demonstrations: str = "correct"
+    """``correct``: scripted demonstrations, those that end with a right answer (default); ``mixture``: all scripted
+    ones, wrong habits included; or a file of a teacher's, of which those that end right are kept, as in RAG-R1."""
     num_demonstrations: int = Field(4000, ge=1)
-    """Demonstrations that are played once before the first step; the steps draw from them."""
+    """Demonstrations that are played once before the first step, of a file at most all; the steps draw from them."""
     batch_size: int = Field(64, ge=1)
     """Trajectories per optimizer step."""
     lr: float = Field(1e-5, gt=0)

@@ -45,7 +45,7 @@ from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, read_state
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside, rollout_metrics
-from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
+from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation import eval_result
 from ragr1_actors.training.preflight import check_names
 
@@ -123,7 +123,7 @@ class Algorithm:
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
     def pretrain(self, on_progress: OnProgress) -> None:
-        """Stage 1: learn the format from scripted demonstrations, played against the real retriever.
+        """Stage 1: learn the format from demonstrations, played against the real retriever.
 
         Does nothing if a run was restored that has finished the stage.
         """
@@ -132,7 +132,7 @@ class Algorithm:
         settings = self.config.sft
         scripts = draw_demonstrations(self.workspace, settings.num_demonstrations, self.config.debugging.seed)
         played = self._sampler.play_scripts(scripts)
-        groups, self.num_decisions = learnable(played)
+        groups, self.num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
         if self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(played)])
         self._transport.make_room()

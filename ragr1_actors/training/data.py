@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from envs.base import exact_match
 from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.tasks import load_tasks, overlap, without_overlap
+from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.sft import segment
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig, SamplerConfig
@@ -29,6 +31,8 @@ from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest
 
 WORLD = "world"
 TINY = "tiny"
+CORRECT = "correct"
+MIXTURE = "mixture"
 HELD_OUT_SHARE = 0.2
 """The largest share of a task file that is held out if no file of evaluation tasks is given."""
 
@@ -48,6 +52,8 @@ class Workspace:
     """None if ``retrieval.type`` needs no index."""
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
+    demonstrated_tasks: tuple[Task, ...]
+    """Tasks that ``demonstrate`` takes: the training tasks, or those of a teacher's file."""
     demonstrate: Demonstrate
     notes: tuple[str, ...]
     """What a person should know about the data."""
@@ -67,7 +73,13 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     index_dir = prepare_index(config, run_dir)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
-    return Workspace(train, evaluation, index_dir, policy_dir, _demonstrate(environment), notes)
+    shown, demonstrate = train, _demonstrate(environment)
+    if config.sft.num_steps and config.sft.demonstrations not in (CORRECT, MIXTURE):
+        loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
+        shown = without_overlap(loaded.tasks, evaluation)
+        demonstrate = lambda task, _: list(turns_of[task.task_id])  # noqa: E731
+        notes += (f"{loaded.report}; {len(loaded.tasks) - len(shown):,} of evaluation questions left out",)
+    return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
 
 
 def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
@@ -178,35 +190,40 @@ def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None)
 
 
 def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
-    """Draw ``count`` scripted attempts at the training tasks, seeded. Tasks repeat if there are fewer."""
+    """Draw ``count`` demonstrations, seeded. Training tasks repeat if there are fewer; those of a file do not."""
     rng = random.Random(f"demonstrations {seed}")
     drawn: list[tuple[Task, tuple[str, ...]]] = []
+    tasks = workspace.demonstrated_tasks
+    count = count if tasks == workspace.train_tasks else min(count, len(tasks))
     while len(drawn) < count:
-        for task in rng.sample(workspace.train_tasks, min(len(workspace.train_tasks), count - len(drawn))):
+        for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
             # each attempt has its own id, since the same task may be demonstrated twice
             named = replace(task, task_id=f"{task.task_id}/demonstration{len(drawn)}")
             drawn.append((named, tuple(workspace.demonstrate(task, rng))))
     return drawn
 
 
-def learnable(groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Counter[str]]:
+def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[list[TrajectoryGroup], Counter[str]]:
     """Return the played demonstrations with decisions, and their number by category: ``{"first_search": 198, ...}``.
 
-    A warning is logged if some demonstrations failed: if those that answer all fail, because of a reward for example,
-    the policy would learn never to answer.
+    With ``only_correct``, those that end with a right answer. A warning is logged if some demonstrations failed: if
+    those that answer all fail, because of a reward for example, the policy would learn never to answer. Another one
+    counts those that end wrong.
 
     Raises:
         FleetError: all demonstrations failed.
+        DataError: none ends with a right answer.
     """
     kept: list[TrajectoryGroup] = []
     num_decisions: Counter[str] = Counter()
+    num_failed = 0
     for group in groups:
         whole = [trajectory for trajectory in group.trajectories if not trajectory.stop_reason.is_failure]
         segments = [found for trajectory in whole for found in segment(trajectory)]
-        num_decisions.update(found.category.value for found in segments)
-        if segments:
+        num_failed += not segments
+        if segments and (not only_correct or all(exact_match(t.answer, t.task.golden_answers) for t in whole)):
+            num_decisions.update(found.category.value for found in segments)
             kept.append(group)
-    num_failed = len(groups) - len(kept)
     if num_failed:
         errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
         reason = (
@@ -214,7 +231,17 @@ def learnable(groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Cou
             if errors
             else "their prompts fill env_runners.max_context_tokens: raise it"
         )
-        if not kept:
+        if num_failed == len(groups):
             raise FleetError(f"all {len(groups)} demonstrations failed; {reason}")
         logger.warning("%d of %d demonstrations failed and are not learned from; %s", num_failed, len(groups), reason)
+    num_wrong = len(groups) - num_failed - len(kept)
+    if num_wrong:
+        if not kept:
+            raise DataError(
+                f"sft.demonstrations: none of {num_wrong} demonstrations ends with a right answer when it is played; "
+                "environment.max_turns and retrieval must allow the teacher's searches"
+            )
+        logger.warning(
+            "%d of %d demonstrations end without a right answer and are not learned from", num_wrong, len(groups)
+        )
     return kept, num_decisions

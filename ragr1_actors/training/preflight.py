@@ -34,6 +34,8 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
         if file not in ("", "world"):
             _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
+    if config.sft.demonstrations not in ("correct", "mixture"):
+        _check_file("sft.demonstrations", config.sft.demonstrations, "correct, mixture or a file of demonstrations")
     if config.environment.tasks == "":
         raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
 

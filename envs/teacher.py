@@ -1,0 +1,163 @@
+r"""Demonstrations of a teacher, a larger model, as turns of this project's grammar.
+
+=====================  ===============================================================================
+messages               ``{"messages": [{"role", "content"}, ...]}``; ``tool_calls`` and ShareGPT's
+                       ``{"conversations": [{"from", "value"}, ...]}`` too
+RAG-R1, LLaMA-Factory  ``{"instruction", "input", "output"}``; ``input`` holds the turns before ``output``
+=====================  ===============================================================================
+
+A file is a JSON list or one object a line. The question is that of the key ``question``, or what follows "Question:" in
+the first message of the user, or all of that message. Gold answers are those of a task file, or else the teacher's own
+answer. What the teacher retrieved is left out: its searches are asked again when the demonstration is played. RAG-R1
+cuts every trajectory into one record per turn; those that end with a search are the beginnings of another one.
+
+Other tags are written as ours::
+
+    <tool_call>{"name": "search", "arguments": {"query": "Ana Bell"}}</tool_call>      <search> Ana Bell</search>
+    <|begin_of_query|> Ana Bell <|end_of_query|>                                       <search> Ana Bell </search>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from envs.actions import format_queries, parse_action
+from envs.base import Answer
+from envs.tasks import ANSWER_KEYS, LoadedTasks, Record, TaskReport, make_task, question_key, read_records
+from ragr1_actors.core.config import QueryFormat
+from ragr1_actors.core.errors import DataError, shortened
+from ragr1_actors.core.types import Task
+
+_TAGS = {
+    "<|begin_of_query|>": "<search>",
+    "<|end_of_query|>": "</search>",
+    "<|begin_of_documents|>": "<information>",
+    "<|end_of_documents|>": "</information>",
+    "<tool_response>": "<information>",
+    "</tool_response>": "</information>",
+    "<result>": "<information>",
+    "</result>": "</information>",
+}
+"""Tags of R1-Searcher, Hermes and ReSearch."""
+_TEACHER = ("assistant", "gpt", "function_call")
+_USER = ("user", "human")
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_INFORMATION = re.compile(r"\s*<information>.*?</information>\s*", re.DOTALL)
+_QUESTION = re.compile(r"Question:[ \t]*(.+?)[ \t]*(?=\n|<|$)")
+_FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
+_TURN = re.compile(r".*?</(?:search|answer)>", re.DOTALL)
+
+
+def load_demonstrations(
+    path: str | Path, query_format: QueryFormat = "lines"
+) -> tuple[LoadedTasks, Mapping[str, tuple[str, ...]]]:
+    """Read a file of demonstrations that end with an answer: their tasks, and their turns by task id.
+
+    ``query_format`` is that of the queries inside ``<search>``; those of tool calls are written in it.
+
+    Raises:
+        DataError: as for a task file; or a record is not in one of the formats.
+    """
+    path = Path(path)
+    tasks: list[Task] = []
+    turns_of: dict[str, tuple[str, ...]] = {}
+    seen: set[tuple[str, ...]] = set()
+    counts: Counter[str] = Counter()
+    num_records = 0
+    for num_records, record in enumerate(read_records(path), start=1):
+        question, turns = _read(record, query_format)
+        actions = [parse_action(turn, query_format) for turn in turns]
+        gold = {key: record.fields[key] for key in ANSWER_KEYS if key in record.fields}
+        last = actions[-1] if actions else None
+        if not isinstance(last, Answer):  # the beginning of another demonstration, or never finished
+            gold = {"answer": ""}
+        elif not gold:
+            gold = {"answer": last.text}
+        task = make_task(Record({"question": question, **gold}, record.where), path.stem, num_records - 1, whole=False)
+        identity = (question_key(task.question), *turns)
+        if not identity[0]:
+            counts["num_empty_questions"] += 1
+        elif not task.golden_answers:
+            counts["num_empty_answers"] += 1
+        elif identity in seen:
+            counts["num_duplicates"] += 1
+        else:
+            seen.add(identity)
+            tasks.append(task)
+            turns_of[task.task_id] = turns
+    if not tasks:
+        raise DataError(f"{path}: none of {num_records} demonstrations has a question and ends with <answer>")
+    report = TaskReport(path.name, num_records, len(tasks), **counts)
+    return LoadedTasks(tuple(tasks), report), turns_of
+
+
+def _read(record: Record, query_format: QueryFormat) -> tuple[str, tuple[str, ...]]:
+    """Return the question, and the teacher's turns."""
+    asked, written = _dialogue(record, query_format)
+    asked = _INFORMATION.sub("", _as_our_tags(asked, query_format, record.where))
+    question = record.fields.get("question")
+    if question is None:
+        found = _QUESTION.search(asked)
+        question, before = (found[1], asked[found.end() :]) if found else (asked, "")
+    else:
+        before = asked.partition(str(question))[2]
+    earlier = _FIRST_TAG.search(before)
+    text = _INFORMATION.sub("", _as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
+    return question, tuple(turn.strip() for turn in _TURN.findall(text))
+
+
+def _dialogue(record: Record, query_format: QueryFormat) -> tuple[str, str]:
+    """Return the first message of the user, and everything that the teacher wrote."""
+    fields = record.fields
+    if "output" in fields:
+        parts = [fields.get("instruction", ""), fields.get("input", ""), fields["output"]]
+        if all(isinstance(part, str) for part in parts):
+            return f"{parts[0]}\n{parts[1]}", parts[2]
+    messages = fields.get("messages", fields.get("conversations"))
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise DataError(
+            f"{record.where}: got {shortened(str(sorted(fields)), 60)}, expected messages [{{role, content}}, ...], or "
+            "the texts instruction, input and output"
+        )
+    asked, written = "", ""
+    for message in messages:
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        content = "" if content is None else content
+        if not isinstance(content, str):
+            raise DataError(f"{record.where}: got a message of {type(content).__name__}, expected text")
+        if role in _USER and not asked:
+            asked = content
+        elif role in _TEACHER:
+            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+            written += content + "".join(_search(call, query_format, record.where) for call in calls)
+    return asked, written
+
+
+def _as_our_tags(text: str, query_format: QueryFormat, where: str) -> str:
+    for theirs, ours in _TAGS.items():
+        text = text.replace(theirs, ours)
+
+    def search(call: re.Match[str]) -> str:
+        try:
+            return _search(json.loads(call[1]), query_format, where)
+        except ValueError as error:
+            raise DataError(f"{where}: <tool_call> holds no JSON ({error})") from error
+
+    return _TOOL_CALL.sub(search, text)
+
+
+def _search(call: Any, query_format: QueryFormat, where: str) -> str:
+    """Write a tool call with the argument ``query`` or ``queries`` in our tags."""
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if isinstance(arguments, str):  # OpenAI's messages hold them as JSON
+        arguments = json.loads(arguments)
+    found = arguments.get("queries", arguments.get("query")) if isinstance(arguments, dict) else None
+    queries = [found] if isinstance(found, str) else found
+    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+        raise DataError(f"{where}: got a tool call with {shortened(str(arguments), 60)}, expected query or queries")
+    return f"<search> {format_queries(queries, query_format)}</search>"

@@ -1,0 +1,113 @@
+"""Demonstrations of a teacher: every format becomes the same turns, and a file has the checks of a task file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.teacher import load_demonstrations
+from ragr1_actors.core.errors import DataError
+
+SEARCH = "<think> where</think><search> Ana Bell</search>"
+ANSWER = "<think> found</think><answer> Riga</answer>"
+FOUND = "\n<information>\nDoc 1: Question: x <answer> Oslo</answer>\n</information>\n"
+PROMPT = "Write <search> query </search> and <answer> Beijing </answer>. Question: Where was Ana Bell born?\n"
+CALL = {"name": "search", "arguments": {"query": "Ana Bell"}}
+
+
+def messages(*contents: tuple[str, str], **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in contents], **fields}
+
+
+def load(folder: Path, *records: object, query_format: Any = "lines") -> tuple[Any, Mapping[str, tuple[str, ...]]]:
+    path = folder / "teacher.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    return load_demonstrations(path, query_format)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        messages(("system", "x"), ("user", PROMPT), ("assistant", SEARCH), ("user", FOUND), ("assistant", ANSWER)),
+        messages(("user", PROMPT), ("assistant", SEARCH + FOUND + "\n\n" + ANSWER)),
+        {"conversations": [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": f"{SEARCH}{FOUND}{ANSWER}"}]},
+        {"instruction": PROMPT, "input": "", "output": SEARCH + FOUND + ANSWER},
+        {"instruction": "", "input": f"{PROMPT}<|im_end|>\nassistant\n{SEARCH}{FOUND}", "output": ANSWER},
+        messages(
+            ("user", "Where was Ana Bell born?"),
+            ("assistant", f"<think> where</think><tool_call>\n{json.dumps(CALL)}\n</tool_call>"),
+            ("tool", "<tool_response>Ana Bell was born in Riga</tool_response>"),
+            ("assistant", ANSWER),
+        ),
+        {
+            "messages": [
+                {"role": "user", "content": "Where was Ana Bell born?"},
+                {
+                    "role": "assistant",
+                    "content": "<think> where</think>",
+                    "tool_calls": [{"function": {"name": "search", "arguments": '{"queries": ["Ana Bell"]}'}}],
+                },
+                {"role": "tool", "content": "Ana Bell was born in Riga"},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        },
+        messages(
+            ("user", "Where was Ana Bell born?"),
+            ("assistant", "<think> where</think><|begin_of_query|> Ana Bell<|end_of_query|>"),
+            ("user", "<|begin_of_documents|> Riga <|end_of_documents|>"),
+            ("assistant", ANSWER),
+        ),
+    ],
+)
+def test_every_format_is_the_same_turns(tmp_path: Path, record: dict[str, Any]) -> None:
+    loaded, turns_of = load(tmp_path, record)
+    (task,) = loaded.tasks
+    assert (task.question, task.golden_answers) == ("Where was Ana Bell born?", ("Riga",))
+    assert turns_of == {"teacher/0": (SEARCH, ANSWER)}
+
+
+def test_tool_calls_are_written_in_the_format_of_the_queries(tmp_path: Path) -> None:
+    call = json.dumps({"name": "search", "arguments": {"queries": ["Ana Bell", "Bo, Cole"]}})
+    record = messages(
+        ("user", "Who?"), ("assistant", f"<tool_call>{call}</tool_call>{ANSWER}"), golden_answers=["B", "C"]
+    )
+    loaded, turns_of = load(tmp_path, record, query_format="comma")
+    assert turns_of["teacher/0"][0] == "<search> Ana Bell,Bo  Cole</search>"
+    assert loaded.tasks[0].golden_answers == ("B", "C")
+
+
+def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
+    whole = messages(("user", PROMPT), ("assistant", SEARCH), ("tool", FOUND), ("assistant", ANSWER))
+    beginning = {"instruction": PROMPT, "input": "", "output": SEARCH}
+    empty = messages(("user", " "), ("assistant", ANSWER))
+    article = messages(("user", PROMPT), ("assistant", "<answer> the</answer>"))
+    loaded, _ = load(tmp_path, whole, beginning, whole, empty, article)
+    assert str(loaded.report) == (
+        "teacher.jsonl: 1 tasks of 5 records; 1 duplicate questions left out; 1 empty questions left out; "
+        "2 without a usable answer left out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "x"}, r"teacher.jsonl, line 2: got .*text.*expected messages"),
+        ({"messages": ["x"]}, "line 2: got .*expected messages"),
+        (messages(("user", "x"), ("assistant", ["y"])), "line 2: got a message of list, expected text"),  # type: ignore[arg-type]
+        (messages(("user", "x"), ("assistant", "<tool_call>{</tool_call>")), "line 2: <tool_call> holds no JSON"),
+        (messages(("user", "x"), ("assistant", "<tool_call>[]</tool_call>")), "line 2: got a tool call with None"),
+        ([], "line 2: got .*expected an object"),
+    ],
+)
+def test_a_record_in_another_form_is_named(tmp_path: Path, record: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, messages(("user", PROMPT), ("assistant", ANSWER)), record)
+
+
+def test_a_file_without_a_finished_demonstration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of 1 demonstrations has a question and ends with <answer>"):
+        load(tmp_path, {"instruction": PROMPT, "output": SEARCH})
