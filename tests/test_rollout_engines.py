@@ -22,6 +22,9 @@ from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
 
+NEARLY_ONE_SEED = 12379357
+"""Its first ``uniform`` is above 1 - 2**-25, which float32 rounds to 1."""
+
 
 @pytest.fixture(scope="module")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -110,6 +113,61 @@ async def test_generation_ends_with_the_token_that_completes_the_stop_string(
     assert text[-1] in tokenizer.decode(stopped.token_ids[-1:])
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert not any(text[-1] in tokenizer.decode([t]) for t in stopped.token_ids[:-1])
+
+
+class Spoken:
+    """A tokenizer whose policy says the same in every turn, if ``sample`` is replaced by ``next_token``."""
+
+    def __init__(self, token_ids: list[int], num_rows: int) -> None:
+        self._said = iter([i for token_id in token_ids for i in [token_id] * num_rows])
+
+    def next_token(self, logits: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([next(self._said) for _ in logits]), torch.zeros(len(logits))
+
+
+@pytest.mark.parametrize(
+    ("said", "stop"),
+    [
+        ("Riga. \n\nBo Cole", "\n\n"),
+        ("Ana  Bell", "a "),
+        ("Ana\tBell", "\t"),
+        ("où est Riga? où", "où"),
+        ("日本 Riga", "本"),
+        ("Riga 🎉 Bo", "🎉"),
+        ("x1y2z3" * 5 + "</search> x", "x1y2z3" * 5 + "</search>"),
+        ("Ana Bell</search> Bo", "</search>"),
+    ],
+)
+@pytest.mark.engine
+async def test_any_stop_string_ends_generation(
+    policy_dir: Path, tokenizer: PolicyTokenizer, said: str, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = tokenizer.encode(said)
+    ends = next(n for n in range(1, len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
+    monkeypatch.setattr(
+        "ragr1_actors.rollout.engines.transformers_engine.sample", Spoken(token_ids, num_rows=1).next_token
+    )
+    sampling = Sampling(len(token_ids), stop=("</answer>", stop))
+    completion = await make_engine(policy_dir, tokenizer).generate([5, 6], sampling, request_id="a")
+    assert (completion.token_ids, completion.finish_reason) == (token_ids[:ends], FinishReason.STOP)
+
+
+@pytest.mark.engine
+async def test_new_weights_with_more_requests_than_rows_fail_none_of_them(
+    policy_dir: Path, tokenizer: PolicyTokenizer
+) -> None:
+    engine = make_engine(policy_dir, tokenizer, max_rows=2)
+    weights = {name: value.numpy() for name, value in engine._model.state_dict().items()}
+    heard: list[str] = []
+    turns = [  # the two with a row have more to compute again than the one that waits for a row
+        asyncio.create_task(engine.generate([7] * 50, Sampling(30, seed=i), request_id=str(i), on_text=heard.append))
+        for i in range(3)
+    ]
+    while len(heard) < 4:
+        await asyncio.sleep(0)
+    await engine.update_weights(weights, 2)
+    for completion in await asyncio.gather(*turns):
+        assert completion.token_ids
 
 
 @pytest.mark.engine
@@ -267,10 +325,32 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: Pol
         PolicyTokenizer(tmp_path)
 
 
+@pytest.mark.engine
+async def test_a_draw_just_below_one_takes_a_token_of_the_nucleus(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
+    draw = uniform(np.array([NEARLY_ONE_SEED], dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+    assert draw < 1 and draw.astype(np.float32) == 1
+    sampling = Sampling(1, top_p=0.02, seed=NEARLY_ONE_SEED)
+    completion = await make_engine(policy_dir, tokenizer).generate([5, 6], sampling, request_id="a")
+    assert np.isfinite(completion.logprobs).all()
+
+
+def test_the_sampler_reaches_every_token_of_a_large_vocabulary() -> None:
+    """As many tokens as Qwen2.5 has, most of them less probable than float32 can tell from 0 beside 1."""
+    logits = torch.zeros((1, 151_936))
+    logits[0, 0] = np.log(1e8)
+    probabilities = torch.log_softmax(logits[0], dim=-1).exp().double()
+    cumulative = probabilities.cumsum(dim=-1)
+    expected = torch.arange(1, 151_936, 5003)
+    draws = (cumulative - probabilities / 2)[expected] / cumulative[-1]
+    rows = len(draws)
+    tokens, _ = sample(logits.expand(rows, -1), torch.ones(rows), torch.ones(rows), draws)
+    assert tokens.tolist() == expected.tolist()
+
+
 def test_the_sampler_draws_from_the_distribution() -> None:
     n = 20_000
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(n, 4)
-    draws = torch.from_numpy(uniform(np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.uint64)).astype(np.float32))
+    draws = torch.from_numpy(uniform(np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.uint64)))
     for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
         tokens, logprobs = sample(logits, torch.full((n,), temperature), torch.full((n,), top_p), draws)
         probabilities = torch.softmax(logits[0] / temperature, dim=-1)

@@ -128,8 +128,11 @@ class _Rollout:
                 return StopReason.ANSWERED
             if result.truncated:
                 return StopReason.MAX_TURNS
-            self._add(self.tokenizer.encode(result.observation), TokenKind.OBSERVATION)
-            self._add(self.tokenizer.encode(result.notice), TokenKind.NOTICE)
+            observation, notice = map(self.tokenizer.encode, (result.observation, result.notice))
+            if len(self.ids) + len(observation) + len(notice) >= self.max_context_tokens:
+                break  # the policy cannot read it, and the trajectory would be longer than the context
+            self._add(observation, TokenKind.OBSERVATION)
+            self._add(notice, TokenKind.NOTICE)
         return StopReason.CONTEXT_FULL
 
     async def _generate(self, room: int) -> Completion:

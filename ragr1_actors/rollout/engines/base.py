@@ -82,9 +82,16 @@ class PolicyTokenizer:
         return list(ids)
 
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
-        """Return the ids of the tokens whose text contains any of some ASCII characters."""
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return frozenset(i for token, i in vocabulary.items() if any(char in token for char in characters))
+        """Return the ids of the tokens whose text contains any of some characters, or a part of any character.
+
+        That text is what a token adds to a text before it: vocabularies write blanks and other bytes than ASCII in
+        letters of their own, and some tokenizers drop a blank at the start of a text.
+        """
+        before = self.encode("a")
+        ids = list(self._tokenizer.get_vocab().values())
+        texts = self._backend.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=True)
+        start, wanted = len(self.decode(before)), {*characters, "\ufffd"}
+        return frozenset(i for i, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text[start:]))
 
 
 class Engine(Protocol):

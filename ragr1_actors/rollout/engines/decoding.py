@@ -138,18 +138,22 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tenso
     """Sample a token per row of ``logits``, ``[n, vocab]``; return ids, ``[n]`` int64, and log-probs, ``[n]`` float32.
 
     The log-probs are those of the distribution that was sampled from. ``temperatures``, ``[n]``: 0 is greedy, with the
-    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]``, are in [0, 1).
+    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]`` float64, are in [0, 1).
+
+    Probabilities are added up in float64: over a vocabulary of 152,000 tokens a float32 sum is wrong by up to 1e-3.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
     if bool((top_ps < 1).any()):
         logprobs = _restrict(logprobs, top_ps)
-    cumulative = logprobs.exp().cumsum(dim=-1)
-    # the total is 1 only up to rounding: scaled by it, a draw reaches the last token and never beyond
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    # the total is 1 only up to rounding: scaled by it, a draw reaches the last possible token and never beyond
     draws = (uniforms * cumulative[:, -1]).unsqueeze(1)
-    sampled = torch.searchsorted(cumulative, draws, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), sampled)
+    tokens = torch.searchsorted(cumulative, draws, right=True).squeeze(1)
+    tokens.clamp_(max=logits.shape[1] - 1)  # where logits are NaN; the log-prob reports it
+    if bool(greedy.any()):
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 

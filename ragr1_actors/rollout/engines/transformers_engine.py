@@ -34,8 +34,6 @@ from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, s
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TAIL_TOKENS = 16
-"""Tokens decoded to look for a stop string; a tag is shorter in every tokenizer."""
 
 
 class TransformersEngine:
@@ -243,7 +241,7 @@ class TransformersEngine:
         longest = 0
         for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
             if not self._find_row(session):
-                break
+                continue  # a later one may have its row already
             num_new = len(session.tokens) - session.num_cached
             if batch and max(longest, num_new) * (len(batch) + 1) > PREFILL_TOKENS:
                 break
@@ -303,7 +301,7 @@ class TransformersEngine:
             logits,
             torch.tensor([s.sampling.temperature for s in sessions], device=self._device),
             torch.tensor([s.sampling.top_p for s in sessions], device=self._device),
-            torch.from_numpy(uniform(seeds, steps).astype(np.float32)).to(self._device),
+            torch.from_numpy(uniform(seeds, steps)).to(self._device),
         )
         for session, token, logprob in zip(sessions, tokens.tolist(), logprobs.tolist(), strict=True):
             session.tokens.append(token)
@@ -320,7 +318,8 @@ class TransformersEngine:
         stop = session.sampling.stop
         if token in self._candidates(stop):
             new_ids = session.tokens[session.num_prompt :]
-            tail = self._tokenizer.decode(new_ids[-_TAIL_TOKENS:])
+            # a stop string has at most a token per byte; a tokenizer may drop a blank at the start of the one before
+            tail = self._tokenizer.decode(new_ids[-1 - max(len(string.encode()) for string in stop) :])
             if any(string in tail for string in stop):
                 return FinishReason.STOP
         full = len(session.tokens) - session.num_prompt >= session.sampling.max_new_tokens
