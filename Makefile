@@ -1,6 +1,7 @@
 # make train       train a small model to search, on two CPU cores
 # make test        run the tests (not the slow ones, not those that need vLLM)
 # make unit        run the tests that start neither Ray nor a model: the fastest check while you edit
+# make test-vllm-v2  its engine tests under vLLM's Model Runner V2
 # make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
 # make check       formatting, lint, types, import rules
 # make claims      several queries per turn against one: exact match and search rounds
@@ -19,7 +20,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
-.PHONY: train test unit test-vllm check claims docs bench
+.PHONY: train test unit test-vllm test-vllm-v2 check claims docs bench
 
 train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
@@ -34,6 +35,11 @@ unit: .venv/.installed-dev
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
+
+# Model Runner V2 is what vLLM takes on GPUs. On a CPU Python interprets its kernels, so only one file runs: minutes.
+test-vllm-v2: .venv-vllm/.installed
+	VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -m vllm \
+		-W ignore::pytest.PytestUnraisableExceptionWarning tests/test_vllm_engine.py $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .

@@ -38,9 +38,12 @@ SLOTS = TRAJECTORIES_PER_RUNNER // GROUP_SIZE
 class Scripts(Mapping[str, list[str]]):
     """The script of any trajectory, drawn when it is asked for. Copies of a group (``name@copy``) say the same."""
 
+    def __init__(self, turn_tokens_median: float) -> None:
+        self._turn_tokens_median = turn_tokens_median
+
     def __getitem__(self, trajectory_id: str) -> list[str]:
         name, _, rest = trajectory_id.partition("@")
-        plan = workload.plan(f"{name}/{rest.rpartition('/')[2]}", TURN_TOKENS_MEDIAN)
+        plan = workload.plan(f"{name}/{rest.rpartition('/')[2]}", self._turn_tokens_median)
         return [self._turn(plan, turn) for turn in range(len(plan.turn_tokens))]
 
     def _turn(self, plan: workload.Plan, turn: int) -> str:
@@ -83,7 +86,9 @@ class PacedEngine(PacedScripts):
     """The engine of the fleet as a recipe names it: ``env_runners.engine: benchmarks.fleet:PacedEngine``."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
-        super().__init__(Scripts(), tokenizer.encode, settings.version, token_latency_s=TOKEN_LATENCY_S)
+        super().__init__(
+            Scripts(TURN_TOKENS_MEDIAN), tokenizer.encode, settings.version, token_latency_s=TOKEN_LATENCY_S
+        )
 
 
 def make_config(num_env_runners: int) -> RunConfig:

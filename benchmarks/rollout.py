@@ -14,6 +14,7 @@ overrun_tokens       tokens behind the stop string ÷ stopped completions       
 sync_pause           pause of a weight update ÷ warm copy of the same 100 MB            <= 3
 scaling_runners      groups/s of 8 runners ÷ 8 times those of one                       >= 0.95
 driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 runners    <= 1
+loop_ceiling         tokens/s of one runner's loop, early search included (``ceiling``) >= 50000
 ==================== ================================================================== =======
 
 The workload is drawn as ``benchmarks/workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half
@@ -37,6 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import baselines, sides, workload
+from benchmarks.ceiling import loop_ceiling
+from benchmarks.fleet import GROUP_SIZE
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from benchmarks.sides import SideRun
 
@@ -57,6 +60,7 @@ GOALS: dict[str, Goal | None] = {
     "sync_pause": Goal(3.0, at_least=False),
     "scaling_runners": Goal(0.95, at_least=True),
     "driver_cpu": Goal(1.0, at_least=False),
+    "loop_ceiling": Goal(50_000.0, at_least=True),
 }
 UNITS = {
     "engine_parity": "tokens/s",
@@ -70,17 +74,20 @@ UNITS = {
     "sync_pause": "s",
     "scaling_runners": "groups/s",
     "driver_cpu": "CPU s, wall s",
+    "loop_ceiling": "tokens, CPU s",
 }
 METRICS = tuple(GOALS)
 _LOOP = {"engine_parity", "vs_lockstep", "vs_lockstep_batched", "retrieval_hidden"}
 _FLEET = {"scaling_runners", "driver_cpu"}
 _PACED = {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
+_CEILING = {"loop_ceiling"}
 
 NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 96, 72
 NUM_COMPLETIONS = 64
 NUM_SYNCS = 5
 """Updates of a repeat; each has its own ratio."""
 GROUPS_PER_RUNNER, GROUPS_PER_RUNNER_QUICK = 64, 24
+NUM_CEILING_GROUPS, NUM_CEILING_GROUPS_QUICK = 192, 64
 REPEATS, REPEATS_QUICK = 3, 1
 
 Samples = dict[str, list[Sample]]
@@ -102,11 +109,15 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         policy_dir = Path(directory)
         workload.make_policy(policy_dir)
-        if wanted - _FLEET - _PACED:
-            yield from _measured(_run_engine(policy_dir, wanted - _FLEET - _PACED, repeats, quick))
+        if by_vllm := wanted - _FLEET - _PACED - _CEILING:
+            yield from _measured(_run_engine(policy_dir, by_vllm, repeats, quick))
         if wanted & _PACED:
             num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
             yield from _measured({k: v for k, v in run_paced(policy_dir, num, repeats).items() if k in wanted})
+        if wanted & _CEILING:
+            num = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
+            loop_ceiling(policy_dir, GROUP_SIZE)  # does not count
+            yield from _measured({"loop_ceiling": [loop_ceiling(policy_dir, num) for _ in range(repeats)]})
         if wanted & _FLEET:
             yield from _measured({k: v for k, v in _run_fleet(policy_dir, repeats, quick).items() if k in wanted})
 

@@ -27,8 +27,6 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 from ragr1_actors.core.weight_transport import choose_transport
 
-OBJECT_STORE_BYTES = 512 * 1024 * 1024
-"""Object store of a local session; it holds trajectories and the weights of small policies."""
 START_TIMEOUT_S = 600.0
 """Until the cluster has grown and every bundle has its place."""
 
@@ -84,7 +82,6 @@ def _connect(address: str | None, num_cpus: float) -> None:
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
                 _system_config=_SYSTEM_CONFIG,
                 runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
                 _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters

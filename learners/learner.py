@@ -373,8 +373,8 @@ class Learner(ABC):
         return copy_arrays(policy_tensors(self.policy, self.lora), self.rank, self.is_tied)
 
     def published_weights(self) -> State:
-        """Return ``published_tensors`` in the form of ``get_weights``; adapters with their base."""
-        weights = copy_arrays(self.published_tensors(), self.rank, self.is_tied)
+        """Return ``published_tensors`` as arrays, see ``Engine.update_weights``; adapters with their base."""
+        weights = copy_arrays(self.published_tensors(), self.rank, self.is_tied, self.dtype)
         return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
     def published_tensors(self) -> Iterator[WholeTensor]:

@@ -36,6 +36,8 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 os.environ.pop("RAY_ADDRESS", None)
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    import triton_interpreter  # noqa: F401
 # By default Hypothesis fails an example that takes 0.2 s or is slow to draw: on a busy machine any may be.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import baselines, fleet, learner, paced, retrieval_sides, rollout, sides, workload
+from benchmarks import baselines, ceiling, fleet, learner, paced, retrieval_sides, rollout, sides, workload
 from benchmarks.intervals import uncovered_s, union
 from benchmarks.measurement import Goal, Sample, measure, quotient, render
 from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
@@ -194,6 +194,13 @@ async def test_a_paced_step_takes_as_long_for_any_batch(
 
 
 @pytest.mark.slow
+def test_the_ceiling_counts_every_token_of_real_trajectories(policy_dir: Path) -> None:
+    sample = ceiling.loop_ceiling(policy_dir, 2)
+    assert sample.ours > 2 * fleet.GROUP_SIZE * workload.MIN_TURNS * workload.MIN_TURN_TOKENS
+    assert sample.ratio == pytest.approx(sample.ours / sample.theirs)
+    assert sample.ratio > 5_000  # a tenth of the goal: this machine may be busy
+
+
 def test_the_paced_loops_take_the_same_turns(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paced, "STEP_S", 0.0002)
     monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.002)
@@ -225,7 +232,7 @@ async def test_the_pause_is_divided_by_the_time_of_a_copy(policy_dir: Path, toke
 
 
 def test_the_scripts_of_the_fleet_are_as_long_as_drawn(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
-    scripts = fleet.Scripts()
+    scripts = fleet.Scripts(fleet.TURN_TOKENS_MEDIAN)
     assert scripts["fleet/3@0#0/1"] == scripts["fleet/3@7#0/1"] != scripts["fleet/3@0#0/2"]
     *searches, answer = scripts["fleet/3@0#0/1"]
     assert all(turn.endswith("</search>") for turn in searches)

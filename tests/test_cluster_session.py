@@ -14,12 +14,15 @@ from ragr1_actors.core.errors import FleetError
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys
+import psutil
 from cluster.session import ray_session
 from ragr1_actors.core.errors import UserError
 try:
     with ray_session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
         import ray
         print("cpus", ray.cluster_resources()["CPU"])
+        available = min(psutil.virtual_memory().available, psutil.disk_usage("/dev/shm").free)
+        assert ray.cluster_resources()["object_store_memory"] > available / 8, "sized from the host"
         assert ray.get(ray.remote(num_cpus=float(sys.argv[1]))(lambda: "ran").remote(), timeout=60) == "ran"
 except UserError as error:
     print("refused:", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.engine
 
@@ -290,3 +293,23 @@ def test_a_column_is_set_once(build: Build) -> None:
     custom = type("MyLearner", (GRPOLearner,), {"compute_advantages": compute_advantages})
     with pytest.raises(ConfigError, match=r"MyLearner\.compute_advantages: rollout_logprobs is set already"):
         build(custom).update(make_groups(0))
+
+
+@pytest.mark.parametrize(("zero_stage", "dtype"), STAGES_AND_DTYPES)
+def test_weights_are_published_in_the_dtype_of_the_policy(
+    build: Build, tmp_path: Path, zero_stage: int, dtype: str
+) -> None:
+    config = make_config(learners={"zero_stage": zero_stage}, policy={"dtype": dtype})
+    learner = build(GRPOLearner, config)
+    learner.update(make_groups(4))
+    published = learner.published_weights()
+    expected = learner.get_weights()
+    size = 2 if dtype == "bfloat16" else 4
+    assert published.keys() == expected.keys()
+    assert all(weight.nbytes == size * expected[name].size for name, weight in published.items())
+    folder = tmp_path / "policy"
+    settings = EngineSettings(max_rows=1, max_context_tokens=64, dtype=dtype)
+    engine = TransformersEngine(folder, PolicyTokenizer(folder), settings)
+    asyncio.run(engine.update_weights(published, 1))
+    for name, parameter in engine._model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().float().numpy(), expected[name], err_msg=name)

@@ -384,8 +384,7 @@ def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
 def test_auto_depends_on_where_the_actors_are_placed(
     runners: dict[str, Any], learners: dict[str, Any], expected: str
 ) -> None:
-    assert config_with({}, {}).env_runners.weight_transport == "object_store"
-    config = config_with({"weight_transport": "auto", **runners}, learners)
+    config = config_with(runners, learners)
     made = WeightSync(config, LearnersOfNothing(), RunnersOfNothing())
     backend = f" {made.delivery.backend}" if choose_transport(config) != "object_store" else ""
     assert choose_transport(config) + backend == expected

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.numpy import save_file
 from safetensors.torch import save
 
 pytest.importorskip("vllm")
@@ -25,6 +26,7 @@ from learners.deepspeed_engine import WholeTensor
 from ragr1_actors.core.errors import EngineError, TransferError
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
+from ragr1_actors.rollout.engines import vllm_engine
 from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
 from ragr1_actors.rollout.weight_sync import Delivery, send
@@ -32,6 +34,7 @@ from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 SCALING = 2.0
+PART_BYTES = 10_000
 TARGETS = ("q_proj.weight", "v_proj.weight", "up_proj.weight", "down_proj.weight")
 """vLLM joins queries with keys and values; here one part has an adapter and another has none."""
 
@@ -230,6 +233,27 @@ async def test_adapters_are_merged_into_the_policy_that_a_stage_began_with(
     with pytest.raises(EngineError, match=r"cannot read the weights of .*nowhere, .* put --run-dir"):
         await engine.update_weights({**found, BASE_KEY: np.asarray(base_of(folder / "nowhere"))}, 54)
     await engine.update_weights(weights, 55)
+
+
+async def test_no_runner_holds_the_weights_whole_beside_its_engine(
+    engine: VLLMEngine, reference: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in shared memory a part at a time; bfloat16 comes as its bits."""
+    monkeypatch.setattr(vllm_engine, "PART_BYTES", PART_BYTES)
+    in_bits = {name: torch.from_numpy(weight).bfloat16() for name, weight in reference.weights(seed=56).items()}
+    files: list[int] = []
+
+    def save(part: Weights, path: Path) -> None:
+        files.append(sum(weight.nbytes for weight in part.values()))
+        save_file(part, path)
+
+    monkeypatch.setattr(vllm_engine, "save_file", save)
+    await engine.update_weights({name: weight.view(torch.uint16).numpy() for name, weight in in_bits.items()}, 56)
+    largest = max(weight.nbytes for weight in in_bits.values())
+    assert len(files) > 2 and max(files) <= max(PART_BYTES, largest) < sum(files) / 2
+    completion = await engine.generate(prompt, Sampling(40, seed=1), request_id="a")
+    rounded = {name: weight.float().numpy() for name, weight in in_bits.items()}
+    assert gaps(reference, rounded, prompt, completion, 56).max() < 1e-4
 
 
 async def test_an_update_that_lacks_a_parameter_is_refused(

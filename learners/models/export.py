@@ -46,9 +46,12 @@ def copy_tensors(tensors: Iterator[WholeTensor], rank: int, dtype: torch.dtype) 
     return copies
 
 
-def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool) -> State:
-    """Gather tensors as fp32 arrays, since numpy has no bfloat16; a tied ``lm_head.weight`` is included."""
-    weights: State = {name: copy.numpy() for name, copy in copy_tensors(tensors, rank, torch.float32).items()}
+def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool, dtype: torch.dtype = torch.float32) -> State:
+    """Gather tensors as arrays, a tied ``lm_head.weight`` too; uint16 holds the bits of bfloat16, as NumPy has none."""
+    copies = copy_tensors(tensors, rank, dtype)
+    if dtype == torch.bfloat16:
+        copies = {name: copy.view(torch.uint16) for name, copy in copies.items()}
+    weights: State = {name: copy.numpy() for name, copy in copies.items()}
     if is_tied and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights

@@ -139,10 +139,10 @@ class EnvRunnerSettings(Section):
     computes the log-probs of every batch again: one more forward pass."""
     max_task_retries: int = Field(3, ge=0)
     """Times that a task is issued again after an engine, environment or retrieval failure."""
-    weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "object_store"
-    """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (default; works
-    everywhere), by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each
-    GPU). ``auto`` picks the fastest way that fits. ``broadcast`` and ``ipc`` have not been run on GPUs yet."""
+    weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
+    """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
+    by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).
+    ``auto`` (default) picks the fastest way that fits. ``broadcast`` and ``ipc`` have not been run on GPUs yet."""
 
 
 class RetrievalSettings(Section):

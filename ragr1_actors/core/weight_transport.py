@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 
+PART_BYTES = 64 * 2**20
+"""Of a transfer that is not one whole: a runner holds this much beside its engine, not another copy of the policy."""
 TIMEOUT_S = 60.0  # for one step of a transfer; a runner that needs longer hangs
 RECEIVING_ENGINES = ("transformers", "vllm")  # learner ranks can send to them directly, also adapters, which they merge
 BASE_KEY = "lora_base"
@@ -21,6 +24,25 @@ class AdapterBase(BaseModel):
     folder: str
     """The policy at the start of the stage: a Hugging Face folder or hub name."""
     scaling: float  # a weight W is used as W + scaling * B A
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+W = TypeVar("W", bound=_Sized)
+
+
+def in_parts(weights: Iterable[tuple[str, W]], max_bytes: int) -> Iterator[dict[str, W]]:
+    """Yield weights in parts of up to ``max_bytes``; one that is larger is a part by itself."""
+    part: dict[str, W] = {}
+    for name, weight in weights:
+        if part and sum(value.nbytes for value in part.values()) + weight.nbytes > max_bytes:
+            yield part
+            part = {}
+        part[name] = weight
+    yield part
 
 
 def choose_transport(config: SamplerConfig) -> Literal["object_store", "broadcast", "ipc"]:

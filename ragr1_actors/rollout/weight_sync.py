@@ -1,6 +1,7 @@
 """Publishing a policy version: from the learners into the engine of every env runner, by one of three transports.
 
-object store   Learner rank 0 puts all weights into Ray's object store, and the runners read them. Fits everywhere.
+object store   Learner rank 0 puts all weights into Ray's object store, once per node, and the runners read them part by
+               part. Fits everywhere.
 broadcast      The learner ranks send them to engines on other GPUs, by vLLM's ``nccl``.
 ipc            Learner rank i sends them to runner i, which takes turns with it on one GPU, by vLLM's ``ipc``.
 
@@ -27,7 +28,7 @@ import ray
 from cluster.rpc import last_line, outcomes
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import one_line
-from ragr1_actors.core.weight_transport import TIMEOUT_S, choose_transport
+from ragr1_actors.core.weight_transport import PART_BYTES, TIMEOUT_S, choose_transport, in_parts
 
 if TYPE_CHECKING:
     from learners.learner import Learner
@@ -46,7 +47,7 @@ class Delivery:
     version: int = 0
     receivers: Mapping[str, Any] = field(default_factory=dict)
     """Actors of the runners, each in one of its lives: ``{"env runner 3, life 1": handle}``."""
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = PART_BYTES
     timeout_s: float = TIMEOUT_S
     missed: dict[str, str] = field(default_factory=dict, init=False)  # receivers that do not get it, and why
     _pending: dict[Any, str] = field(default_factory=dict, init=False)
@@ -127,20 +128,10 @@ def _send_by_host(delivery: Delivery, source: PolicySource, base: str) -> None:
     from safetensors.torch import save
 
     delivery.start_weight_update()
-    for chunk in _chunks(source, delivery.bucket_bytes):
-        delivery.call("receive_weights", {"base": base}, ray.put(np.frombuffer(save(chunk), np.uint8)))
+    on_host = ((name, tensor.contiguous().cpu()) for name, tensor in source)
+    for part in in_parts(on_host, delivery.bucket_bytes):
+        delivery.call("receive_weights", {"base": base}, ray.put(np.frombuffer(save(part), np.uint8)))
     delivery.finish_weight_update()
-
-
-def _chunks(source: PolicySource, bucket_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield parameters of up to ``bucket_bytes`` together, on the CPU."""
-    chunk: dict[str, Any] = {}
-    for name, tensor in source:
-        if chunk and sum(value.nbytes for value in chunk.values()) + tensor.nbytes > bucket_bytes:
-            yield chunk
-            chunk = {}
-        chunk[name] = tensor.contiguous().cpu()
-    yield chunk
 
 
 _trainers: dict[tuple[str, ...], Any] = {}

@@ -33,7 +33,7 @@ from learners.memory import (
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
-from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
@@ -416,12 +416,18 @@ class _Run:
         return parts
 
     def _shm_parts(self) -> Parts:
-        """Return the object store, with two batches of trajectories, and the files that engines read weights from."""
+        """Return the object store, with two batches of trajectories, and the files that engines read weights from.
+
+        Such a file holds a part of the weights, or one parameter that is larger: the embedding.
+        """
         batch = self._num_trajectories() * self.config.env_runners.max_context_tokens * _BYTES_PER_TOKEN
         parts = {"object store": 2 * batch}
         if choose_transport(self.config) == "object_store":
             parts["object store"] += self.weight_bytes
-            parts["weights for vLLM"] = self.weight_bytes if self.config.env_runners.engine == "vllm" else 0
+            embedding = self.element_bytes * self.shape.vocab_size * self.shape.hidden_size
+            runners = ceil(self.num_runners / self.machine.num_machines)
+            is_vllm = self.config.env_runners.engine == "vllm"
+            parts["weights for vLLM"] = runners * max(PART_BYTES, embedding) if is_vllm else 0
         return parts
 
     def _resting_bytes(self) -> int:

@@ -103,7 +103,7 @@ class Engine(Protocol):
         """Continue ``prompt_token_ids``, the whole context of the trajectory ``request_id``.
 
         The prefix that it shares with the last call of the same ``request_id`` is not computed again. ``on_text`` is
-        called with the turn's whole text so far whenever it has grown; it must return quickly.
+        called with the turn's whole text so far as it grows, every few tokens; it must return quickly.
 
         Raises:
             EngineError: the engine cannot answer this request.
@@ -116,7 +116,8 @@ class Engine(Protocol):
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
 
-        ``weights`` has every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied. For the
+        ``weights`` has every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied, in the
+        policy's dtype; NumPy has no bfloat16, of which a uint16 array holds the bits. For the
         engines in ``RECEIVING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
         merged into, see ``engines/adapters.py``. ``version`` is recorded with every token sampled from now on.
         """

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
-from ragr1_actors.rollout.engines.adapters import merged_weights
+from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
 
@@ -112,7 +112,8 @@ class TransformersEngine:
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in between two passes; every trajectory's cache is then computed again."""
-        state = {name: torch.from_numpy(np.array(value)) for name, value in weights.items() if name != BASE_KEY}
+        arrays = {name: np.array(value) for name, value in weights.items() if name != BASE_KEY}
+        state = {name: as_weight(torch.from_numpy(value)) for name, value in arrays.items()}
         await self.start_weight_update()
         self._receive(state, str(weights.get(BASE_KEY, "")))
         await self.finish_weight_update(version)

@@ -53,12 +53,15 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError, one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
+from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
 from ragr1_actors.rollout.engines.adapters import base_names
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 
 SHARED_MEMORY = Path("/dev/shm")
 TWIN_BACKEND = "ragr1_twin"
+STREAM_TOKENS = 8
+"""Tokens between two reports of a turn's text. vLLM's part of a runner's process takes 48 us per token if each is
+reported, 16 us at 8, and 12.5 us without reports (2.5 GHz Xeon, 256 rows): 21,000, 63,000 and 80,000 tokens/s."""
 WORKER_EXTENSION = "ragr1_actors.rollout.engines.vllm_worker.WeightUpdateExtension"
 
 
@@ -122,11 +125,12 @@ class VLLMEngine:
         Raises:
             TransferError: a worker could not load them; generation goes on as after a step of ``ReceivingEngine``.
         """
-        tensors = {name: np.ascontiguousarray(weight) for name, weight in weights.items() if name != BASE_KEY}
-        with _shared_file() as path:
-            await asyncio.to_thread(save_file, tensors, path)
-            await self.start_weight_update()
-            await self._load(path, str(weights.get(BASE_KEY, "")))
+        tensors = ((name, np.ascontiguousarray(weight)) for name, weight in weights.items() if name != BASE_KEY)
+        await self.start_weight_update()
+        for part in in_parts(tensors, PART_BYTES):
+            with _shared_file() as path:
+                await asyncio.to_thread(save_file, part, path)
+                await self._load(path, str(weights.get(BASE_KEY, "")))
         await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
@@ -292,6 +296,7 @@ def _sampling_params(sampling: Sampling, *, is_streamed: bool) -> SamplingParams
         skip_special_tokens=False,
         include_stop_str_in_output=True,  # else the text is held back for the length of a stop string
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+        stream_interval=STREAM_TOKENS,  # the first and the last token are always reported
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ragr1_actors.core.errors import TransferError
 from ragr1_actors.core.weight_transport import TIMEOUT_S, AdapterBase
-from ragr1_actors.rollout.engines.adapters import merged_weights
+from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
 
 DEADLINE_S = TIMEOUT_S / 2  # for a broadcast; the sender waits for longer, and then ends the runner
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -69,7 +70,7 @@ class FileUpdates:
     def load(self, path: str, names: list[str], base: str) -> None:
         """Load weights of the file, or of ``base``, an ``AdapterBase`` as JSON; without names keep its adapters."""
         if not names:
-            self._adapters |= load_file(path)
+            self._adapters |= {name: as_weight(adapter) for name, adapter in load_file(path).items()}
             return
         weights: Iterator[tuple[str, torch.Tensor]]
         if base:
@@ -77,7 +78,7 @@ class FileUpdates:
             weights = merged_weights(self._adapters, found, self.model_config.dtype, self.device, names)
         else:
             file: Any = safe_open(path, "pt")
-            weights = ((name, file.get_tensor(name)) for name in names)
+            weights = ((name, as_weight(file.get_tensor(name))) for name in names)
         self._loaded |= self.model.load_weights(self._with_tied_head(weights))  # type: ignore[operator]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -107,17 +108,24 @@ class NcclEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive a broadcast; ``TransferError`` if it does not end in time, with some of the weights overwritten."""
+        """Receive a broadcast; ``TransferError`` if it does not end in time, with some of the weights overwritten.
+
+        If it fails, the group is closed at once. vLLM's engine leaves it open: its buffers would stay in the GPU's
+        memory, and another broadcast in it would wait for ranks that have left.
+        """
         group = self.model_update_group
         watchdog = threading.Timer(DEADLINE_S, group.destroy)  # aborts the communicator, which frees this thread
-        watchdog.start()
-        try:
-            super().receive_weights(update_info)
-            torch.accelerator.synchronize()
-        finally:
-            watchdog.cancel()
-        if group.disabled:
-            raise TransferError(f"the broadcast did not end in {DEADLINE_S:g} s")
+        with ExitStack() as after_failure:
+            after_failure.callback(self.shutdown)
+            watchdog.start()
+            try:
+                super().receive_weights(update_info)
+                torch.accelerator.synchronize()
+            finally:
+                watchdog.cancel()
+            if group.disabled:
+                raise TransferError(f"the broadcast did not end in {DEADLINE_S:g} s")
+            after_failure.pop_all()
 
 
 class IpcEngine(FileUpdates, IPCWeightTransferEngine):  # type: ignore[misc]

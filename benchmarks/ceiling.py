@@ -1,0 +1,107 @@
+"""How many tokens per second one runner process can carry: the real loop on an engine that costs nothing.
+
+The engine plays scripts, a token of every running row per step, as vLLM's does, and is never waited for. What is left
+is what the loop does: it looks for queries in the growing text (early search), searches, parses turns, lays out
+observations, and makes the record batches of the groups. Searches find their passages at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import workload
+from benchmarks.fleet import GROUP_SIZE, Scripts
+from benchmarks.measurement import Sample
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
+from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from retrieval.base import Passage
+
+NUM_ROWS = 256
+"""Of the engine, as vLLM has by default."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    text: str
+    num_tokens: int
+    on_text: OnText | None
+    done: asyncio.Future[None]
+    num_played: int = 0
+
+
+class SteppedScripts(ScriptedEngine):
+    """Plays one token of every row per step, without time between two steps."""
+
+    def __init__(self, encode: EncodeFn) -> None:
+        super().__init__(Scripts(workload.TURN_TOKENS_MEDIAN), encode)
+        self._rows: list[_Row] = []
+        self._steps: asyncio.Task[None] | None = None
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        completion = await super().generate(prompt_token_ids, sampling, request_id=request_id)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rows.append(_Row(completion.text, len(completion.token_ids), on_text, done))
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._run())
+        await done
+        return completion
+
+    async def _run(self) -> None:
+        while self._rows:
+            for row in self._rows:
+                row.num_played += 1
+                if row.on_text is not None:
+                    row.on_text(row.text[: len(row.text) * row.num_played // row.num_tokens])
+                if row.num_played == row.num_tokens:
+                    row.done.set_result(None)
+            self._rows = [row for row in self._rows if not row.done.done()]
+            await asyncio.sleep(0)
+
+
+class InstantRetriever:
+    """Finds the same passages for every query."""
+
+    def __init__(self) -> None:
+        self._passages = workload.passages("the same", 1)
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        return [self._passages[:k] for _ in queries]
+
+
+def make_config() -> RunConfig:
+    """A run whose policy writes tags, so that searches begin early."""
+    config = AlgorithmConfig().environment(prompt="{question}", top_k=1)
+    return config.env_runners(max_concurrent_trajectories=NUM_ROWS).freeze()
+
+
+def loop_ceiling(policy_dir: Path, num_groups: int) -> Sample:
+    """Return tokens ÷ CPU seconds of this process, of ``num_groups`` groups of ``GROUP_SIZE`` trajectories."""
+    tokenizer = PolicyTokenizer(policy_dir)
+    runner = EnvRunner(make_config(), tokenizer, InstantRetriever(), SteppedScripts(tokenizer.encode))
+    names = [f"ceiling/{index}" for index in range(num_groups)]
+    requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), GROUP_SIZE, 1.0) for name in names]
+
+    async def sample(request: GroupRequest) -> int:
+        group = await runner.sample_group(request)
+        assert not summarize(group).num_failed, group.trajectories[0].error
+        groups_to_record_batch([group])
+        return sum(trajectory.num_model_tokens for trajectory in group.trajectories)
+
+    async def sample_all() -> int:
+        return sum(await asyncio.gather(*(sample(request) for request in requests)))
+
+    started = time.process_time()
+    num_tokens = asyncio.run(sample_all())
+    cpu_s = time.process_time() - started
+    return Sample(num_tokens / cpu_s, num_tokens, cpu_s)
