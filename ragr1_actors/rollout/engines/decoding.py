@@ -15,10 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ragr1_actors.core.types import Completion, OnText, Sampling
+
+_BLOCK = 64
+"""Tokens of the vocabulary whose probabilities are added up together."""
 
 
 class RowCache(Cache):
@@ -139,28 +143,43 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tenso
 
     The log-probs are those of the distribution that was sampled from. ``temperatures``, ``[n]``: 0 is greedy, with the
     log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]`` float64, are in [0, 1).
-
-    Probabilities are added up in float64: over a vocabulary of 152,000 tokens a float32 sum is wrong by up to 1e-3.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
     if bool((top_ps < 1).any()):
         logprobs = _restrict(logprobs, top_ps)
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    # the total is 1 only up to rounding: scaled by it, a draw reaches the last possible token and never beyond
-    draws = (uniforms * cumulative[:, -1]).unsqueeze(1)
-    tokens = torch.searchsorted(cumulative, draws, right=True).squeeze(1)
-    tokens.clamp_(max=logits.shape[1] - 1)  # where logits are NaN; the log-prob reports it
+    tokens = _draw(logprobs.exp(), uniforms)
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
+def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the token in whose interval of the cumulative distribution each draw is, ``[n]``.
+
+    Sums are in float64: over a vocabulary of 152,000 tokens those in float32 are wrong by up to 1e-3. First the block
+    of tokens is found and then the token in it, as the whole distribution in float64 would take 8 bytes per token.
+    """
+    vocab_size = probabilities.shape[1]
+    if missing := -vocab_size % _BLOCK:
+        probabilities = pad(probabilities, (0, missing))
+    blocks = probabilities.unflatten(1, (-1, _BLOCK))
+    borders = pad(blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1), (1, 0))  # [n, 1 + num_blocks]
+    # the total is 1 only up to rounding: scaled by it, a draw reaches the last possible token and never beyond
+    draws = uniforms.unsqueeze(1) * borders[:, -1:]
+    block = torch.searchsorted(borders[:, 1:].contiguous(), draws, right=True)
+    block.clamp_(max=blocks.shape[1] - 1)  # where logits are NaN; the log-prob reports it
+    ends = blocks.take_along_dim(block.unsqueeze(-1), dim=1).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    largest = torch.nextafter(ends[:, -1:], torch.zeros_like(draws))  # the two sums of a block differ in rounding
+    token = torch.searchsorted(ends, torch.minimum(draws - borders.gather(1, block), largest), right=True)
+    return (block * _BLOCK + token).squeeze(1).clamp_(max=vocab_size - 1)
+
+
 def _restrict(logprobs: Tensor, top_ps: Tensor) -> Tensor:
     """Keep the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2020), renormalised."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
-    before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+    before = ordered.exp().cumsum(dim=-1, dtype=torch.float64) - ordered.exp()
     dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_ps.unsqueeze(1))
     return torch.log_softmax(logprobs.masked_fill(dropped, float("-inf")), dim=-1)
 
