@@ -170,3 +170,23 @@ def test_encoders() -> None:
     assert set(ENCODERS) >= {configured(recipe).retrieval.encoder for recipe, _ in RECIPES}
     with pytest.raises(ConfigError, match="the sizes of 'nobody/nothing' are not known"):
         EncoderShape.of("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("shm_bytes", "remedy"),
+    [
+        (2 * GIB, "it fits with env_runners.weight_transport=auto"),
+        (GIB // 16, "take a larger one (docker run --shm-size)"),
+    ],
+)
+def test_too_little_shared_memory_is_one_sentence_before_the_run(
+    shm_bytes: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker gives 64 MiB. The weights of a 7B policy are 14 GiB in the object store."""
+    machine = replace(NODE, shm_bytes=shm_bytes)
+    monkeypatch.setattr("ragr1_actors.training.preflight.this_machine", lambda directory: machine)
+    config = configured("ragr1_mq_7b", "env_runners.weight_transport=object_store", "retrieval.corpus=world")
+    with pytest.raises(ConfigError) as caught:
+        check_room(config, tmp_path)
+    assert f"/dev/shm: 17.4 GiB of {shm_bytes / GIB:.1f} GiB" in str(caught.value)
+    assert remedy in str(caught.value)

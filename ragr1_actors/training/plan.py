@@ -152,9 +152,10 @@ class Need:
     @property
     def problem(self) -> str:
         """What to say where it does not fit."""
+        larger = "take a larger one" + (" (docker run --shm-size)" if self.place == "/dev/shm" else "")
         return (
             f"{self.place}: {self.num_bytes / GIB:.1f} GiB of {self.available / GIB:.1f} GiB, less than "
-            f"{SPARE_SHARE:.0%} to spare; {self.remedy or 'take a larger one'}"
+            f"{SPARE_SHARE:.0%} to spare; {self.remedy or larger}"
         )
 
 
@@ -547,6 +548,8 @@ def _changes(place: str, config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield "retrieval.num_shards", shards * retrieval.num_shards
     if place in ("host memory", "disk") and retrieval.type in ("flat", "fp16", "hnsw", "ivf"):
         yield "retrieval.type", "ivf_pq" if retrieval.type in ("ivf", "hnsw") else "pq"
+    if place == "/dev/shm":
+        yield "env_runners.weight_transport", "auto"
     if place == "disk":
         yield "checkpointing.num_to_keep", 1
         yield "checkpointing.keep_trajectories", False
