@@ -1,8 +1,8 @@
 # make train       train a small model to search, on two CPU cores
 # make test        run the tests (not the slow ones, not those that need vLLM)
 # make unit        run the tests that start neither Ray nor a model: the fastest check while you edit
-# make test-vllm-v2  its engine tests under vLLM's Model Runner V2
 # make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
+# make test-vllm-v2    those of the engine under vLLM's Model Runner V2
 # make check       formatting, lint, types, import rules
 # make claims      several queries per turn against one: exact match and search rounds
 # make bench NAME=rollout|retrieval|learner|gpu    measure the project against its goals
