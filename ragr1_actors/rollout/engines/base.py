@@ -82,7 +82,7 @@ class PolicyTokenizer:
         return list(ids)
 
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
-        """Return the ids of the tokens whose text contains any of some characters, or a part of any character.
+        """Return the ids of the tokens whose text contains any of some characters, or may contain a part of one.
 
         That text is what a token adds to a text before it: vocabularies write blanks and other bytes than ASCII in
         letters of their own, and some tokenizers drop a blank at the start of a text.
@@ -90,7 +90,9 @@ class PolicyTokenizer:
         before = self.encode("a")
         ids = list(self._tokenizer.get_vocab().values())
         texts = self._backend.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=True)
-        start, wanted = len(self.decode(before)), {*characters, "\ufffd"}
+        start, wanted = len(self.decode(before)), set(characters)
+        if not all(map(str.isascii, characters)):
+            wanted.add("\ufffd")  # the text of a part of a character
         return frozenset(i for i, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text[start:]))
 
 
