@@ -34,6 +34,7 @@ from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 
@@ -299,15 +300,16 @@ def test_a_column_is_set_once(build: Build) -> None:
 def test_weights_are_published_in_the_dtype_of_the_policy(
     build: Build, tmp_path: Path, zero_stage: int, dtype: str
 ) -> None:
+    folder = tmp_path / "tiny"
+    make_tiny_policy(folder, [" Riga"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
     config = make_config(learners={"zero_stage": zero_stage}, policy={"dtype": dtype})
-    learner = build(GRPOLearner, config)
+    learner = build(GRPOLearner, config, folder)
     learner.update(make_groups(4))
     published = learner.published_weights()
     expected = learner.get_weights()
     size = 2 if dtype == "bfloat16" else 4
     assert published.keys() == expected.keys()
     assert all(weight.nbytes == size * expected[name].size for name, weight in published.items())
-    folder = tmp_path / "policy"
     settings = EngineSettings(max_rows=1, max_context_tokens=64, dtype=dtype)
     engine = TransformersEngine(folder, PolicyTokenizer(folder), settings)
     asyncio.run(engine.update_weights(published, 1))
