@@ -36,6 +36,8 @@ from ragr1_actors.core.files import (
     POLICY_FOLDER,
     Part,
     Tensors,
+    answer_probe,
+    check_seen,
     is_no_room,
     learner_files,
     read_learner,
@@ -179,6 +181,10 @@ class LearnerGroup:
         If a rank fails, the function is called again after the restart. A later restart loses its changes to a learner.
         """
         return self._call("apply", function)
+
+    def answer_probe(self, probe: Path) -> list[str]:
+        """Return ``files.answer_probe`` of every rank; rank 0 replies. No learner has to be built."""
+        return self._call("answer_probe", probe)
 
     def get_weights(self) -> Arrays:
         """Return the policy's weights by Hugging Face name."""
@@ -396,6 +402,7 @@ class LearnerWorker:
         """Build the learner of a stage, and close the previous one."""
         self.close()
         name = str(policy_dir)
+        check_seen(policy_dir)
         if not policy_dir.is_dir():  # the learner reads configuration and tokenizer too
             from huggingface_hub import snapshot_download
 
@@ -426,6 +433,10 @@ class LearnerWorker:
         found = [ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
         groups = [group for batch in found for group in groups_from_record_batch(batch, decode_texts=False)]
         return self.learner.update(groups)
+
+    def answer_probe(self, probe: Path) -> str:
+        """Return ``files.answer_probe`` of this rank."""
+        return answer_probe(probe, replies=self._rank == 0)
 
     def apply(self, function: Callable[[Learner], T]) -> T:
         """Return ``function(learner)``."""

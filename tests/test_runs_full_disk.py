@@ -66,14 +66,14 @@ def test_half_a_configuration_is_never_resumed_from(disk: Path, tmp_path: Path) 
 
 
 def test_a_folder_is_whole_or_as_it_was(disk: Path) -> None:
-    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"old"))
+    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"old"), ["weights"])
     fill(disk)
     with pytest.raises(OSError, match="No space left") as caught:
-        write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(bytes(100_000)))
+        write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(bytes(100_000)), ["weights"])
     assert is_no_room(caught.value)
     assert digests(disk / "policy") == {"weights": hashlib.sha256(b"old").hexdigest()}
     (disk / FILLER).unlink()
-    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"new"))
+    write_folder(disk / "policy", lambda folder: (folder / "weights").write_bytes(b"new"), ["weights"])
     assert (disk / "policy" / "weights").read_bytes() == b"new"
     assert [path.name for path in disk.iterdir()] == ["policy"]
 

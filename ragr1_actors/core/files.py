@@ -10,7 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ POLICY_FOLDER = "policy"
 """In a checkpoint: the policy as a Hugging Face folder."""
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint of a run with ``learners.lora``: the adapters, for peft to load beside the stage's first policy."""
+POLICY_FILES = ("config.json", "model.safetensors")
+"""What the folder of a policy has at least."""
 LEARNER_FILE = "learner.safetensors"
 """In a checkpoint: the learners' state; of several ranks, the part of rank 0. See ``learner_files``."""
 WRITING = ".writing_"
@@ -57,18 +60,59 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
         writing.unlink(missing_ok=True)
 
 
-def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; another of that name is replaced."""
+def write_folder(final: Path, write: Callable[[Path], None], files: Collection[str]) -> None:
+    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; another of that name is replaced.
+
+    Raises:
+        DataError: ``write`` did not write one of ``files`` where this process sees it; ``final`` does not change.
+    """
     writing = final.with_name(f"{WRITING}{final.name}")
     shutil.rmtree(writing, ignore_errors=True)  # of an earlier process that was killed
     try:
         writing.mkdir(parents=True)
         write(writing)
+        if missing := [name for name in files if not (writing / name).is_file()]:
+            raise DataError(
+                f"{final} was written without {', '.join(missing)}; if another node wrote it, put it on a file system "
+                "that all nodes share"
+            )
         sync_tree(writing)
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+
+
+def check_seen(name: str | Path) -> None:
+    """Return if ``name`` is a folder on this node, or no absolute path: then it may be a name on a model hub.
+
+    Raises:
+        DataError: the node of the driver has this folder, and this node does not.
+    """
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise DataError(
+            f"node {socket.gethostname()} does not see the folder {name}; put it on a file system that all nodes share"
+        )
+
+
+def answer_probe(probe: Path, *, replies: bool) -> str:
+    """Return the name of this node if it does not see the file ``probe``, else an empty text.
+
+    With ``replies`` write ``reply_to(probe)``; a node that cannot is returned, too.
+    """
+    try:
+        if not probe.is_file():
+            return socket.gethostname()
+        if replies:
+            reply_to(probe).touch()
+    except OSError:
+        return socket.gethostname()
+    return ""
+
+
+def reply_to(probe: Path) -> Path:
+    """Return the file that ``answer_probe`` writes."""
+    return probe.with_name(f"{probe.name}_reply")
 
 
 def is_no_room(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
+from ragr1_actors.core.files import check_seen
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
@@ -84,6 +85,7 @@ class EnvRunner:
     @classmethod
     def load(cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
+        check_seen(policy_dir)
         tokenizer = PolicyTokenizer(policy_dir)
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))

@@ -20,6 +20,7 @@ while the next iterations run (``CheckpointSaver``).
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +34,16 @@ from cluster.session import Placement
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
-from ragr1_actors.core.files import LEARNER_FILE, learner_files, write_folder, write_json
+from ragr1_actors.core.files import (
+    LEARNER_FILE,
+    POLICY_FILES,
+    WRITING,
+    answer_probe,
+    learner_files,
+    reply_to,
+    write_folder,
+    write_json,
+)
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest
@@ -113,12 +123,39 @@ class Algorithm:
         sampler = Sampler(config, workspace.policy_dir, workspace.index_dir, placement.options)
         learners = LearnerGroup(config, placement.options)
         algorithm = cls(config, run_dir.absolute(), workspace, sampler, learners, placement, held)
-        if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
-            sampler.env_runners.wait_until_ready()
-        if algorithm._store.latest() is None:  # else ``restore`` builds the learner
-            algorithm._build_learner(algorithm._next_learner(), workspace.policy_dir)
-        sampler.wait_until_ready()
+        try:
+            if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
+                sampler.env_runners.wait_until_ready()
+            if algorithm._store.latest() is None:  # else ``restore`` builds the learner
+                algorithm._build_learner(algorithm._next_learner(), workspace.policy_dir)
+            sampler.wait_until_ready()
+            algorithm._check_run_dir()
+        except BaseException:
+            algorithm.stop()
+            raise
         return algorithm
+
+    def _check_run_dir(self) -> None:
+        """Check that every env runner and learner rank sees the run directory, and this process what rank 0 writes."""
+        probe = self.run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
+        try:
+            probe.touch()
+            nodes = set(self._learners.answer_probe(probe))
+            nodes |= set(self._env_runners.foreach_env_runner(lambda runner: answer_probe(probe, replies=False)))
+            has_reply = reply_to(probe).is_file()
+        finally:
+            probe.unlink(missing_ok=True)
+            reply_to(probe).unlink(missing_ok=True)
+        if blind := ", ".join(sorted(nodes - {""})):
+            raise UserError(
+                f"node {blind} does not see the run directory {self.run_dir}, or cannot write to it; put --run-dir on "
+                "a file system that all nodes share"
+            )
+        if not has_reply:
+            raise UserError(
+                f"this node does not see what learner rank 0 writes into the run directory {self.run_dir}; put "
+                "--run-dir on a file system that all nodes share"
+            )
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +185,7 @@ class Algorithm:
                 self.sft_step += 1
                 on_progress(self.sft_step, metrics)
         with self._held():
-            write_folder(self._sft_dir, self._learners.save_policy)
+            write_folder(self._sft_dir, self._learners.save_policy, POLICY_FILES)
             self._stage_dir = str(self._sft_dir)
             self._publish()
 

@@ -20,7 +20,7 @@ from envs.world import make_world
 from learners.algorithms.sft import segment
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import DataError, FleetError
-from ragr1_actors.core.files import write_folder
+from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage, needs_index
@@ -154,8 +154,8 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
 def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], index_dir: Path | None) -> str:
     """Return ``policy.model``, or make a tiny policy in ``run_dir`` for the words of ``tasks`` and index."""
     policy = config.policy
-    if policy.model != TINY:
-        return policy.model
+    if policy.model != TINY:  # absolute: an actor elsewhere must not look for a folder's name on a hub
+        return str(Path(policy.model).absolute()) if Path(policy.model).is_dir() else policy.model
     directory = run_dir / "policy"
 
     def write(writing: Path) -> None:
@@ -171,7 +171,7 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
         )
 
     if not directory.exists():  # a resumed run: as with the index
-        write_folder(directory, write)
+        write_folder(directory, write, POLICY_FILES)
     return str(directory)
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cluster.rpc import RpcAddress, RpcServer, encode
+from ragr1_actors.core.files import check_seen
 from retrieval.base import Passage
 from retrieval.fleet.batching import ClientLoad
 from retrieval.indexes.manifest import Manifest
@@ -153,6 +154,7 @@ class RetrieverActor(RpcActor):
     def _load_index(self, settings: ActorSettings) -> None:
         from retrieval.local import LocalRetriever
 
+        check_seen(settings.index_dir)
         if settings.encodes:  # otherwise torch is not imported at all
             import torch
 
@@ -205,6 +207,7 @@ class EncoderActor(RpcActor):
 
         from retrieval.indexes.vector_index import open_encoder
 
+        check_seen(settings.index_dir)
         torch.set_num_threads(settings.num_threads)
         manifest = Manifest.read(settings.index_dir)
         self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
