@@ -55,7 +55,17 @@ def make_config(files: Path, sft: dict[str, Any] | None = None, **training: Any)
         .policy(hidden_size=64, num_layers=2, num_heads=2, vocab_size=400)
         .env_runners(num_env_runners=0, max_context_tokens=160, max_new_tokens_per_turn=12)
         .retrieval(index=str(files / "index"), num_retrievers=0)
-        .sft(**{"num_steps": 150, "batch_size": 16, "num_demonstrations": 256, "lr": 6e-3, "warmup_steps": 3, **sft})
+        .sft(
+            **{
+                "num_steps": 150,
+                "batch_size": 16,
+                "num_demonstrations": 256,
+                "lr": 6e-3,
+                "warmup_steps": 3,
+                "demonstrations": "mixture",
+                **sft,
+            }
+        )
         .training(**{"train_batch_size": 8, "group_size": 8, "lr": 1e-3, "num_iterations": 4, **training})
         .learners(num_learners=0, zero_stage=0, micro_batch_tokens=4096)
         .evaluation(num_tasks=8)

@@ -313,5 +313,5 @@ def test_weights_are_published_in_the_dtype_of_the_policy(
     settings = EngineSettings(max_rows=1, max_context_tokens=64, dtype=dtype)
     engine = TransformersEngine(folder, PolicyTokenizer(folder), settings)
     asyncio.run(engine.update_weights(published, 1))
-    for name, parameter in engine._model.named_parameters():
+    for name, parameter in engine.model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().float().numpy(), expected[name], err_msg=name)

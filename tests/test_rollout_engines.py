@@ -157,7 +157,7 @@ async def test_new_weights_with_more_requests_than_rows_fail_none_of_them(
     policy_dir: Path, tokenizer: PolicyTokenizer
 ) -> None:
     engine = make_engine(policy_dir, tokenizer, max_rows=2)
-    weights = {name: value.numpy() for name, value in engine._model.state_dict().items()}
+    weights = {name: value.numpy() for name, value in engine.model.state_dict().items()}
     heard: list[str] = []
     turns = [  # the two with a row have more to compute again than the one that waits for a row
         asyncio.create_task(engine.generate([7] * 50, Sampling(30, seed=i), request_id=str(i), on_text=heard.append))

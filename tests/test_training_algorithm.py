@@ -243,13 +243,13 @@ def test_evaluation_is_greedy_and_training_is_not(files: Path, tmp_path: Path) -
     Recorder.temperatures.clear()
     run(config, tmp_path / "run")
     assert {name: value for name, value in Recorder.temperatures.items() if "#" not in name} == dict.fromkeys(
-        (f"tasks/{thing}/0" for thing in THINGS), 0.0
+        (f"eval_tasks/{thing}/0" for thing in THINGS), 0.0
     )
     assert {value for name, value in Recorder.temperatures.items() if "#" in name} == {0.7}
     Recorder.temperatures.clear()
     evaluate(tmp_path / "run")
     ask(tmp_path / "run", "Where is the lamp ?")
-    assert Recorder.temperatures == dict.fromkeys(("ask/0", *(f"tasks/{thing}/0" for thing in THINGS)), 0.0)
+    assert Recorder.temperatures == dict.fromkeys(("ask/0", *(f"eval_tasks/{thing}/0" for thing in THINGS)), 0.0)
 
 
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
