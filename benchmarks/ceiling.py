@@ -26,7 +26,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 
 NUM_ROWS = 256
-"""Of the engine, as vLLM has by default."""
+"""Rows that the engine runs at once: vLLM's default."""
 
 
 @dataclass(slots=True, eq=False)

@@ -79,7 +79,7 @@ _UPDATES = {"vs_padded", "vs_padded_micro"}
 
 SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
 PAIR_COST = 1 / 30_500
-"""Of Qwen2.5-1.5B, by ``learners.models.scoring.pair_cost``."""
+"""The pair cost of Qwen2.5-1.5B, by ``learners.models.scoring.pair_cost``."""
 NUM_PLANNED = 512
 SCALE = 4
 """By which updates on a CPU are shorter."""

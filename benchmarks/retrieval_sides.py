@@ -29,7 +29,7 @@ NUM_CALLERS = 64
 TOP_K = 3
 WARM_S = 2.0
 SERVICE_S = 0.01
-"""Of a query at a stub; at half of it eight stubs, their client and its passages need more than two cores."""
+"""Time that a stub takes per query. With half of it, eight stubs and their client need more than two cores."""
 CALLERS_PER_REPLICA = 32
 NUM_ENCODED, NUM_ENCODED_QUICK = 2048, 256
 """Passages that are encoded for ``index_build``."""

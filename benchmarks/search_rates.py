@@ -31,7 +31,7 @@ LISTS = {"num_lists": 96, "num_probes": 6}
 OPTIONS = {"ivf": LISTS, "ivf_pq": LISTS, "hnsw": {"ef_construction": 40}}
 """A graph that is built faster is searched by as many steps."""
 MEASURED_S = 10.0
-"""Of each type, at most; at least three batches."""
+"""Time limit per index type; three batches are searched in any case."""
 
 
 def main(num_vectors: int = NUM_VECTORS, *types: str) -> None:

@@ -157,7 +157,7 @@ class Learner(ABC):
         self._check_rows(policy.model)
 
     def _check_rows(self, model: Any) -> None:
-        """Give every sequence a row of its own if a layer of the policy mixes the sequences of a row."""
+        """Put every sequence into a separate row if a layer of the policy mixes the sequences of a row."""
         layer = mixing_layer(
             self.policy_logprobs,
             model.get_decoder(),

@@ -64,7 +64,7 @@ class Resting:
             on_device.copy_(on_host, non_blocking=True)
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
-        self._wait()  # DeepSpeed reads them on streams of its own
+        self._wait()  # DeepSpeed reads them on other streams
         self._copied, self._dropped = [], []
 
     def _storages(self, tensors: Iterable[torch.Tensor], known: set[int]) -> list[tuple[torch.UntypedStorage, int]]:

@@ -79,7 +79,7 @@ def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing:
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:
         model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    except KeyError as error:  # in a model that looks its attention up in a table of its own
+    except KeyError as error:  # the model looks attention up in another table
         if error.args != (PACKED_ATTENTION,):
             raise
         raise ConfigError(

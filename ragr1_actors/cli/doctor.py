@@ -141,7 +141,7 @@ def _gpus() -> Iterator[Finding]:
 def _cuda(driver: str) -> Finding:
     """Compare the CUDA that torch is built for with the driver's, in what nvidia-smi prints.
 
-    A driver runs programs of its major version and of earlier ones, whatever their minor version.
+    A driver runs programs of its major version and of earlier major versions. Minor versions do not matter.
     """
     import torch
 
