@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from learners.memory import BUCKET_ELEMENTS
 from learners.resting import Resting
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
@@ -518,7 +519,7 @@ def _deepspeed_config(
             "overlap_comm": False,
             "contiguous_gradients": True,
             # Buckets are allocated whole: the default of 5e8 elements is 2 GB for a model of any size.
-            "reduce_bucket_size": min(bucket_elements, 200_000_000),
+            "reduce_bucket_size": min(bucket_elements, BUCKET_ELEMENTS),
             **{key: {"device": "cpu"} for name, key in offload_keys.items() if name in offload},
         },
         "steps_per_print": 2**31,

@@ -23,7 +23,7 @@ from ragr1_actors.core.model_shape import ModelShape
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_CHUNK = 2**26
 """Logits per chunk of ``models/scoring_head.py``: 256 MiB in fp32."""
-_BUCKET_ELEMENTS = 200_000_000
+BUCKET_ELEMENTS = 200_000_000
 """Most elements of DeepSpeed's reduction bucket; see ``_deepspeed_config``."""
 _MAX_LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's default of ``stage3_max_live_parameters``: gathered elements at the same time."""
@@ -81,7 +81,7 @@ def engine_state(num_parameters: int, num_trained: int, settings: LearnerSetting
     num_ranks = max(1, settings.num_learners)
     share = 4 * num_trained // num_ranks
     weights = element_bytes * num_parameters
-    bucket = element_bytes * min(num_trained, _BUCKET_ELEMENTS)
+    bucket = element_bytes * min(num_trained, BUCKET_ELEMENTS)
     if stage == 0:
         return EngineState({"weights": weights, "moments": 8 * num_trained}, {"gradients": 4 * num_trained}, {})
     resting = {"weights": weights, "master weights": share, "moments": 2 * share}
