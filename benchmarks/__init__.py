@@ -7,9 +7,9 @@ A benchmark is a module with ``describe()``, one line on the workload; ``METRICS
 from __future__ import annotations
 
 BENCHMARKS = {
-    "gpu": "benchmarks.gpu",
-    "learner": "benchmarks.learner",
-    "retrieval": "benchmarks.retrieval",
-    "rollout": "benchmarks.rollout",
+    "gpu": "benchmarks.learner.gpu",
+    "learner": "benchmarks.learner.ratios",
+    "retrieval": "benchmarks.retrieval.ratios",
+    "rollout": "benchmarks.rollout.ratios",
 }
 """By the name that ``ragr1 bench`` takes; imported only when asked for."""

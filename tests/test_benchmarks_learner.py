@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import head_memory, learner
-from benchmarks import learner_sides as sides
+from benchmarks.learner import head_memory, sides
+from benchmarks.learner import ratios as learner
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -71,22 +72,20 @@ def test_the_driver_is_compared_with_torch(
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.version, "cuda", built)
-    gpus, cuda = doctor._gpus()
-    assert (gpus.state, gpus.found[0]) == ("ok", "1")
-    assert (cuda.name, cuda.state) == ("CUDA", state)
-    assert found in cuda.found
+    findings = {finding.name: finding for finding in doctor.examine(with_ray=False)}
+    assert (findings["GPUs"].state, findings["GPUs"].found[0]) == ("ok", "1")
+    assert findings["CUDA"].state == state
+    assert found in findings["CUDA"].found
 
 
 def test_the_disk_is_compared_with_what_a_recipe_writes() -> None:
-    needed, what_for = doctor._disk_of("ragr1_mq_7b")
-    assert needed > 3 * 190e9, "three checkpoints of policy and critic"
-    assert what_for.startswith("ragr1_mq_7b writes 3 checkpoints ")
-    [disk] = [
-        json.loads(line)
-        for line in invoke("doctor", "quickstart", "--no-ray", "--json").splitlines()
-        if '"disk"' in line
-    ]
-    assert "quickstart writes 3 checkpoints 0.0" in disk["found"]
+    def disk_of(recipe: str) -> doctor.Finding:
+        return next(finding for finding in doctor.examine(with_ray=False, recipe=recipe) if finding.name == "disk")
+
+    assert "quickstart writes 3 checkpoints 0.0" in disk_of("quickstart").found
+    written = re.search(r"ragr1_mq_7b writes 3 checkpoints ([\d.]+) GiB", disk_of("ragr1_mq_7b").found)
+    assert written is not None
+    assert float(written[1]) > 3 * 190e9 / 2**30, "policy and critic, three times"
 
 
 def test_the_command_looks_over_a_machine_on_which_the_tests_run() -> None:

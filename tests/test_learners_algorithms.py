@@ -26,7 +26,7 @@ from learners_common import (
 )
 
 from learners.algorithms.ppo import PPOLearner
-from learners.deepspeed_engine import Schedule
+from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
@@ -368,7 +368,7 @@ OWN_LEARNERS = '''
 import torch
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.deepspeed_engine import Schedule
+from learners.deepspeed.deepspeed_engine import Schedule
 from learners.losses import TokenLoss
 from learners.options import LearnerOptions
 

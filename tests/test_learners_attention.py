@@ -12,7 +12,7 @@ import torch
 from learners_common import make_groups, make_policy
 from transformers import AutoModelForCausalLM
 
-from learners.deepspeed_engine import init_distributed
+from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.losses import TokenLoss
 from learners.meter import Meter
 from learners.models import attention

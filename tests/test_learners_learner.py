@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner, segment
-from learners.deepspeed_engine import Schedule
+from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.meter import Meter

@@ -12,8 +12,8 @@ from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from learners.algorithms.ppo import PPOLearner
-from learners.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed
-from learners.memory import (
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed
+from learners.deepspeed.memory import (
     activation_bytes,
     engine_state,
     layer_bytes_per_token,

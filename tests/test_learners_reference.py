@@ -9,7 +9,7 @@ import torch
 from learners_common import Build, make_batch, make_config, make_groups, make_policy
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.deepspeed_engine import FrozenModule
+from learners.deepspeed.deepspeed_engine import FrozenModule
 from learners.models.scoring import PolicyModel
 from learners.packing import pack
 from ragr1_actors.core.config import LearnerSettings

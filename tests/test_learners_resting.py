@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from learners_common import Build, make_config, make_groups, make_policy
 
-from learners import resting
 from learners.algorithms.ppo import PPOLearner
-from learners.deepspeed_engine import init_distributed
-from learners.resting import Resting
+from learners.deepspeed import resting
+from learners.deepspeed.deepspeed_engine import init_distributed
+from learners.deepspeed.resting import Resting
 from ragr1_actors.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -48,33 +48,45 @@ def test_what_cannot_be_freed_is_left() -> None:
     assert mapped.sum() == 5
 
 
+def count_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> list[int]:
+    """Return a list that grows with each block of host memory that is taken."""
+    taken: list[int] = []
+    allocate = torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if size == (block_bytes,) and options.get("dtype") == torch.uint8:
+            taken.append(block_bytes)
+        return allocate(*size, **options)
+
+    monkeypatch.setattr(resting, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(torch, "empty", empty)
+    return taken
+
+
 def test_host_memory_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "BLOCK_BYTES", 32)
-    rest, places = Resting(CPU), []
+    blocks = count_blocks(monkeypatch, 32)
+    rest, counts = Resting(CPU), []
     for count in (9, 9, 20):  # moments appear after the first step
         tensors = [torch.randn(count), torch.randn(3), torch.arange(count)]
         expected, scratch = [tensor.clone() for tensor in tensors], torch.ones(4)
         rest.offload(tensors, scratch=[scratch])
-        places.append([block.data_ptr() for block in rest._blocks])
+        counts.append(len(blocks))
         rest.reload()
         assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected, strict=True))
         assert not scratch.any(), "it is not copied"
-    assert places[0] == places[1] == places[2][: len(places[0])]
-    assert len(places[0]) == -(-(36 + 12 + 72) // 32)
+    assert counts == [-(-(36 + 12 + 72) // 32)] * 2 + [-(-(80 + 12 + 160) // 32)]
 
 
-def test_gradients_are_not_copied(build: Build) -> None:
+def test_gradients_are_not_copied(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = build(PPOLearner, make_config(training={"algorithm": "ppo"}, learners={"zero_stage": 3}))
     learner.update(make_groups(0))
     engine = learner.policy
-    flat = engine._engine.optimizer.grad_partitions_flat_buffer.fill_(7)
     num_bytes = sum(4 * np.prod(engine.full_shape(parameter)) for parameter in engine.module.parameters())
+    blocks = count_blocks(monkeypatch, 1024)
     assert engine.offload_states() >= 5 * num_bytes, "weights, master weights, two moments and gradients"
-    assert flat.untyped_storage().nbytes() == 0
-    held = sum(size for _, size in engine._resting._copied)
-    assert 4 * num_bytes <= held < 4.1 * num_bytes
+    assert 4 * num_bytes <= sum(blocks) < 4.1 * num_bytes
     engine.reload_states()
-    assert not flat.any()
+    learner.update(make_groups(1))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -97,24 +109,20 @@ def test_what_rests_moves_once_per_update(build: Build, monkeypatch: pytest.Monk
         monkeypatch.setattr(Resting, name, counted(name, getattr(Resting, name)))
     for number in range(1, 4):
         learner.update(make_groups(number))
-        critic = id(learner.engines()["critic"]._resting)
-        assert (moves["reload", critic], moves["offload", critic]) == (number, number)
-        assert max(moves.values()) == number
+        often = sorted((name, count) for (name, _), count in moves.items() if count)
+        # the critic; the reference is a mapped file, or at stage 3 DeepSpeed's
+        assert often == [("offload", number), ("reload", number)]
 
 
-def tensors_of(learner: PPOLearner) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, engine in learner.engines().items():
-        found |= {f"{name} {key}": value for key, value in engine.module.named_parameters()}
-        found |= {f"{name} master {index}": value for index, value in enumerate(engine._masters())}
-        for index, moments in enumerate(engine._adamw.state.values()):
-            found |= {f"{name} {key} {index}": value for key, value in moments.items()}
-    assert learner._reference is not None
-    return found | {f"reference {key}": value for key, value in learner._reference._module.named_parameters()}
+def tensors() -> list[torch.Tensor]:
+    """Return the tensors that Python refers to."""
+    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_closed_learner_leaves_nothing(tmp_path: Path, stage: int) -> None:
+    gc.collect()
+    others = {id(tensor) for tensor in tensors()}
     config = make_config(
         training={"algorithm": "ppo", "kl_coeff": 0.1}, learners={"zero_stage": stage, "offload": ["critic"]}
     )
@@ -122,11 +130,12 @@ def test_a_closed_learner_leaves_nothing(tmp_path: Path, stage: int) -> None:
     learner.build()
     learner.update(make_groups(0))
     learner.get_state()
-    tensors = {name: weakref.ref(tensor) for name, tensor in tensors_of(learner).items()}
+    made = [weakref.ref(tensor) for tensor in tensors() if id(tensor) not in others]
+    assert len(made) > 3 * 3 * sum(1 for _ in learner.policy.module.parameters()), "policy, critic and reference"
     gc.disable()
     try:
         learner.close()
-        assert [name for name, tensor in tensors.items() if tensor() is not None] == []
+        assert [found.shape for tensor in made if (found := tensor()) is not None] == []
     finally:
         gc.enable()
 

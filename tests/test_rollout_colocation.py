@@ -272,7 +272,7 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
     make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
     learners_on = {"num_gpus_per_learner": 0.5}
     placement = Placement(make_config(learners_on, num_gpus_per_env_runner=0.4))
-    engine = {"engine": "benchmarks.fleet:PacedEngine", "weight_transport": "object_store"}
+    engine = {"engine": "benchmarks.rollout.fleet:PacedEngine", "weight_transport": "object_store"}
     config = make_config(learners_on, num_gpus_per_env_runner=0.4, **engine)
     learners = LearnerGroup(config, placement.options)
     fleet = EnvRunnerGroup(config, tmp_path, OnePassage(), actor_options=placement.options)

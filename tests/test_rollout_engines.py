@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from benchmarks.fleet import PacedScripts
+from benchmarks.rollout.fleet import PacedScripts
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
-from benchmarks.fleet import PacedScripts
+from benchmarks.rollout.fleet import PacedScripts
 from envs.base import Action, Answer, EnvContext, StepResult, TextEnv
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings

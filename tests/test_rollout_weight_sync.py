@@ -296,9 +296,11 @@ def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(setup
 @pytest.mark.slow
 def test_an_engine_that_cannot_take_part_is_refused_at_the_start(ray_local: ModuleType, tmp_path: Path) -> None:
     make_tiny_policy(tmp_path, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=1, num_heads=2)
-    config = make_config(num_env_runners=1, engine="benchmarks.fleet:PacedEngine", weight_transport="broadcast")
+    config = make_config(num_env_runners=1, engine="benchmarks.rollout.fleet:PacedEngine", weight_transport="broadcast")
     fleet = EnvRunnerGroup(config, tmp_path, OnePassage())
-    with pytest.raises(FleetError, match=r"benchmarks.fleet:PacedEngine cannot take part; set it to object_store"):
+    with pytest.raises(
+        FleetError, match=r"benchmarks.rollout.fleet:PacedEngine cannot take part; set it to object_store"
+    ):
         fleet.wait_until_ready()
     fleet.stop()
 

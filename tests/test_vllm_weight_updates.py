@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 from test_vllm_engine import LONG, TEXTS, Reference, Weights, turns_under_way
 from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
-from learners.deepspeed_engine import WholeTensor
+from learners.deepspeed.deepspeed_engine import WholeTensor
 from ragr1_actors.core.errors import EngineError, TransferError
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase

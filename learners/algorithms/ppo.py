@@ -9,7 +9,7 @@ import torch
 
 from learners.advantages import generalized_advantages, whiten
 from learners.algorithms.policy_gradient import PolicyGradientLearner
-from learners.deepspeed_engine import DeepSpeedEngine, Schedule
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule
 from learners.losses import clipped_value_loss
 from learners.meter import Meter
 from learners.models.scoring import ValueModel

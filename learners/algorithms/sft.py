@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.deepspeed_engine import Schedule
+from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from learners.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 
 if TYPE_CHECKING:  # imports peft

@@ -27,7 +27,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
 
-from learners.deepspeed_engine import DeepSpeedEngine, WholeTensor
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 from ragr1_actors.core.errors import ConfigError, nearest
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from learners.deepspeed_engine import num_elements
+from learners.deepspeed.deepspeed_engine import num_elements
 from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch

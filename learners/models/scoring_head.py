@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from learners.memory import HEAD_CHUNK
+from learners.deepspeed.memory import HEAD_CHUNK
 
 _MIN_LOGPROB = -200.0
 """Lower bound of log-probs: the probability is 0 in fp32. Without it, 0 times -inf would be NaN in the entropy."""

@@ -6,7 +6,7 @@
                                                             times of one iteration: generation, search, learning
                                                             a remedy for what does not fit
 
-Pure arithmetic over ``ModelShape``, ``learners.memory`` and ``retrieval.capacity``. A need fits if it leaves
+Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retrieval.capacity``. A need fits if it leaves
 ``SPARE_SHARE`` of what there is.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.world import make_world
-from learners.memory import (
+from learners.deepspeed.memory import (
     CUDA_CONTEXT_BYTES,
     ELEMENT_BYTES,
     Parts,

@@ -17,12 +17,12 @@ driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 ru
 loop_ceiling         tokens/s of one runner's loop, early search included (``ceiling``) >= 50000
 ==================== ================================================================== =======
 
-The workload is drawn as ``benchmarks/workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half
-as many run in the engine, which has one core and the loop the other. The prefix cache is emptied before each side and
-has room for all of it. All is taken over whole runs, their ends with ever fewer trajectories included. The sides follow
-each other within a repeat; a first, small one of each does not count. stderr shows the load of the machine: where
-the engine's CPU seconds are fewer than the seconds of the run, another process had its core. On the paced engine
-all trajectories run at once, on every side, as they would on a GPU.
+The workload is drawn as ``workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half as many run
+in the engine, which has one core and the loop the other. The prefix cache is emptied before each side and has room for
+all of it. All is taken over whole runs, their ends with ever fewer trajectories included. The sides follow each other
+within a repeat; a first, small one of each does not count. stderr shows the load of the machine: where the engine's CPU
+seconds are fewer than the seconds of the run, another process had its core. On the paced engine all trajectories run at
+once, on every side, as they would on a GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import baselines, sides, workload
-from benchmarks.ceiling import loop_ceiling
-from benchmarks.fleet import GROUP_SIZE
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from benchmarks.sides import SideRun
+from benchmarks.rollout import baselines, sides, workload
+from benchmarks.rollout.ceiling import loop_ceiling
+from benchmarks.rollout.fleet import GROUP_SIZE
+from benchmarks.rollout.sides import SideRun
 
 # read by torch and vLLM when they are imported: one core for the engine, the other for the loop; room for all prefixes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -144,7 +144,7 @@ def _run_engine(policy_dir: Path, wanted: Collection[str], repeats: int, quick: 
 
 
 def _run_fleet(policy_dir: Path, repeats: int, quick: bool) -> Samples:
-    from benchmarks.fleet import NUM_RUNNERS, SLOTS, Fleets
+    from benchmarks.rollout.fleet import NUM_RUNNERS, SLOTS, Fleets
 
     samples: Samples = {"scaling_runners": [], "driver_cpu": []}
     fleets = Fleets(policy_dir)
@@ -202,7 +202,7 @@ class EngineBench:
 
     async def repeat_overrun(self, repeats: int) -> None:
         """Turns that end at stop strings, by a policy that is fond of the tags."""
-        from benchmarks.probes import fond_of_tags, overrun, read_weights
+        from benchmarks.rollout.probes import fond_of_tags, overrun, read_weights
 
         await self._engine.update_weights(fond_of_tags(read_weights(self._policy_dir), self._tokenizer), 1)
         for repeat in range(repeats):
@@ -211,7 +211,7 @@ class EngineBench:
 
     async def repeat_sync(self, num_updates: int) -> None:
         """Updates of an engine that has nothing to do, after one that does not count."""
-        from benchmarks.probes import read_weights, sync_pause
+        from benchmarks.rollout.probes import read_weights, sync_pause
 
         weights = read_weights(self._policy_dir)
         found = [await sync_pause(self._engine, weights, 2 + update) for update in range(1 + num_updates)]
@@ -220,7 +220,7 @@ class EngineBench:
 
 def run_paced(policy_dir: Path, num_trajectories: int, repeats: int) -> Samples:
     """The loops on a ``PacedEngine``, after a small run of each that does not count."""
-    from benchmarks.paced import PacedEngine
+    from benchmarks.rollout.paced import PacedEngine
     from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
     tokenizer = PolicyTokenizer(policy_dir)

@@ -20,9 +20,9 @@ second_replica_s      seconds until a second replica is searched                
 index_build           passages/s of `index build` ÷ the encoder's model on ready tokens >= 0.8
 ===================== ================================================================= =======
 
-``benchmarks/evidence.py`` says what is searched, ``benchmarks/http_server.py`` what the other side is. Caches are off:
-no query comes twice. Both sides get both cores; the callers share them. The sides follow each other within a repeat;
-a first, small load of each does not count.
+``evidence.py`` says what is searched, ``http_server.py`` what the other side is. Caches are off: no query comes twice.
+Both sides get both cores; the callers share them. The sides follow each other within a repeat; a first, small load of
+each does not count.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from benchmarks import retrieval_sides as sides
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.retrieval import sides
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read by DeepSpeed, which transformers imports; it would say on stdout what it found.

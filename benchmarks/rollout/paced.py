@@ -27,7 +27,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from benchmarks import workload
+from benchmarks.rollout import workload
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import workload
 from benchmarks.measurement import Sample, quotient
+from benchmarks.rollout import workload
 from envs.actions import STOP_TAGS
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from benchmarks import workload
-from benchmarks.sides import NUM_IN_FLIGHT, SideRun, TurnRecord
+from benchmarks.rollout import workload
+from benchmarks.rollout.sides import NUM_IN_FLIGHT, SideRun, TurnRecord
 from envs.observations import format_observation
 from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.engines.base import PolicyTokenizer

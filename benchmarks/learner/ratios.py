@@ -16,7 +16,7 @@ vs_padded_micro   the same ÷ padded to the longest of each micro-batch
 peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
 ================= ======================================================================= =======
 
-``benchmarks/learner_sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
+``benchmarks/learner/sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
 of 200-8,000 tokens and micro-batches of 16,384. Updates are run a quarter as long, 50-2,000 tokens in micro-batches of
 4,096, with a model of 3.1 million parameters and a vocabulary of 4,096, on 24 trajectories whose lengths are spread as
 those of a large batch (the longest has 1,613 tokens): two cores are done in minutes. The sides follow each other within
@@ -36,9 +36,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks import head_memory
-from benchmarks import learner_sides as sides
-from benchmarks.learner_sides import Shape
+from benchmarks.learner import head_memory, sides
+from benchmarks.learner.sides import Shape
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.schema import groups_to_record_batch

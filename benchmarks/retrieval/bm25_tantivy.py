@@ -1,7 +1,9 @@
 """The inverted index of this project beside tantivy's: recall, build memory, queries per second, bytes on disk.
 
-``pip install tantivy==0.27.0``, then ``python -m benchmarks.bm25_tantivy ours|tantivy CORPUS QUESTIONS [COPIES]``. One
-process per side, so that the peak memory is that of one builder. ``QUESTIONS`` is a JSON list in HotpotQA's format.
+    pip install tantivy==0.27.0
+    python -m benchmarks.retrieval.bm25_tantivy ours|tantivy CORPUS QUESTIONS [COPIES]
+
+One process per side, so that the peak memory is that of one builder. ``QUESTIONS`` is a JSON list in HotpotQA's format.
 ``COPIES`` repeats the corpus with other words, to measure at a larger size. Prints one JSON object.
 """
 

@@ -7,7 +7,7 @@ bf16_logprobs     mean gap of log-probs in bf16 to float32 on the CPU, in nats  
 bf16_gradient     cosine of the whole gradient in bf16 with that in float32               >= 0.99
 varlen_attention  largest gap of flash attention over rows to attention over blocks       <= 0.03
 mfu_0.5b ...      model FLOP/s ÷ the GPU's peak, Qwen2.5's shapes, forward and backward    >= 0.5 (1.5b, 7b)
-memory_1.5b, _7b  peak bytes of the allocator ÷ those of ``learners/memory.py``, minus 1   <= 0.1
+memory_1.5b, _7b  peak bytes of the allocator ÷ those of ``learners/deepspeed/memory.py``, minus 1   <= 0.1
 search            queries/s of a half-precision scan of 21M x 768 ÷ the bandwidth's bound
 search_recall     best 3 of it that are the best 3 in float32                             >= 0.99
 weight_copy       bytes/s of a copy of all weights, tensor by tensor ÷ of one large copy  >= 0.8
@@ -32,10 +32,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import learner_sides as sides
-from benchmarks.learner_sides import Shape
+from benchmarks.learner import sides
+from benchmarks.learner.sides import Shape
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from learners.memory import activation_bytes, head_bytes
+from learners.deepspeed.memory import activation_bytes, head_bytes
 from learners.models.attention import block_attention, flash_attention
 from learners.models.scoring import PolicyModel
 from learners.packing import MicroBatch, packed_layout

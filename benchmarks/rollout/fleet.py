@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workload
 from benchmarks.measurement import Sample
+from benchmarks.rollout import workload
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
@@ -83,7 +83,7 @@ class PacedScripts(ScriptedEngine):
 
 
 class PacedEngine(PacedScripts):
-    """The engine of the fleet as a recipe names it: ``env_runners.engine: benchmarks.fleet:PacedEngine``."""
+    """The engine of the fleet as a recipe names it: ``env_runners.engine: benchmarks.rollout.fleet:PacedEngine``."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
         super().__init__(
@@ -97,7 +97,7 @@ def make_config(num_env_runners: int) -> RunConfig:
     config.env_runners(
         num_env_runners=num_env_runners,
         num_cpus_per_env_runner=0.01,
-        engine="benchmarks.fleet:PacedEngine",
+        engine="benchmarks.rollout.fleet:PacedEngine",
         max_concurrent_trajectories=TRAJECTORIES_PER_RUNNER,
     )
     return config.freeze()

@@ -1,4 +1,6 @@
-"""One side of ``peak_memory``, in a separate process: ``python -m benchmarks.head_memory ours|whole DIR NUM_TOKENS``.
+"""One side of ``peak_memory``, in a separate process.
+
+``python -m benchmarks.learner.head_memory ours|whole DIR NUM_TOKENS``
 
 Prints the bytes by which forward and backward of a policy over ``NUM_TOKENS`` tokens, all of them predicted, raised the
 peak of the process's memory above what it held before. The policy in ``DIR`` has one layer, narrow: nearly all of it is
@@ -25,7 +27,7 @@ def room_needed(num_tokens: int, vocab_size: int) -> float:
 
 def measure_side(side: str, policy_dir: Path, num_tokens: int) -> float:
     """Return the bytes of a side, measured in a new process."""
-    command = [sys.executable, "-m", "benchmarks.head_memory", side, str(policy_dir), str(num_tokens)]
+    command = [sys.executable, "-m", "benchmarks.learner.head_memory", side, str(policy_dir), str(num_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")

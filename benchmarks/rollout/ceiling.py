@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import workload
-from benchmarks.fleet import GROUP_SIZE, Scripts
 from benchmarks.measurement import Sample
+from benchmarks.rollout import workload
+from benchmarks.rollout.fleet import GROUP_SIZE, Scripts
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling

@@ -1,6 +1,8 @@
 """The other side of ``bench retrieval``: a retrieval server of the shape that Search-R1 made usual.
 
-    python -m benchmarks.http_server INDEX_DIR PORT      (an index of the benchmark; "stub" for INDEX_DIR finds at once)
+    python -m benchmarks.retrieval.http_server INDEX_DIR PORT
+
+``INDEX_DIR`` is an index of the benchmark; ``stub`` in its place finds at once.
 
 FastAPI, a plain function behind one JSON request per caller, run by Starlette's pool of 40 threads. Each request
 encodes its own queries, searches by a separate index call with faiss's defaults, and returns dictionaries. Nothing is
@@ -60,7 +62,7 @@ class StubServer:
     """Finds passages for every query at no cost: what is left is the transport."""
 
     def search(self, queries: list[str], k: int) -> list[list[tuple[Passage, float]]]:
-        from benchmarks.stubs import stub_passages
+        from benchmarks.retrieval.stubs import stub_passages
 
         return [[(passage, passage.score) for passage in stub_passages(query, k)] for query in queries]
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from learners.memory import BUCKET_ELEMENTS
-from learners.resting import Resting
+from learners.deepspeed.memory import BUCKET_ELEMENTS
+from learners.deepspeed.resting import Resting
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
 from ragr1_actors.core.files import Part

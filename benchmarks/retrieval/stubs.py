@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
+from benchmarks.retrieval.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
 from retrieval.fleet.actor import RowHits, RpcActor

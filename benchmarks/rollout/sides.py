@@ -10,9 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from benchmarks import workload
-from benchmarks.intervals import Interval, uncovered_s
 from benchmarks.measurement import Sample, quotient
+from benchmarks.rollout import workload
+from benchmarks.rollout.intervals import Interval, uncovered_s
 from envs.base import Action, Answer, EnvContext, Search
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig
@@ -141,7 +141,7 @@ class PlannedEngine:
 
 def make_config(num_in_flight: int = NUM_IN_FLIGHT) -> RunConfig:
     """The run that is measured."""
-    config = AlgorithmConfig().environment(env="benchmarks.sides:PlannedEnv", prompt="{question}", top_k=1)
+    config = AlgorithmConfig().environment(env="benchmarks.rollout.sides:PlannedEnv", prompt="{question}", top_k=1)
     config.env_runners(
         engine="vllm",
         engine_options={"max_num_seqs": NUM_SEQUENCES, "distributed_executor_backend": EXECUTOR},

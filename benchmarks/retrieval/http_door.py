@@ -1,6 +1,6 @@
 """Queries per second of the HTTP server and of its client over loopback, with a retriever that finds at once.
 
-    python -m benchmarks.http_door [SECONDS] [REPEATS]
+    python -m benchmarks.retrieval.http_door [SECONDS] [REPEATS]
 
 The server runs in a second process. ``server`` lines send prepared bodies through aiohttp, so the server is the
 bottleneck; ``client`` lines search through ``HttpRetriever``. Each line is the median and the range of the repeats,
@@ -112,7 +112,7 @@ def main() -> None:
     os.environ[TOKEN_VARIABLE] = TOKEN
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 3.0
     repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    command = [sys.executable, "-m", "benchmarks.http_door", "serve"]
+    command = [sys.executable, "-m", "benchmarks.retrieval.http_door", "serve"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None

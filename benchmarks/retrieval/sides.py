@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import evidence
 from benchmarks.measurement import Sample, quotient
+from benchmarks.retrieval import evidence
 from cluster.session import ray_session
 from ragr1_actors.core.config import RetrievalSettings
 from retrieval.indexes.manifest import Manifest
@@ -59,7 +59,7 @@ class World:
 
     def stub_index(self) -> Path:
         """The index directory that stubs find in."""
-        from benchmarks.stubs import make_stub_index
+        from benchmarks.retrieval.stubs import make_stub_index
 
         if "stub" not in self._made:
             self._made["stub"] = make_stub_index(self._directory)
@@ -171,7 +171,9 @@ def http_server(index_dir: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.http_server", index_dir, str(port)], env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.retrieval.http_server", index_dir, str(port)], env=env
+    )
     try:
         end = time.monotonic() + 120
         while True:
@@ -235,7 +237,7 @@ async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
     """Median time of a batch there and back: an actor and an HTTP server that both find at once."""
     import requests
 
-    from benchmarks.stubs import start_stubs
+    from benchmarks.retrieval.stubs import start_stubs
     from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
 
@@ -259,7 +261,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
     """Median latency of one query through the client, against the bare actor call, taken in turns."""
     import ray
 
-    from benchmarks.stubs import start_stubs
+    from benchmarks.retrieval.stubs import start_stubs
     from retrieval.corpora.corpus import Corpus
     from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
@@ -286,7 +288,7 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
 async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
     """Queries/s of a few replicas that take ``SERVICE_S`` per query, against as many times one's."""
-    from benchmarks.stubs import start_stubs
+    from benchmarks.retrieval.stubs import start_stubs
     from retrieval.fleet.batching import PoolSettings
     from retrieval.fleet.client import RetrieverClient
 

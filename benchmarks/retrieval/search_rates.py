@@ -1,4 +1,4 @@
-"""``python -m benchmarks.search_rates [NUM_VECTORS [TYPE ...]]``: rates of one CPU core, for ``retrieval.capacity``.
+"""``python -m benchmarks.retrieval.search_rates [NUM_VECTORS [TYPE ...]]``: rates of a core for ``retrieval.capacity``.
 
 One thread (set ``OMP_NUM_THREADS=1``) searches batches of 64 queries through ``VectorIndex`` in a saved and mapped
 index of each type, and through ``BM25Ranker``; the best of many batches counts. Prints a JSON object per type: the
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence
 from benchmarks.measurement import log
+from benchmarks.retrieval import evidence
 from retrieval import capacity
 from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
 from retrieval.indexes.bm25 import BM25Ranker, bm25_text, build_bm25
