@@ -1,0 +1,1 @@
+"""Learning: packed rows against padded ones, and what only a GPU shows."""
