@@ -29,6 +29,8 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+pytestmark = pytest.mark.engine
+
 GIB = 2**30
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
