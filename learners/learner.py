@@ -80,6 +80,8 @@ class Learner(ABC):
         self.policy_dir = Path(policy_dir)
         self.policy_name = str(policy_dir)
         """Where other processes find the policy: ``policy_dir``, or the name on a hub of which it is a local copy."""
+        self.policy_reference = ""
+        """See ``Folder.reference``; empty for a path or a name on a hub."""
         self.rank = rank
         self.world_size = world_size
         self.dtype = DTYPES[config.policy.dtype]
@@ -389,7 +391,9 @@ class Learner(ABC):
         """An ``AdapterBase`` as JSON if env runners receive adapters only, else empty."""
         if self.lora is None or not self._sends_adapters:
             return ""
-        return AdapterBase(folder=self.policy_name, scaling=self.lora.alpha / self.lora.rank).model_dump_json()
+        scaling = self.lora.alpha / self.lora.rank
+        base = AdapterBase(folder=self.policy_name, reference=self.policy_reference, scaling=scaling)
+        return base.model_dump_json()
 
     @property
     def is_tied(self) -> bool:

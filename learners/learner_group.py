@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,14 +38,14 @@ from ragr1_actors.core.files import (
     Part,
     Tensors,
     answer_probe,
-    check_seen,
     is_no_room,
     learner_files,
+    rank_part,
     read_learner,
-    sync,
     sync_tree,
     write_parts,
 )
+from ragr1_actors.core.folders import AnyFolder, Folder, Sink, as_sink, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 
@@ -75,11 +76,11 @@ class CallHistory:
     """The calls that bring new ranks to the state of the old ones."""
 
     learner_name: str
-    policy_dir: Path
-    state: Path | None = None
-    """The file of the state to start at; None is the state after ``build``."""
+    policy_dir: AnyFolder
+    state: AnyFolder | None = None
+    """The folder of the state to start at; None is the state after ``build``."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    """The calls since the start: ``("update", batch references)`` and ``("begin_save", directory)``."""
+    """The calls since the start: ``("update", batch references)`` and ``("begin_save", sink)``."""
 
     is_whole: bool = True
     """Whether ``calls`` has every call since the start."""
@@ -97,16 +98,16 @@ class CallHistory:
             )
         self.calls.append((method, argument))
 
-    def begin_at(self, state: Path) -> None:
+    def begin_at(self, state: AnyFolder) -> None:
         """Start at a state that was just loaded or saved."""
         self.state, self.calls, self.is_whole = state, [], True
 
-    def saved(self, directory: Path, final: Path) -> None:
-        """Start at the state that ``begin_save(directory)`` wrote, which is in ``final`` now."""
-        begun = ("begin_save", directory)
+    def saved(self, sink: Sink, final: AnyFolder) -> None:
+        """Start at the state that ``begin_save(sink)`` wrote, which is in ``final`` now."""
+        begun = ("begin_save", sink)
         if begun in self.calls:  # else more calls followed it than are held
             later = self.calls[self.calls.index(begun) + 1 :]
-            self.begin_at(final / LEARNER_FILE)
+            self.begin_at(final)
             self.calls = later
 
 
@@ -155,13 +156,12 @@ class LearnerGroup:
         """Whether no rank is left: ``stop`` was called, or a rank failed and was not restarted."""
         return self._local is None and not self._actors
 
-    def build(self, learner_name: str, policy_dir: str | Path) -> None:
+    def build(self, learner_name: str, policy_dir: AnyFolder) -> None:
         """Build the learner of a stage on every rank: ``grpo``, ``ppo``, ``sft`` or ``my_module:MyLearner``."""
-        directory = Path(policy_dir)
-        directory = directory.absolute() if directory.is_dir() else directory  # else a name on a model hub
+        policy_dir = _absolute(policy_dir)
         self._history = None  # ranks that restart in this call build this learner only
-        self._call("build", learner_name, directory)
-        self._history = CallHistory(learner_name, directory)
+        self._call("build", learner_name, policy_dir)
+        self._history = CallHistory(learner_name, policy_dir)
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
         """Learn from record batches of trajectory groups, or from references to them; return the update's metrics.
@@ -207,19 +207,19 @@ class LearnerGroup:
         """
         return dict(Tensors(self._call("get_state")))
 
-    def load_state(self, path: str | Path) -> None:
-        """Continue from the state that ``begin_save`` wrote with any number of ranks; ``path`` is rank 0's part.
+    def load_state(self, folder: AnyFolder) -> None:
+        """Continue from the state that ``begin_save`` wrote into a folder with any number of ranks.
 
         Every rank reads all parts, one tensor at a time. Keep the files until another state is saved: a restart
         reads them.
 
         Raises:
-            DataError: the file is damaged, or its state belongs to another model.
+            DataError: a file is damaged, or its state belongs to another model.
         """
-        path = Path(path).absolute()
-        self._call("load_state", path)
+        folder = _absolute(folder)
+        self._call("load_state", folder)
         if self._history is not None:
-            self._history.begin_at(path)
+            self._history.begin_at(folder)
 
     def offload_states(self) -> int:
         """Move all trained tensors to the hosts' memory; return the device bytes that all ranks freed.
@@ -228,18 +228,17 @@ class LearnerGroup:
         """
         return sum(self.foreach_learner(lambda learner: learner.offload_states()))
 
-    def save_policy(self, directory: str | Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        path = Path(directory).absolute()
-        self.foreach_learner(lambda learner: learner.save_policy(path))
+    def save_policy(self, directory: str | Path | Sink) -> None:
+        """Write the policy as a Hugging Face folder; of a sink, it is the part ``rank_part(0)``."""
+        self._call("save_policy", as_sink(directory))
 
-    def begin_save(self, directory: str | Path) -> None:
+    def begin_save(self, directory: str | Path | Sink) -> None:
         """Copy policy and state; write them as ``policy/`` and ``learner_files`` while the group continues.
 
-        Each rank writes its part of the state, and rank 0 the policy. Their nodes and the driver's must share
-        ``directory``.
+        Each rank writes its part of the state, and rank 0 the policy. If ``directory`` is a path, their nodes and the
+        driver's must share it.
         """
-        self._call("begin_save", Path(directory).absolute())
+        self._call("begin_save", as_sink(directory))
 
     def is_written(self) -> bool:
         """Whether the write of ``begin_save`` has ended, with success or not."""
@@ -253,10 +252,10 @@ class LearnerGroup:
         """
         self._call("finish_save")
 
-    def saved(self, directory: str | Path, final: str | Path) -> None:
-        """Start a restart from ``final``, where the caller moved the output of ``begin_save(directory)``."""
+    def saved(self, directory: str | Path | Sink, final: AnyFolder) -> None:
+        """Start a restart from ``final``, where the output of ``begin_save(directory)`` is now."""
         if self._history is not None:
-            self._history.saved(Path(directory).absolute(), Path(final).absolute())
+            self._history.saved(as_sink(directory), _absolute(final))
 
     def stop(self) -> None:
         """Kill the actors, or close the learner in the driver."""
@@ -398,18 +397,18 @@ class LearnerWorker:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
-    def build(self, learner_name: str, policy_dir: Path) -> None:
+    def build(self, learner_name: str, policy_dir: AnyFolder) -> None:
         """Build the learner of a stage, and close the previous one."""
         self.close()
-        name = str(policy_dir)
-        check_seen(policy_dir)
-        if not policy_dir.is_dir():  # the learner reads configuration and tokenizer too
+        name, directory = str(policy_dir), Path(on_this_node(policy_dir))
+        if not directory.is_dir():  # the learner reads configuration and tokenizer too
             from huggingface_hub import snapshot_download
 
-            policy_dir = Path(snapshot_download(name))
+            directory = Path(snapshot_download(name))
         learner_class = load_object(learner_name, LEARNERS)
-        learner: Learner = learner_class(self._config, policy_dir, self._rank, self._world_size)
+        learner: Learner = learner_class(self._config, directory, self._rank, self._world_size)
         learner.policy_name = name
+        learner.policy_reference = policy_dir.reference() if isinstance(policy_dir, Folder) else ""
         learner.build()  # a build that fails leaves nothing to close
         self._learner = learner
 
@@ -450,14 +449,19 @@ class LearnerWorker:
         """Return this rank's part of the learner's state."""
         return self.learner.get_parts()
 
-    def load_state(self, path: Path) -> None:
+    def load_state(self, folder: AnyFolder) -> None:
         """Continue from state files; the ranks of a node share their pages in memory."""
-        self.learner.set_state(read_learner(path))
+        self.learner.set_state(read_learner(Path(on_this_node(folder)) / LEARNER_FILE))
 
-    def begin_save(self, directory: Path) -> None:
-        """Copy policy and state; a thread writes what this rank has of them into ``directory``."""
+    def save_policy(self, sink: Sink) -> None:
+        """Write the policy; rank 0 writes, and the others take part in it."""
+        with sink.part(rank_part(0)) if self._rank == 0 else nullcontext(Path()) as directory:
+            self.learner.save_policy(directory)
+
+    def begin_save(self, sink: Sink) -> None:
+        """Copy policy and state; a thread writes what this rank has of them."""
         policy, parts = self.learner.take_policy(), self.learner.get_parts()
-        self._writing = self._writer.submit(_write_learner, directory, self._rank, policy, parts)
+        self._writing = self._writer.submit(_write_learner, sink, self._rank, policy, parts)
 
     def is_saved(self) -> bool:
         """Whether the thread has ended, with success or not."""
@@ -480,14 +484,18 @@ class LearnerWorker:
                 raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(directory: Path, rank: int, policy: PolicyCopy, parts: Mapping[str, Part]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    # the driver syncs too, but only the node that wrote can flush to a shared file system
-    write_parts(directory / learner_files(rank + 1)[rank], parts)
-    if rank == 0:
-        policy.write(directory / POLICY_FOLDER)
-        sync_tree(directory / POLICY_FOLDER)
-        if policy.adapter is not None:
-            policy.adapter.write(directory / ADAPTER_FOLDER)
-            sync_tree(directory / ADAPTER_FOLDER)
-    sync(directory)
+def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part]) -> None:
+    with sink.part(rank_part(rank)) as directory:
+        # the driver syncs too, but only the node that wrote can flush to a shared file system
+        write_parts(directory / learner_files(rank + 1)[rank], parts)
+        if rank == 0:
+            policy.write(directory / POLICY_FOLDER)
+            sync_tree(directory / POLICY_FOLDER)
+            if policy.adapter is not None:
+                policy.adapter.write(directory / ADAPTER_FOLDER)
+                sync_tree(directory / ADAPTER_FOLDER)
+
+
+def _absolute(folder: AnyFolder) -> AnyFolder:
+    """Return the absolute path of a folder, or what is none: a name on a model hub, a ``Folder``."""
+    return folder if isinstance(folder, Folder) or not Path(folder).is_dir() else Path(folder).absolute()

@@ -49,6 +49,8 @@ class PacedRetriever(Protocol):
         ...
 
 
+TRAJECTORIES = "trajectories"
+"""The folder of a run with its recorded searches."""
 RETRIEVERS = {
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
+from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import RetrievalRecord
-from retrieval.base import Hits, Passage
+from retrieval.base import TRAJECTORIES, Hits, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
 from retrieval.indexes.manifest import Manifest, parse_options
@@ -43,6 +44,7 @@ class LocalRetriever:
         options: Mapping[str, Any] | None = None,
         shards: Sequence[int] | None = None,
         load_encoder: bool = True,
+        encoder_dir: str = "",
     ) -> None:
         """Open an index: vectors, inverted index or both, as its manifest says.
 
@@ -55,6 +57,7 @@ class LocalRetriever:
             options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``INDEX_TYPES``.
             shards: numbers of the shards to search, by default all.
             load_encoder: without one, queries need vectors.
+            encoder_dir: of an index with an encoder elsewhere, where it is on this node; by default where it was.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
@@ -66,6 +69,7 @@ class LocalRetriever:
             "options": dict(options or {}),
             "shards": None if shards is None else tuple(shards),
             "load_encoder": load_encoder,
+            "encoder_dir": encoder_dir,
         }
         self._directory = Path(index_dir)
         self._reranker_name = reranker
@@ -165,7 +169,7 @@ class ReplayRetriever:
     """Answers the queries of a recorded run. Pickles as its arguments."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read the records of a run; the options are ``{"run": DIR}``, a run directory.
+        """Read the records of a run; the options are ``{"run": DIR}``, a run directory, or a ``Folder`` of its records.
 
         Raises:
             ConfigError: the option ``run`` is missing, or there is another one.
@@ -176,7 +180,8 @@ class ReplayRetriever:
                 f"retrieval.options: got {sorted(options)} with type replay, expected {{run: DIR}}, a run directory"
             )
         self._options = dict(options)
-        directory = Path(options["run"]) / "trajectories"
+        run = options["run"]
+        directory = run.fetch() if isinstance(run, Folder) else Path(run) / TRAJECTORIES
         self._found: dict[tuple[str, int], Hits] = {}
         for record in _records(directory):
             passages = map(Passage, record.passage_ids, record.titles, record.texts, record.scores)

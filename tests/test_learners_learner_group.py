@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError
-from ragr1_actors.core.files import LEARNER_FILE, learner_files
+from ragr1_actors.core.files import learner_files
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
@@ -195,7 +195,7 @@ def test_every_rank_writes_its_part_and_any_number_continues(
         sizes = [(folder / name).stat().st_size for name in names]
         assert max(sizes) < 1.2 * sum(sizes) / num_ranks
         other.build("ppo", policy_dir)
-        other.load_state(folder / LEARNER_FILE)
+        other.load_state(folder)
         found = other.get_state()
         assert found.keys() == expected.keys()
         for name, value in found.items():
@@ -204,7 +204,7 @@ def test_every_rank_writes_its_part_and_any_number_continues(
     with pytest.raises(
         DataError, match=r"2 is damaged: there are \d+ of \d+ elements of .*; the file of a rank is missing"
     ):
-        alone.load_state(tmp_path / "2" / LEARNER_FILE)
+        alone.load_state(tmp_path / "2")
     alone.stop()
 
 

@@ -20,6 +20,7 @@ from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import FleetError, LearnerError
 from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_learner
+from ragr1_actors.core.folders import FolderSink
 from ragr1_actors.core.schema import groups_to_record_batch
 
 pytestmark = pytest.mark.engine
@@ -182,9 +183,9 @@ def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: 
     for number in range(3):
         history.add("update", number)
     assert history.is_whole
-    history.add("begin_save", Path("writing"))
+    history.add("begin_save", FolderSink(Path("writing")))
     assert not history.is_whole and "3 updates since the last checkpoint" in caplog.text
     history.add("update", 3)
-    history.saved(Path("writing"), Path("final"))
+    history.saved(FolderSink(Path("writing")), Path("final"))
     assert history.is_whole
-    assert (history.state, history.calls) == (Path("final") / LEARNER_FILE, [("update", 3)])
+    assert (history.state, history.calls) == (Path("final"), [("update", 3)])

@@ -100,7 +100,7 @@ def test_the_learner_continues_while_its_earlier_state_is_written(
     assert_same(read_tensors(newest.parent / "step_1" / LEARNER_FILE), first)
     assert_same(read_tensors(newest / LEARNER_FILE), second)
     third = update(learners)
-    learners.load_state(newest / LEARNER_FILE)
+    learners.load_state(newest)
     assert_same(learners.get_state(), second)
     assert_same(update(learners), third)
 

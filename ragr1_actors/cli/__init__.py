@@ -19,7 +19,7 @@ console = Console()
 errors = Console(stderr=True)
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(help="A run directory (its newest checkpoint is used), or one of its checkpoints.")
+    str, typer.Argument(help="A run directory or URI (its newest checkpoint is used), or one of its checkpoints.")
 ]
 IndexOption = Annotated[Path | None, typer.Option("--index", help="An index directory; default: the run's own.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs: one object, on one line.")]

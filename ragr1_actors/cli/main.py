@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.runs.places import Place
     from ragr1_actors.runs.report import EvalResult, RunReport
 
 FEWER_ROUNDS_GOAL = 0.15
@@ -44,7 +46,8 @@ app = typer.Typer(
 )
 app.add_typer(index.app, name="index")
 RunDirOption = Annotated[
-    Path | None, typer.Option("--run-dir", help="Directory of the run; default: runs/RECIPE-DATE-TIME.")
+    str | None,
+    typer.Option("--run-dir", help="Directory or URI (s3://...) of the run; default: runs/RECIPE-DATE-TIME."),
 ]
 
 
@@ -58,6 +61,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
+    from ragr1_actors.runs.places import INDEX, find_place
     from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.preflight import check_names, check_room
@@ -65,27 +69,29 @@ def train(
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory that the run printed when it started")
-        config = open_run_directory(run_dir)
-        if (run_dir / "report.json").exists():
-            print_line(f"{run_dir} is finished; see it with: ragr1 report {run_dir}")
+        place = find_place(run_dir)
+        config = open_run_directory(place)
+        if (place.path / "report.json").exists():
+            print_line(f"{place} is finished; see it with: ragr1 report {shlex.quote(str(place))}")
             return
-        config = change_learners(run_dir, config, overrides or [])
-        check_names(config, has_index=(run_dir / "index").is_dir())
+        config = change_learners(place, config, overrides or [])
+        check_names(config, has_index=place.bring(INDEX).is_dir())
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
         for warning in check_room(config, Path.cwd()):
             print_error(f"warning: {warning}", "yellow")
-        run_dir = run_dir or _new_run_dir(recipe)
-        create_run_directory(config, run_dir)
-    console.print(describe_start(recipe, config, run_dir))
-    _run(config, run_dir, f"ragr1 train {recipe} --run-dir {run_dir} --resume")
+        place = find_place(run_dir or _new_run_dir(recipe))
+        create_run_directory(config, place)
+    name = shlex.quote(str(place))
+    console.print(describe_start(recipe, config, str(place)))
+    _run(config, place, f"ragr1 train {recipe} --run-dir {name} --resume")
     try:
-        question = evaluate.example_question(run_dir)
+        question = evaluate.example_question(place.path)
     except DataError as error:  # the run is complete all the same
         print_error(f"note: {error}", style="yellow")
         question = evaluate.NO_EXAMPLE
-    print_line(f'try: ragr1 ask {run_dir} "{question}"')
+    print_line(f'try: ragr1 ask {name} "{question}"')
 
 
 @app.command()
@@ -94,6 +100,7 @@ def claims(
     run_dir: RunDirOption = None,
 ) -> None:
     """Check RAG-R1's claim at small scale: several queries per turn against one, exact match and search rounds."""
+    from ragr1_actors.runs.places import below
     from ragr1_actors.runs.run_directory import create_run_directory
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.preflight import check_names
@@ -103,8 +110,9 @@ def claims(
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
-        create_run_directory(config, base / recipe)
-        reports.append(_run(config, base / recipe, "ragr1 claims"))
+        place = below(base, recipe)
+        create_run_directory(config, place)
+        reports.append(_run(config, place, "ragr1 claims"))
     comparison = Comparison(*(report.stages[-1].eval for report in reports))
     console.print(render_comparison(comparison))
     if not comparison.holds:
@@ -127,15 +135,17 @@ def recipes() -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run directory.")], as_json: JsonOption = False) -> None:
+def report(run: Annotated[str, typer.Argument(help="A run directory or URI.")], as_json: JsonOption = False) -> None:
     """Print the report of a finished run."""
+    from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
 
-    open_run_directory(run)
-    found = read_report(run)
+    place = find_place(run)
+    open_run_directory(place)
+    found = read_report(place.path)
     if as_json:
-        sys.stdout.write((run / REPORT_JSON).read_text(encoding="utf-8"))
+        sys.stdout.write((place.path / REPORT_JSON).read_text(encoding="utf-8"))
     else:
         console.print(render_table(found))
 
@@ -197,14 +207,14 @@ def _load_benchmark(name: str) -> Any:
 app.command()(doctor.doctor)
 
 
-def describe_start(recipe: str, config: RunConfig, run_dir: Path) -> Panel:
+def describe_start(recipe: str, config: RunConfig, run_dir: str) -> Panel:
     """Return what ``ragr1 train`` prints first: the keys that differ from the defaults, and the run directory."""
     rows = Table.grid(padding=(0, 2))
     for key, value in config.changes().items():
         rows.add_row(key, Text(shortened(" ".join(str(value).split()) or '""', 60)))
     rows.add_row("")
-    rows.add_row("run directory", Text(str(run_dir), overflow="fold"))
-    rows.add_row("all keys", Text(str(run_dir / "config.yaml"), overflow="fold"))
+    rows.add_row("run directory", Text(run_dir, overflow="fold"))
+    rows.add_row("all keys", Text(f"{run_dir.partition('?')[0]}/config.yaml", overflow="fold"))
     return Panel(rows, title=Text(f"{recipe}: keys that differ from the defaults"), title_align="left", expand=False)
 
 
@@ -259,11 +269,11 @@ def main() -> None:
         sys.exit(2)
 
 
-def _run(config: RunConfig, run_dir: Path, resume_command: str) -> RunReport:
+def _run(config: RunConfig, place: Place, resume_command: str) -> RunReport:
     """Take a run to its end and print its table; Ctrl-C prints how to continue and exits."""
     from ragr1_actors.training.stages import TrainingRun, exit_status
 
-    run = TrainingRun(config, run_dir, console)
+    run = TrainingRun(config, place, console)
     try:
         report = run.execute()
     except KeyboardInterrupt as interrupt:
@@ -273,8 +283,8 @@ def _run(config: RunConfig, run_dir: Path, resume_command: str) -> RunReport:
     return report
 
 
-def _new_run_dir(name: str) -> Path:
-    return Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _new_run_dir(name: str) -> str:
+    return f"runs/{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _yes(holds: bool) -> str:

@@ -320,6 +320,8 @@ class CheckpointingSettings(Section):
     """Newest checkpoints that are kept."""
     best_metric: Literal["", "em", "f1"] = ""
     """The checkpoint with the highest value on the held-out tasks is kept too, as ``checkpoints/best``; empty: none."""
+    storage_retry_s: float = Field(120, ge=0)
+    """Seconds for which a failed call to the storage of a run directory at a URI is repeated before the run ends."""
     keep_trajectories: bool = True
     """Write the trajectories of demonstrations, iterations and evaluations to ``trajectories/*.arrow``."""
 

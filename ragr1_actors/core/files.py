@@ -32,6 +32,8 @@ POLICY_FILES = ("config.json", "model.safetensors")
 """What the folder of a policy has at least."""
 LEARNER_FILE = "learner.safetensors"
 """In a checkpoint: the learners' state; of several ranks, the part of rank 0. See ``learner_files``."""
+LEARNER_PREFIX = "learner"
+"""With what the names of ``learner_files`` begin."""
 WRITING = ".writing_"
 """Prefix of files and folders that are being written, or were left by a crash: never read."""
 
@@ -125,6 +127,11 @@ def learner_files(num_ranks: int) -> list[str]:
     """Return the files of the learners' state by rank: ``["learner.safetensors", "learner_1.safetensors"]``."""
     name = Path(LEARNER_FILE)
     return [LEARNER_FILE, *(f"{name.stem}_{rank}{name.suffix}" for rank in range(1, num_ranks))]
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of what a learner rank writes of a folder: ``rank_0``."""
+    return f"rank_{rank}"
 
 
 @dataclass(frozen=True)

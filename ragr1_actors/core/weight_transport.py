@@ -23,6 +23,8 @@ class AdapterBase(BaseModel):
 
     folder: str
     """The policy at the start of the stage: a Hugging Face folder or hub name."""
+    reference: str = ""
+    """See ``Folder.reference``."""
     scaling: float  # a weight W is used as W + scaling * B A
 
 

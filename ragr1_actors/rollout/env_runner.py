@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 import pyarrow as pa
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
-from ragr1_actors.core.files import check_seen
+from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
@@ -83,9 +82,9 @@ class EnvRunner:
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
     @classmethod
-    def load(cls, config: SamplerConfig, policy_dir: str | Path, retriever: Retriever, version: int = 0) -> Self:
-        """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy_dir``."""
-        check_seen(policy_dir)
+    def load(cls, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int = 0) -> Self:
+        """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy``."""
+        policy_dir = on_this_node(policy)
         tokenizer = PolicyTokenizer(policy_dir)
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
@@ -128,7 +127,7 @@ class EnvRunner:
 class EnvRunnerActor:
     """``EnvRunner`` as a Ray actor. Its process exits if the engine dies, and Ray starts both again."""
 
-    def __init__(self, config: SamplerConfig, policy_dir: str, retriever: Retriever, version: int) -> None:
+    def __init__(self, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores.
 
         If the actor was restarted and shares its device with a learner, which may be using it, ``catch_up`` builds the
@@ -140,7 +139,7 @@ class EnvRunnerActor:
         torch.set_num_threads(
             config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
         )
-        self._load = partial(EnvRunner.load, config, policy_dir, retriever, version)
+        self._load = partial(EnvRunner.load, config, policy, retriever, version)
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
         self._loaded: EnvRunner | None = None if waits else self._load()
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -29,6 +28,7 @@ from cluster.rpc import last_line, outcomes
 from cluster.session import ActorOptions, anywhere
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
+from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
 from retrieval.base import Retriever
@@ -91,14 +91,14 @@ class EnvRunnerGroup:
     def __init__(
         self,
         config: SamplerConfig,
-        policy_dir: str | Path,
+        policy: AnyFolder,
         retriever: Retriever,
         version: int = 0,
         actor_options: ActorOptions = anywhere,
     ) -> None:
         """Start the runners, which load while the caller goes on.
 
-        ``version`` is that of the policy in ``policy_dir``, a Hugging Face folder or hub name. ``actor_options``
+        ``version`` is that of the policy in ``policy``, a Hugging Face folder or hub name. ``actor_options``
         returns the Ray options of the runner with an index, such as its place.
 
         Raises:
@@ -116,7 +116,7 @@ class EnvRunnerGroup:
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
         if settings.num_env_runners == 0:
-            self._local = EnvRunner.load(config, policy_dir, retriever, version)
+            self._local = EnvRunner.load(config, policy, retriever, version)
             self._loop = asyncio.new_event_loop()
             return
         actor_class: Any = ray.remote(EnvRunnerActor)
@@ -129,7 +129,7 @@ class EnvRunnerGroup:
                 max_concurrency=2 * self._max_in_flight,
                 **actor_options(index),
             )
-            self._runners.append(_Runner(index, placed.remote(config, str(policy_dir), retriever, version)))
+            self._runners.append(_Runner(index, placed.remote(config, policy, retriever, version)))
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""

@@ -18,6 +18,7 @@ from typing import Self
 from cluster.session import ActorOptions, anywhere, ray_session
 from ragr1_actors.core.config import LearnerSettings, SamplerConfig
 from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
@@ -40,25 +41,26 @@ class Sampler:
     def __init__(
         self,
         config: SamplerConfig,
-        policy_dir: str | Path,
+        policy: AnyFolder,
         index_dir: Path | None,
         actor_options: ActorOptions = anywhere,
+        share: Share = in_place,
     ) -> None:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 
         ``index_dir`` is None if ``retrieval.type`` needs no index. ``actor_options`` returns the Ray options of the env
-        runner with an index, such as its place.
+        runner with an index, such as its place. ``share`` returns what actors get for the folders of retrieval.
 
         Raises:
             UserError: the index or a setting cannot be used.
             FleetError: a fleet did not start.
         """
         self._config = config
-        self._policy_dir, self._index_dir = policy_dir, index_dir
-        self._retrievers = RetrieverGroup(index_dir, config.retrieval)
+        self._policy, self._index_dir = policy, index_dir
+        self._retrievers = RetrieverGroup(index_dir, config.retrieval, share)
         try:
             retriever = self._retrievers.retriever()
-            self.env_runners = EnvRunnerGroup(config, policy_dir, retriever, actor_options=actor_options)
+            self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=actor_options)
         except BaseException:
             self._retrievers.stop()
             raise
@@ -141,7 +143,7 @@ class Sampler:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
-        tokenizer = PolicyTokenizer(self._policy_dir)
+        tokenizer = PolicyTokenizer(on_this_node(self._policy))
         engine = ScriptedEngine(turns, tokenizer.encode)
         runner = EnvRunner(self._config, tokenizer, self._retrievers.retriever(), engine)
 

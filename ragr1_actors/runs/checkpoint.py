@@ -16,6 +16,7 @@ Nothing is pickled: loading a checkpoint from another source cannot run code.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -24,13 +25,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
-from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import WRITING, error_number, is_no_room, read_json_as, sync, sync_tree, write_json
+from ragr1_actors.core.errors import UserError, one_line
+from ragr1_actors.core.files import (
+    WRITING,
+    error_number,
+    is_no_room,
+    learner_files,
+    read_json_as,
+    sync,
+    sync_tree,
+    validated,
+    write_json,
+)
+from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
 from ragr1_actors.runs.report import StageReport, TaskCounts
 
 STATE_FILE = "state.json"
@@ -77,9 +89,33 @@ class Standing(_Stored):
     stages: list[StageReport]
 
 
-def read_state(checkpoint: Path) -> RunState:
+def read_state(checkpoint: AnyFolder) -> RunState:
     """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged."""
-    return read_json_as(RunState, checkpoint / STATE_FILE)
+    return read_json_as(RunState, Path(on_this_node(part_of(checkpoint, STATE_FILE))) / STATE_FILE)
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one run, see ``CheckpointStore``; each is whole or absent."""
+
+    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path | Sink:
+        """Return where the learner ranks write the checkpoint of ``step``; ``write`` has written the driver's part."""
+        ...
+
+    def commit(self, step: int, finish: Callable[[], None] = ..., num_ranks: int = 0) -> AnyFolder:
+        """Call ``finish``, make the checkpoint that was begun whole, and return it; remove what is not kept."""
+        ...
+
+    def is_best(self, score: float) -> bool:
+        """Return whether a checkpoint with this score would be the best."""
+        ...
+
+    def latest(self) -> AnyFolder | None:
+        """Return the newest whole checkpoint; None if there is none."""
+        ...
+
+    def without(self, checkpoint: AnyFolder) -> str:
+        """Return the end of a message on a damaged checkpoint."""
+        ...
 
 
 class CheckpointStore:
@@ -118,15 +154,21 @@ class CheckpointStore:
             write(writing)
         return writing
 
-    def commit(self, step: int, finish: Callable[[], None] = lambda: None) -> Path:
+    def commit(self, step: int, finish: Callable[[], None] = lambda: None, num_ranks: int = 0) -> Path:
         """Call ``finish``, wait until the folder of ``begin`` is on disk, and rename it to ``step_<step>``.
 
         Removes older checkpoints beyond ``num_to_keep``, but not the best one; and newer checkpoints: the run was
-        resumed from before them. Raises as ``begin``.
+        resumed from before them. Raises as ``begin``; ``UserError`` too if one of ``num_ranks`` wrote elsewhere.
         """
         final, writing = self._directory / f"step_{step}", self._writing(step)
         with self._cleaned_up():
             finish()
+            for rank, name in enumerate(learner_files(num_ranks) if num_ranks else ()):
+                if not (writing / name).is_file():
+                    raise UserError(
+                        f"{writing} does not hold what learner rank {rank} wrote there; put --run-dir on a file system "
+                        "that its node and this one share, or on a storage such as s3://bucket/runs/mine"
+                    )
             sync_tree(writing)
             if final.exists():  # a rename cannot replace a folder with content
                 final.rename(self._directory / f"{_REPLACED}{final.name}")
@@ -172,18 +214,13 @@ class CheckpointStore:
         path = checkpoint / SCORE_FILE
         if not self._best_metric or not path.is_file():
             return None
-        try:
-            found = read_json_as(_Score, path)
-        except DataError as error:  # no reason to end a run
-            logger.warning("%s; %s does not count as the best checkpoint", error, checkpoint.name)
-            return None
-        return found.value if found.metric == self._best_metric else None
+        return read_score(path.read_bytes(), self._best_metric, str(path))
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
         return max(self._whole().items(), default=(0, None))[1]
 
-    def without(self, checkpoint: Path) -> str:
+    def without(self, checkpoint: AnyFolder) -> str:
         """Return the end of a message on a damaged checkpoint.
 
         ``"delete the folder runs/mine/checkpoints/step_20 and --resume goes on from step_10"``
@@ -243,3 +280,13 @@ class CheckpointStore:
 class _Score:
     metric: str
     value: float
+
+
+def read_score(content: bytes, metric: str, where: str) -> float | None:
+    """Return the value in ``score.json``; None if it is of another metric, or damaged."""
+    try:
+        found = validated(_Score, json.loads(content), where)
+    except ValueError as error:  # a DataError too: no reason to end a run
+        logger.warning("%s (%s); it does not count as the best checkpoint", where, one_line(error))
+        return None
+    return found.value if found.metric == metric else None

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import yaml
 
+from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.core.schema import write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.places import CHECKPOINTS, Place, StoredPlace, find_place, split_checkpoint
 
 if TYPE_CHECKING:
     import ray
@@ -26,31 +28,35 @@ CONFIG_FILE = "config.yaml"
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
-def create_run_directory(config: RunConfig, run_dir: Path) -> None:
+def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
     """Make the directory of a new run; ``RunDirectoryError`` if it holds a run already, or cannot be made."""
+    place = find_place(run_dir)
     try:
-        if (run_dir / CONFIG_FILE).exists():
+        place.load()
+        if (place.path / CONFIG_FILE).exists():
             raise RunDirectoryError(
-                f"{run_dir} holds a run already; continue it with --resume, or choose another --run-dir"
+                f"{place} holds a run already; continue it with --resume, or choose another --run-dir"
             )
-        run_dir.mkdir(parents=True, exist_ok=True)
+        place.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_write(run_dir, error) from error
-    _write_config(config, run_dir)
+        raise _cannot_write(place.path, error) from error
+    _write_config(config, place)
 
 
-def _write_config(config: RunConfig, run_dir: Path) -> None:
+def _write_config(config: RunConfig, place: Place) -> None:
+    path = place.path / CONFIG_FILE
     try:
-        write_file(run_dir / CONFIG_FILE, lambda writing: writing.write_text(config.to_yaml(), encoding="utf-8"))
+        write_file(path, lambda writing: writing.write_text(config.to_yaml(), encoding="utf-8"))
     except OSError as error:
-        raise _cannot_write(run_dir, error) from error
+        raise _cannot_write(place.path, error) from error
+    place.upload()
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(f"cannot write to {shortened(str(run_dir))}: {error.strerror}; choose another --run-dir")
 
 
-def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) -> RunConfig:
+def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[str]) -> RunConfig:
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
     ``ConfigError`` on a key of another section and on ``learners.lora``, which checkpoints depend on.
@@ -63,16 +69,18 @@ def change_learners(run_dir: Path, config: RunConfig, assignments: list[str]) ->
             )
     changed = resolve(override(config.model_dump(), assignments))
     if changed != config:
-        _write_config(changed, run_dir)
+        _write_config(changed, find_place(run_dir))
     return changed
 
 
-def open_run_directory(run_dir: Path) -> RunConfig:
+def open_run_directory(run_dir: Path | Place) -> RunConfig:
     """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
-    path = run_dir / CONFIG_FILE
+    place = find_place(run_dir)
+    path = place.path / CONFIG_FILE
     try:
+        place.load()
         if not path.is_file():
-            raise RunDirectoryError(f"{run_dir} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
+            raise RunDirectoryError(f"{place} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunDirectoryError(
@@ -85,8 +93,31 @@ def open_run_directory(run_dir: Path) -> RunConfig:
     return resolve(sections)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return run directory and checkpoint for the path of either; ``RunDirectoryError`` if it is no path of one."""
+def find_checkpoint(name: str | Path) -> tuple[Place, Path]:
+    """Return a run and the folder of a checkpoint's policy, for the path or URI of either.
+
+    The newest checkpoint of a run is taken; ``RunDirectoryError`` if there is none, or it is no path of one.
+    """
+    if is_uri(str(name)):
+        return _find_stored(str(name))
+    run_dir, checkpoint = _find_local(Path(name))
+    return find_place(run_dir), checkpoint / POLICY_FOLDER
+
+
+def _find_stored(uri: str) -> tuple[Place, Path]:
+    run_uri, checkpoint = split_checkpoint(uri)
+    place = StoredPlace(Storage(run_uri))
+    open_run_directory(place)
+    found = place.storage.find(checkpoint) if checkpoint else place.checkpoints().latest()
+    if found is None:
+        raise RunDirectoryError(
+            f"{place} has no checkpoint {checkpoint.rpartition('/')[2]}".rstrip()
+            + (" yet; let the run continue until it has written one" if not checkpoint else "; leave its name out")
+        )
+    return place, found.only(f"{POLICY_FOLDER}/").fetch() / POLICY_FOLDER
+
+
+def _find_local(path: Path) -> tuple[Path, Path]:
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
@@ -94,7 +125,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
             f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
     if is_run:
-        newest = CheckpointStore(path / "checkpoints").latest()
+        newest = CheckpointStore(path / CHECKPOINTS).latest()
         if newest is None:
             raise RunDirectoryError(f"{path} has no checkpoint yet; let the run continue until it has written one")
         return path, newest

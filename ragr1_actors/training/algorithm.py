@@ -35,15 +35,12 @@ from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.files import (
-    LEARNER_FILE,
-    POLICY_FILES,
+    LEARNER_PREFIX,
     WRITING,
-    answer_probe,
-    learner_files,
     reply_to,
-    write_folder,
     write_json,
 )
+from ragr1_actors.core.folders import AnyFolder, Sink, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest
@@ -51,7 +48,8 @@ from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.rollout.weight_sync import WeightSync
-from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, read_state
+from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
+from ragr1_actors.runs.places import SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside, rollout_metrics
@@ -63,6 +61,7 @@ OnProgress = Callable[[int, dict[str, float]], None]
 """Called with the number of steps done and the newest metrics."""
 HeldBlock = Callable[[], AbstractContextManager[None]]
 """Returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
+_SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
 HOPELESS_TASKS = 64
 """If this many tasks failed before any was trained, the cause is not the tasks, and the run ends."""
 
@@ -73,8 +72,9 @@ class Algorithm:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path,
+        place: Place,
         workspace: Workspace,
+        policy: AnyFolder,
         sampler: Sampler,
         learners: LearnerGroup,
         placement: Placement,
@@ -82,19 +82,21 @@ class Algorithm:
     ) -> None:
         """Train with fleets that were started; ``start`` starts them.
 
-        ``run_dir`` is absolute. ``held`` holds interrupts back while learner and task sampler are between two states.
+        ``policy`` is ``workspace.policy_dir`` as actors get it. ``held`` holds interrupts back while learner and task
+        sampler are between two states.
         """
         self.config = config
-        self.run_dir = run_dir
+        self.place = place
         self.workspace = workspace
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
         self.iteration = self.policy_version = 0
         self._held = held
         self._learner_name = ""
-        self._stage_dir = workspace.policy_dir
+        self._first_policy = policy
+        self._sft_policy: AnyFolder | None = None  # once stage 1 has ended
         checkpointing = config.checkpointing
-        self._store = CheckpointStore(run_dir / "checkpoints", checkpointing.num_to_keep, checkpointing.best_metric)
+        self._store = place.checkpoints(checkpointing.num_to_keep, checkpointing.best_metric)
         self._tasks = TaskSampler(workspace.train_tasks, config.debugging.seed)
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._sampler = sampler
@@ -105,56 +107,62 @@ class Algorithm:
         self._transport = WeightSync(config, learners, self._env_runners)
 
     @classmethod
-    def create(cls, config: RunConfig, run_dir: Path) -> Self:
+    def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
         """Make ``run_dir`` the directory of a new run, once ``config`` is checked; prepare its data and ``start``."""
         check_names(config)
-        create_run_directory(config, run_dir)
-        return cls.start(config, run_dir, prepare(config, run_dir))
+        place = find_place(run_dir)
+        create_run_directory(config, place)
+        return cls.start(config, place, prepare(config, place.path))
 
     @classmethod
-    def start(cls, config: RunConfig, run_dir: Path, workspace: Workspace, held: HeldBlock = nullcontext) -> Self:
+    def start(
+        cls, config: RunConfig, run_dir: str | Path | Place, workspace: Workspace, held: HeldBlock = nullcontext
+    ) -> Self:
         """Start the fleets over prepared data, and wait until they are ready. Ray is initialised if any has actors.
 
         Raises:
             UserError: a setting cannot be used.
             FleetError: a fleet did not start.
         """
+        place = find_place(run_dir)
+        policy = place.share(workspace.policy_dir)
         placement = Placement(config)
-        sampler = Sampler(config, workspace.policy_dir, workspace.index_dir, placement.options)
+        sampler = Sampler(config, policy, workspace.index_dir, placement.options, place.share)
         learners = LearnerGroup(config, placement.options)
-        algorithm = cls(config, run_dir.absolute(), workspace, sampler, learners, placement, held)
+        algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
         try:
             if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
                 sampler.env_runners.wait_until_ready()
             if algorithm._store.latest() is None:  # else ``restore`` builds the learner
-                algorithm._build_learner(algorithm._next_learner(), workspace.policy_dir)
+                algorithm._build_learner(algorithm._next_learner(), policy)
             sampler.wait_until_ready()
-            algorithm._check_run_dir()
+            if place.is_shared:
+                algorithm._check_run_dir()
         except BaseException:
             algorithm.stop()
             raise
         return algorithm
 
     def _check_run_dir(self) -> None:
-        """Check that every env runner and learner rank sees the run directory, and this process what rank 0 writes."""
-        probe = self.run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
+        """Check that every learner rank sees the run directory, and this process what rank 0 writes."""
+        run_dir = self.place.path.absolute()
+        probe = run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
         try:
             probe.touch()
             nodes = set(self._learners.answer_probe(probe))
-            nodes |= set(self._env_runners.foreach_env_runner(lambda runner: answer_probe(probe, replies=False)))
             has_reply = reply_to(probe).is_file()
         finally:
             probe.unlink(missing_ok=True)
             reply_to(probe).unlink(missing_ok=True)
         if blind := ", ".join(sorted(nodes - {""})):
             raise UserError(
-                f"node {blind} does not see the run directory {self.run_dir}, or cannot write to it; put --run-dir on "
-                "a file system that all nodes share"
+                f"node {blind} does not see the run directory {run_dir}, or cannot write to it; put --run-dir on "
+                f"{_SHARED}"
             )
         if not has_reply:
             raise UserError(
-                f"this node does not see what learner rank 0 writes into the run directory {self.run_dir}; put "
-                "--run-dir on a file system that all nodes share"
+                f"this node does not see what learner rank 0 writes into the run directory {run_dir}; put --run-dir on "
+                f"{_SHARED}"
             )
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
@@ -171,9 +179,9 @@ class Algorithm:
         played = self._sampler.play_scripts(scripts)
         groups, self.num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
         if self.config.checkpointing.keep_trajectories:
-            keep_trajectories(self.run_dir, "demonstrations", [groups_to_record_batch(played)])
+            keep_trajectories(self.place.path, "demonstrations", [groups_to_record_batch(played)])
         self._transport.make_room()
-        self._build_learner("sft", self.workspace.policy_dir)
+        self._build_learner("sft", self._first_policy)
         for step, batch in enumerate(self._demonstration_batches(groups)):
             if step == settings.num_steps:
                 break
@@ -185,17 +193,16 @@ class Algorithm:
                 self.sft_step += 1
                 on_progress(self.sft_step, metrics)
         with self._held():
-            write_folder(self._sft_dir, self._learners.save_policy, POLICY_FILES)
-            self._stage_dir = str(self._sft_dir)
+            self._sft_policy = self.place.write_policy(SFT_POLICY, self._learners.save_policy)
             self._publish()
 
-    @property
-    def _sft_dir(self) -> Path:
-        """The policy at the end of stage 1; the folder exists once the stage has ended."""
-        return self.run_dir / "policy_sft"
-
     def _is_pretrained(self) -> bool:
-        return self.sft_step >= self.config.sft.num_steps and self._sft_dir.exists()
+        return self.sft_step >= self.config.sft.num_steps and self._sft_policy is not None
+
+    @property
+    def _stage_policy(self) -> AnyFolder:
+        """The policy at the start of the stage."""
+        return self._sft_policy if self._is_pretrained() and self._sft_policy is not None else self._first_policy
 
     def _next_learner(self) -> str:
         is_in_sft = self.config.sft.num_steps and not self._is_pretrained()
@@ -219,7 +226,7 @@ class Algorithm:
         training = self.config.training
         with self._held():
             self._saver.commit_if_written()
-        self._build_learner(training.algorithm, self._stage_dir)
+        self._build_learner(training.algorithm, self._stage_policy)
         batch, num_stale = self._next_batch()
         sampled = time.perf_counter()
         if training.max_policy_lag:
@@ -237,7 +244,7 @@ class Algorithm:
             self._publish()
             published = time.perf_counter()
             if self.config.checkpointing.keep_trajectories:
-                keep_trajectories(self.run_dir, f"iteration_{self.iteration:05d}", [group.batch for group in batch])
+                keep_trajectories(self.place.path, f"iteration_{self.iteration:05d}", [group.batch for group in batch])
             metrics = {
                 **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
@@ -301,11 +308,11 @@ class Algorithm:
             if num_failed >= num_tasks or is_hopeless:
                 raise FleetError(f"all of {num_failed} tasks failed; the last one with: {summary.errors[-1]}")
 
-    def _build_learner(self, name: str, policy_dir: str) -> None:
+    def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
             with self._held(), self._transport.room():  # in between there is no learner to save
                 self._saver.finish()
-                self._learners.build(name, policy_dir)
+                self._learners.build(name, policy)
                 self._learner_name = name
 
     def _publish(self) -> None:
@@ -323,7 +330,7 @@ class Algorithm:
         groups: list[FinishedGroup] = []
         num_failed = self._sampler.sample_tasks(self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._sort)
         if name and self.config.checkpointing.keep_trajectories:
-            keep_trajectories(self.run_dir, f"eval_{name}", [group.batch for group in groups])
+            keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         return eval_result([group.summary for group in groups], num_failed)
 
     def measure_recall(self) -> dict[str, float]:
@@ -332,8 +339,10 @@ class Algorithm:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> Path:
+    def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> str:
         """Write the checkpoint ``step_<iteration>``: the policy as a Hugging Face folder, and what ``restore`` needs.
+
+        Returns its path or URI.
 
         ``extra`` is the caller's JSON, which ``restore`` returns; ``score`` the value of ``checkpointing.best_metric``,
         if this policy was evaluated. With ``wait=False`` the copied state is written while training continues, and an
@@ -355,7 +364,7 @@ class Algorithm:
                 self._saver.begin(self.iteration, state, score)
             if wait:
                 self._saver.finish()
-        return self.run_dir / "checkpoints" / f"step_{self.iteration}"
+        return self.place.checkpoint_name(self.iteration)
 
     def is_best(self, score: float) -> bool:
         """Whether ``checkpointing.best_metric`` was never as high; False if the run has no such metric."""
@@ -363,19 +372,18 @@ class Algorithm:
 
     def restore(self) -> dict[str, Any] | None:
         """Continue from the newest checkpoint and return its ``extra``; None without any, ``DataError`` if damaged."""
-        directory = self._store.latest()
-        if directory is None:
+        checkpoint = self._store.latest()
+        if checkpoint is None:
             return None
-        state = read_state(directory)
+        state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
         self._tasks.set_state(state.sampler.model_dump())
-        if self._is_pretrained():
-            self._stage_dir = str(self._sft_dir)
+        self._sft_policy = self.place.find(SFT_POLICY)
         self._transport.make_room()
         learner = self._next_learner()
-        self._build_learner(learner, self._stage_dir)
-        if state.learner == learner:  # else it was saved between the stages, and the folder is the whole state
-            self._learners.load_state(directory / LEARNER_FILE)
+        self._build_learner(learner, self._stage_policy)
+        if state.learner == learner:  # else it was saved between the stages, and the policy is the whole state
+            self._learners.load_state(part_of(checkpoint, LEARNER_PREFIX))
         self.policy_version = state.policy_version - 1
         self._publish()
         return state.extra
@@ -402,12 +410,12 @@ class CheckpointSaver:
     checkpoint gets its name in ``commit_if_written`` or ``finish``, at the latest when the next one begins.
     """
 
-    def __init__(self, store: CheckpointStore, learners: LearnerGroup) -> None:
+    def __init__(self, store: Checkpoints, learners: LearnerGroup) -> None:
         """Save ``learners`` into ``store``."""
         self._store = store
         self._learners = learners
         self._step: int | None = None
-        self._writing = Path()
+        self._writing: Path | Sink = Path()
 
     def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
         """Begin the checkpoint ``step_<step>``, once the one before is whole; errors as of ``Algorithm.save``."""
@@ -426,14 +434,6 @@ class CheckpointSaver:
         if self._step is None:
             return
         step, self._step = self._step, None
-        final = self._store.commit(step, self._finish_writing)
-        self._learners.saved(self._writing, final)
-
-    def _finish_writing(self) -> None:
-        self._learners.finish_save()
-        for rank, name in enumerate(learner_files(max(1, self._learners.config.learners.num_learners))):
-            if not (self._writing / name).is_file():
-                raise UserError(
-                    f"{self._writing} does not hold what learner rank {rank} wrote there; put --run-dir on a file "
-                    "system that its node and this one share"
-                )
+        num_ranks = max(1, self._learners.config.learners.num_learners)
+        final = self._store.commit(step, self._learners.finish_save, num_ranks)
+        self._learners.saved(self._writing, part_of(final, LEARNER_PREFIX))

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.storage import share
 from envs.tasks import load_tasks
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import POLICY_FOLDER, write_file
+from ragr1_actors.core.files import write_file
 from ragr1_actors.core.resolve import override, read_recipe, recipe_names, resolve
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task, Trajectory
@@ -33,6 +34,7 @@ from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, session_for
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.metrics import mean_over
+from ragr1_actors.runs.places import INDEX, Place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.training.data import WORLD, prepare_index, prepare_policy, split_tasks
@@ -47,43 +49,42 @@ _TAKEN_AS = {
 
 
 def evaluate(
-    path: Path, *, tasks: Path | None = None, index: Path | None = None, num_tasks: int | None = None
+    path: str | Path, *, tasks: Path | None = None, index: Path | None = None, num_tasks: int | None = None
 ) -> EvalResult:
     """Answer tasks greedily with a checkpoint, as its run does at the end of a stage. Nothing is written.
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
-    ``runs/mine/checkpoints/best``. None takes the tasks that the run held out, the run's own index, and all tasks of a
-    file or as many of its own as the run evaluates.
+    ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
+    index, and all tasks of a file or as many of its own as the run evaluates.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
     """
-    run_dir, checkpoint = find_checkpoint(path)
-    run = open_run_directory(run_dir)
-    config = _config_in_process(run, run_dir, index)
+    place, policy_dir = find_checkpoint(path)
+    run = open_run_directory(place)
+    config = _config_in_process(run, place, index)
     check_sampler(config, has_index=True)
     found = evaluation_tasks(run, tasks, num_tasks)
     groups: list[FinishedGroup] = []
-    with Sampler(config, checkpoint / POLICY_FOLDER, prepare_index(config, run_dir)) as sampler:
+    with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
         num_failed = sampler.sample_tasks(found, 1, 0.0, groups.append)
     return eval_result([group.summary for group in groups], num_failed)
 
 
-def ask(path: Path, question: str) -> Trajectory:
+def ask(path: str | Path, question: str) -> Trajectory:
     """Answer ``question`` greedily with a checkpoint or a run's newest one; ``RunDirectoryError`` without any."""
-    run_dir, checkpoint = find_checkpoint(path)
-    config = _config_in_process(open_run_directory(run_dir), run_dir)
-    with Sampler(config, checkpoint / POLICY_FOLDER, prepare_index(config, run_dir)) as sampler:
+    place, policy_dir = find_checkpoint(path)
+    config = _config_in_process(open_run_directory(place), place)
+    with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
         sampler.env_runners.submit(GroupRequest(Issue("ask", Task("ask", question, ()), 0), 1, 0.0))
         (finished,) = sampler.env_runners.collect()
     (group,) = groups_from_record_batch(finished.batch)
     return group.trajectories[0]
 
 
-def _config_in_process(run: RunConfig, run_dir: Path, index: Path | None = None) -> SamplerConfig:
+def _config_in_process(run: RunConfig, place: Place, index: Path | None = None) -> SamplerConfig:
     """Return what is needed to sample in this process as a run does; ``index`` is None for the run's own."""
-    own = run.retrieval.index or run_dir / "index"
-    retrieval = {"num_retrievers": 0, "index": str(index or own)}
+    retrieval = {"num_retrievers": 0, "index": str(index or run.retrieval.index or place.bring(INDEX))}
     return _sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
 
 
@@ -185,7 +186,7 @@ def select(
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
         index_dir = prepare_index(config, Path(scratch))
         policy_dir = prepare_policy(config, Path(scratch), found, index_dir)
-        with Sampler(config, policy_dir, index_dir) as sampler:
+        with Sampler(config, share(policy_dir), index_dir, share=share) as sampler:
             successes = _sample(sampler, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
@@ -228,10 +229,11 @@ def _selection_config(
     if is_recipe or not (Path(source).is_dir() or "/" in source):
         sections = read_recipe(source)
     else:
-        run_dir, checkpoint = find_checkpoint(Path(source))
-        sections = open_run_directory(run_dir).model_dump()
-        sections["policy"]["model"] = str((checkpoint / POLICY_FOLDER).absolute())
-        own_index = str(run_dir / "index") if (run_dir / "index").is_dir() else ""
+        place, policy_dir = find_checkpoint(source)
+        sections = open_run_directory(place).model_dump()
+        sections["policy"]["model"] = str(policy_dir.absolute())
+        if not index:
+            own_index = str(place.bring(INDEX)) if place.bring(INDEX).is_dir() else ""
     config = resolve(override(sections, overrides))
     found_index = str(index or config.retrieval.index or own_index)
     return _sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})

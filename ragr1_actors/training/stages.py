@@ -22,8 +22,9 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.rollout.sampler import session_for
-from ragr1_actors.runs.checkpoint import STATE_FILE, CheckpointStore, Standing
+from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
@@ -44,10 +45,12 @@ SFT_CHECKPOINT_STEPS = 100
 class TrainingRun:
     """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path | Place, console: Console) -> None:
         """Open a run directory made by ``run_directory.create_run_directory``."""
         self._config = config
-        self._run_dir = run_dir
+        self._place = find_place(run_dir)
+        self._place.retry_for(config.checkpointing.storage_retry_s)
+        self._run_dir = self._place.path
         self._console = console
         self._stages: list[StageReport] = []
         self._wall_before_s = 0.0
@@ -61,7 +64,8 @@ class TrainingRun:
             UserError: a setting or file cannot be used, or the disk is full; all actors have ended.
         """
         try:
-            return self._execute()
+            with self._place:
+                return self._execute()
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):
                 raise
@@ -79,8 +83,10 @@ class TrainingRun:
         ):
             guard.take_over()  # Ray has installed its own handlers
             with self._console.status("starting the fleets"):
+                for made in (INDEX, POLICY):
+                    self._place.bring(made)
                 workspace = prepare(self._config, self._run_dir)
-                algorithm = Algorithm.start(self._config, self._run_dir, workspace, guard.held)
+                algorithm = Algorithm.start(self._config, self._place, workspace, guard.held)
             try:
                 self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
                 recall = algorithm.measure_recall()
@@ -104,7 +110,7 @@ class TrainingRun:
         return report
 
     def _restore(self, algorithm: Algorithm) -> None:
-        store = CheckpointStore(self._run_dir / "checkpoints")
+        store = self._place.checkpoints()
         checkpoint = store.latest()
         if checkpoint is None:
             return
@@ -227,12 +233,13 @@ class TrainingRun:
 
     def describe_end(self, report: RunReport) -> None:
         """Print the table of results, and the paths of what was written."""
+        run_dir = str(self._place).partition("?")[0]
         self._console.print(render_table(report))
         self._console.print(
-            f"TensorBoard   tensorboard --logdir {self._run_dir / 'tensorboard'}\n"
-            f"trajectories  {self._run_dir / 'trajectories'}\n"
-            f"checkpoint    {CheckpointStore(self._run_dir / 'checkpoints').latest()}\n"
-            f"report        {self._run_dir / 'report.html'}\n"
+            f"TensorBoard   tensorboard --logdir {run_dir}/tensorboard\n"
+            f"trajectories  {run_dir}/trajectories\n"
+            f"checkpoint    {self._place.checkpoints().latest()}\n"
+            f"report        {run_dir}/report.html\n"
             f"wall time {report.wall_s:.0f} s, peak memory {report.peak_rss_bytes / 2**30:.1f} GiB",
             soft_wrap=True,
             highlight=False,

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cluster.rpc import RpcAddress, RpcServer, encode
-from ragr1_actors.core.files import check_seen
+from ragr1_actors.core.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
 from retrieval.fleet.batching import ClientLoad
 from retrieval.indexes.manifest import Manifest
@@ -26,11 +26,13 @@ CODEC = pa.Codec("zstd", compression_level=1)
 class ActorSettings:
     """The arguments of an actor of the fleet."""
 
-    index_dir: str
+    index: AnyFolder
     num_threads: int
     device: str
     """``cpu`` or ``cuda``."""
-    reranker: str = ""
+    encoder: AnyFolder = ""
+    """The folder of the index's encoder, if it is not in the index."""
+    reranker: AnyFolder = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[int, ...] | None = None
     """Numbers of the index's shards that this actor holds; None is all."""
@@ -154,21 +156,22 @@ class RetrieverActor(RpcActor):
     def _load_index(self, settings: ActorSettings) -> None:
         from retrieval.local import LocalRetriever
 
-        check_seen(settings.index_dir)
+        index_dir = on_this_node(settings.index)
         if settings.encodes:  # otherwise torch is not imported at all
             import torch
 
             torch.set_num_threads(settings.num_threads)
         self._retriever = LocalRetriever(
-            settings.index_dir,
+            index_dir,
             settings.num_threads,
             device=settings.device,
-            reranker=settings.reranker,
+            encoder_dir=_path_or_name(settings.encoder) if settings.encodes else "",
+            reranker=_path_or_name(settings.reranker),
             options=settings.options,
             shards=settings.shards,
             load_encoder=settings.encodes,
         )
-        manifest = Manifest.read(settings.index_dir)
+        manifest = self._retriever.manifest
         vectors = None
         if manifest.is_dense and not settings.encodes:
             vectors = np.eye(1, manifest.dimension, dtype=np.float32)
@@ -207,12 +210,16 @@ class EncoderActor(RpcActor):
 
         from retrieval.indexes.vector_index import open_encoder
 
-        check_seen(settings.index_dir)
+        index_dir = Path(on_this_node(settings.index))
         torch.set_num_threads(settings.num_threads)
-        manifest = Manifest.read(settings.index_dir)
-        self._encoder = open_encoder(Path(settings.index_dir), manifest, settings.device)
+        manifest = Manifest.read(index_dir)
+        self._encoder = open_encoder(index_dir, manifest, settings.device, _path_or_name(settings.encoder))
         self._encoder.encode_queries(["warm up"])
 
     def encode(self, queries: list[str]) -> NDArray[np.float32]:
         """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
         return self._encoder.encode_queries(queries)
+
+
+def _path_or_name(folder: AnyFolder) -> str:
+    return str(on_this_node(folder))

@@ -15,6 +15,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from ray.exceptions import RayError
 from cluster.rpc import last_line
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.resolve import load_object
-from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
+from retrieval.base import RETRIEVERS, SHARED_KEYS, TRAJECTORIES, Retriever
 from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor, RpcActor
 from retrieval.fleet.batching import ClientLoad, PoolSettings
 from retrieval.fleet.client import REFRESH_S, RetrieverClient
-from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
 
 START_TIMEOUT_S = 600.0
 """For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
@@ -123,16 +125,16 @@ class ActorFleet:
 class RetrieverGroup:
     """The retrieval of a run, with its fleets of ``RetrieverActor`` and ``EncoderActor`` if it has any.
 
-    Every node of the fleets must see the index directory. Ray restarts an actor that dies; clients do not use it until
-    it answers a ping.
+    Ray restarts an actor that dies; clients do not use it until it answers a ping.
     """
 
-    def __init__(self, index_dir: str | Path | None, settings: RetrievalSettings) -> None:
+    def __init__(self, index_dir: str | Path | None, settings: RetrievalSettings, share: Share = in_place) -> None:
         """Start ``settings.num_retrievers`` replicas and ``num_encoders``; ``wait_until_ready`` waits for them.
 
         Args:
             index_dir: made by ``build_index``; None where ``settings.type`` needs no index.
             settings: the recipe's ``retrieval`` section. With 0 retrievers no actor is started.
+            share: returns what actors get for a folder: index, encoder, reranker, the searches of a recorded run.
 
         Raises:
             DataError: no index in ``index_dir``.
@@ -145,14 +147,20 @@ class RetrieverGroup:
         self._incarnations: dict[str, float] = {}
         """When the process of each actor started, as ``metrics`` last saw it."""
         self._num_restarts = {"retriever": 0, "encoder": 0}
+        self._options = dict(settings.options)
+        if settings.type == "replay" and "run" in self._options:
+            trajectories = share(Path(self._options["run"]) / TRAJECTORIES)
+            if isinstance(trajectories, Folder):
+                self._options["run"] = trajectories
         if self._index_dir is None:
             return
         manifest = Manifest.read(self._index_dir)  # here, since an actor would wrap the error in a traceback
         if settings.num_retrievers:
             _check_fleet(settings, manifest)
-            self._fleets.append(_start_retrievers(self._index_dir, settings, manifest))
+            shared = _Shared.of(self._index_dir, manifest, settings, share)
+            self._fleets.append(_start_retrievers(shared, settings, manifest))
             if settings.num_encoders:
-                self._fleets.append(_start_encoders(self._index_dir, settings))
+                self._fleets.append(_start_encoders(shared, settings))
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
@@ -182,7 +190,7 @@ class RetrieverGroup:
         settings = self._settings
         if self._index_dir is None:
             shared = {key: getattr(settings, key) for key in SHARED_KEYS.get(settings.type, ())}
-            made: Retriever = load_object(settings.type, RETRIEVERS)(shared | settings.options)
+            made: Retriever = load_object(settings.type, RETRIEVERS)(shared | self._options)
             return made
         if not self._fleets:
             from retrieval.local import LocalRetriever  # loads faiss and torch
@@ -258,30 +266,52 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
         )
 
 
-def _start_retrievers(index_dir: str, settings: RetrievalSettings, manifest: Manifest) -> ActorFleet:
+@dataclass(frozen=True)
+class _Shared:
+    """What actors get for the folders of retrieval."""
+
+    index: AnyFolder
+    encoder: AnyFolder
+    reranker: AnyFolder
+
+    @classmethod
+    def of(cls, index_dir: str, manifest: Manifest, settings: RetrievalSettings, share: Share) -> _Shared:
+        is_inside = (Path(index_dir) / manifest.encoder).is_dir()
+        encoder = "" if is_inside else share(manifest.encoder)
+        return cls(share(index_dir), encoder, share(settings.reranker) if settings.reranker else "")
+
+    def index_with(self, manifest: Manifest, shards: Sequence[int]) -> AnyFolder:
+        """Return the index with some of its shards, so that no node fetches more."""
+        files = [manifest.shards[number].file.name for number in shards]
+        rest = (MANIFEST_FILE, manifest.corpus.name, *(file.name for file in manifest.files), f"{ENCODER_FOLDER}/")
+        return part_of(self.index, *rest, *files)
+
+
+def _start_retrievers(shared: _Shared, settings: RetrievalSettings, manifest: Manifest) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
-    arguments = [
-        (
-            ActorSettings(
-                index_dir,
-                _num_threads(num_cpus),
-                _device(num_gpus),
-                settings.reranker,
-                settings.options,
-                tuple(range(number, len(manifest.shards), settings.num_shards)) if settings.num_shards > 1 else None,
-                encodes=manifest.is_dense and not settings.num_encoders,
-            ),
+    arguments = []
+    for number in range(settings.num_shards):
+        shards = tuple(range(number, len(manifest.shards), settings.num_shards))
+        made = ActorSettings(
+            shared.index_with(manifest, shards),
+            _num_threads(num_cpus),
+            _device(num_gpus),
+            shared.encoder,
+            shared.reranker,
+            settings.options,
+            shards if settings.num_shards > 1 else None,
+            encodes=manifest.is_dense and not settings.num_encoders,
         )
-        for number in range(settings.num_shards)
-    ]
+        arguments.append((made,))
     fleet = ActorFleet("retriever", RetrieverActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
     fleet.scale_to(settings.num_retrievers)
     return fleet
 
 
-def _start_encoders(index_dir: str, settings: RetrievalSettings) -> ActorFleet:
+def _start_encoders(shared: _Shared, settings: RetrievalSettings) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
-    arguments = [(ActorSettings(index_dir, _num_threads(num_cpus), _device(num_gpus)),)]
+    index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
+    arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
     fleet = ActorFleet("encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
     fleet.scale_to(settings.num_encoders)
     return fleet

@@ -351,6 +351,7 @@ class DenseRanker:
         options: Mapping[str, Any] | None = None,
         shards: Sequence[int] | None = None,
         load_encoder: bool = True,
+        encoder_dir: str = "",
     ) -> None:
         """Open shards, and the encoder the index was built with.
 
@@ -361,6 +362,7 @@ class DenseRanker:
             options: of the search; see ``INDEX_TYPES``.
             shards: numbers of the shards to open; by default all.
             load_encoder: without one, ``rank`` needs vectors.
+            encoder_dir: see ``open_encoder``.
 
         Raises:
             DataError: a shard or the encoder is missing, damaged or replaced.
@@ -386,7 +388,7 @@ class DenseRanker:
             )
             for shard in (manifest.shards[number] for number in numbers)
         ]
-        self._encoder = open_encoder(directory, manifest, device) if load_encoder else None
+        self._encoder = open_encoder(directory, manifest, device, encoder_dir) if load_encoder else None
 
     @property
     def encoder(self) -> Encoder:
@@ -433,8 +435,8 @@ class DenseRanker:
         return ranking
 
 
-def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> Encoder:
-    """Load the encoder of an index, from its directory or elsewhere.
+def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu", encoder_dir: str = "") -> Encoder:
+    """Load the encoder of an index, from its directory or elsewhere: ``encoder_dir``, or what it was built with.
 
     Raises:
         DataError: it is another one; its vectors would find passages at random.
@@ -444,7 +446,7 @@ def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu") -> En
     inside = directory / manifest.encoder
     if manifest.encoder == ENCODER_FOLDER and not inside.is_dir():
         raise DataError(f"no {inside}; copy the index as a whole or build it again")
-    encoder = Encoder.load(inside if inside.is_dir() else manifest.encoder, device=device)
+    encoder = Encoder.load(inside if inside.is_dir() else encoder_dir or manifest.encoder, device=device)
     if (encoder.fingerprint, encoder.dimension) != (manifest.encoder_fingerprint, manifest.dimension):
         raise DataError(
             f"encoder {encoder.name!r} has fingerprint {encoder.fingerprint[:12]} and dimension {encoder.dimension}, "

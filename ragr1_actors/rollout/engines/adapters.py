@@ -22,7 +22,8 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ragr1_actors.core.errors import EngineError
+from cluster.storage import Artifact
+from ragr1_actors.core.errors import EngineError, UserError
 from ragr1_actors.core.weight_transport import AdapterBase
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ def as_weight(tensor: torch.Tensor) -> torch.Tensor:
 
 def base_names(base: AdapterBase) -> list[str]:
     """Return the names of all weights of the base; ``EngineError`` if the folder is not on this node."""
-    return sorted(_read_weights(base.folder))
+    return sorted(_read_weights(base))
 
 
 def merged_weights(
@@ -54,7 +55,7 @@ def merged_weights(
     Raises:
         EngineError: the folder is not on this node, or not that of a policy with these adapters.
     """
-    weights = _read_weights(base.folder)
+    weights = _read_weights(base)
     adapted = {f"{layer}.weight": layer for layer in _layers(adapters)}
     for name in adapted.keys() - weights.keys():
         raise EngineError(f"{base.folder} has no {name}, which an adapter came for; look which policy it is")
@@ -78,20 +79,20 @@ def _layers(adapters: Mapping[str, torch.Tensor]) -> list[str]:
     return layers
 
 
-def _read_weights(folder: str) -> dict[str, torch.Tensor]:
+def _read_weights(base: AdapterBase) -> dict[str, torch.Tensor]:
     """Map the weights of a policy; nothing is read before it is used."""
     try:
-        directory = Path(folder)
+        directory = Artifact.of(base.reference).fetch() if base.reference else Path(base.folder)
         if not directory.is_dir():
-            directory = Path(snapshot_download(folder, allow_patterns=["*.safetensors", _INDEX_FILE]))
+            directory = Path(snapshot_download(base.folder, allow_patterns=["*.safetensors", _INDEX_FILE]))
         index = directory / _INDEX_FILE
         files = [_WEIGHT_FILE]
         if index.is_file():
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
-    except (OSError, ValueError, KeyError, SafetensorError, HFValidationError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, HFValidationError, UserError) as error:
         raise EngineError(
-            f"cannot read the weights of {folder}, which adapters are merged into: {error}; with learners.lora every "
-            "node of an env runner must have this folder, with weights in safetensors: put --run-dir and policy.model "
-            "on a file system that they share"
+            f"cannot read the weights of {base.folder}, which adapters are merged into: {error}; with learners.lora "
+            "every node of an env runner must have this folder, with weights in safetensors: put --run-dir and "
+            "policy.model on a file system that they share, or --run-dir on a storage"
         ) from error

@@ -1,0 +1,232 @@
+"""The cache of a node: folders that were fetched, named by their content, and shared by all processes of one user.
+
+::
+
+    <cache>/
+      3f09.../                 an entry: whole, and read-only by convention; processes map its files
+      .writing_77ab....1048576/   being fetched, with the bytes that are reserved for it; never read
+      .locks/3f09....fetch     held while a process looks at the entry, fetches it or removes it
+      .locks/3f09....use       held, shared, by every process that uses the entry, until the process ends
+      .locks/room              held while room is made
+
+The locks are the kernel's (``flock``): a process that is killed releases them, and the next one fetches again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.core.files import WRITING, fingerprint_file
+
+CACHE_VARIABLE = "RAGR1_CACHE"
+"""Environment variable: the folder of this node's cache, on a local disk; default ``~/.cache/ragr1``."""
+BYTES_VARIABLE = "RAGR1_CACHE_BYTES"
+"""Environment variable: the most bytes of the cache; default is half of its disk."""
+_LOCKS = ".locks"
+_REMOVED = ".removed_"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileContent:
+    """A file of a folder: ``FileContent("model.safetensors", 5242880, "9f2c...", "9f2c...")``."""
+
+    name: str
+    """Relative to the folder, with ``/``."""
+    num_bytes: int
+    sha256: str
+    """Of all bytes."""
+    fingerprint: str
+    """See ``fingerprint_file``: the same as ``sha256`` up to 64 MiB, of samples of larger files."""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that leaves the folder; names may come from a storage."""
+        path = PurePosixPath(self.name)
+        if path.is_absolute() or not path.parts or {"..", "."} & set(path.parts) or set("\\\0") & set(self.name):
+            raise DataError(
+                f"got the file name {self.name!r}, expected one inside a folder; the listing was tampered with"
+            )
+
+    @classmethod
+    def of(cls, folder: Path, name: str) -> FileContent:
+        """Read ``folder/name``."""
+        path = folder / name
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(name, path.stat().st_size, digest, fingerprint_file(path))
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether ``folder`` has this file; of more than 64 MiB only samples are compared."""
+        path = folder / self.name
+        try:
+            return path.stat().st_size == self.num_bytes and fingerprint_file(path) == self.fingerprint
+        except OSError:
+            return False
+
+
+class NodeCache:
+    """The entries in one directory. Any number of processes and threads may use it at the same time."""
+
+    def __init__(self, directory: Path, max_bytes: int = 0) -> None:
+        """Use ``directory``, which is made if it is missing, for at most ``max_bytes``; 0 is half of its disk.
+
+        Raises:
+            UserError: the directory is another user's or open to others, or cannot be made.
+        """
+        self.directory = directory
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (directory / _LOCKS).mkdir(exist_ok=True)
+            found = directory.stat()
+            self._max_bytes = max_bytes or shutil.disk_usage(directory).total // 2
+        except OSError as error:
+            raise UserError(
+                f"the cache {directory} cannot be used ({error.strerror}); set {CACHE_VARIABLE} to a local folder"
+            ) from error
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UserError(
+                f"the cache {directory} belongs to another user or others may write to it; set {CACHE_VARIABLE} to a "
+                "folder that only you can write to"
+            )
+
+    @classmethod
+    def of_this_node(cls) -> NodeCache:
+        """Return the cache that the environment names."""
+        given = os.environ.get(BYTES_VARIABLE) or "0"
+        if not given.isdecimal():
+            raise UserError(f"{BYTES_VARIABLE}: got {given!r}, expected a whole number of bytes")
+        return cls(Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ragr1").absolute(), int(given))
+
+    def get(self, name: str, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> Path:
+        """Return the folder of an entry, which stays in the cache until this process ends.
+
+        The entry is compared with ``files``; ``fetch`` is called with an empty folder to fill if it is missing or
+        damaged. Of several processes that ask for it one fetches, and the others wait.
+
+        Raises:
+            DataError: there is no room, or what was fetched is not what is expected.
+        """
+        entry = self.directory / name
+        with _IN_USE_LOCK:
+            if entry in _IN_USE:
+                return entry
+        with self._lock(f"{name}.fetch"):
+            if not all(file.is_in(entry) for file in files):
+                self._replace(entry, files, fetch)
+            descriptor = self._open_lock(f"{name}.use")
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # at once: who removes the entry holds the other lock, too
+            os.utime(descriptor)  # the time of the last use
+        with _IN_USE_LOCK:
+            _IN_USE[entry] = descriptor
+        return entry
+
+    @contextmanager
+    def scratch(self, name: str) -> Iterator[Path]:
+        """Return a context with an empty folder on the disk of the cache, which is removed at the end."""
+        folder = self.directory / f"{WRITING}{name}.0"
+        with self._lock(f"{name}.fetch"):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _replace(self, entry: Path, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> None:
+        """Fetch into a folder with a temporary name, and give it its name once it is whole."""
+        for leftover in self.directory.glob(f"{WRITING}{entry.name}.*"):  # of a process that was killed
+            shutil.rmtree(leftover)
+        num_bytes = sum(file.num_bytes for file in files)
+        writing = self.directory / f"{WRITING}{entry.name}.{num_bytes}"
+        with self._lock("room"):
+            self._remove(entry)  # damaged; processes that have mapped its files keep them
+            self._make_room(num_bytes)
+            writing.mkdir()
+        try:
+            fetch(writing)
+            if wrong := [file.name for file in files if not file.is_in(writing)]:
+                raise DataError(f"{', '.join(wrong)} came with another content than expected; fetch it again")
+            writing.rename(entry)
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the entries that were used least recently, but none that a process uses."""
+        for removed in self.directory.glob(f"{_REMOVED}*"):
+            shutil.rmtree(removed)
+        for leftover in self.directory.glob(f"{WRITING}*.*"):
+            self._if_free([f"{leftover.name.removeprefix(WRITING).rpartition('.')[0]}.fetch"], leftover)
+        entries = [path for path in self.directory.iterdir() if not path.name.startswith(".")]
+        room = self._max_bytes - sum(self._size(path) for path in self.directory.iterdir())
+        for entry in sorted(entries, key=self._last_use):
+            if room >= num_bytes:
+                return
+            size = self._size(entry)
+            if self._if_free([f"{entry.name}.fetch", f"{entry.name}.use"], entry):
+                room += size
+        if room < num_bytes:
+            raise DataError(
+                f"the cache {self.directory} has room for {max(0, room):,} of {num_bytes:,} bytes beside what is in "
+                f"use; set {BYTES_VARIABLE} higher, or {CACHE_VARIABLE} to a larger disk"
+            )
+
+    def _if_free(self, locks: Sequence[str], folder: Path) -> bool:
+        """Remove a folder if no process holds one of its locks; return whether it was removed."""
+        descriptors: list[int] = []
+        try:
+            for lock in locks:
+                descriptors.append(self._open_lock(lock))
+                fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove(folder)
+        except BlockingIOError:
+            return False
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _remove(self, folder: Path) -> None:
+        if folder.exists():
+            removed = self.directory / f"{_REMOVED}{folder.name}"
+            folder.rename(removed)  # first: half an entry must not keep its name
+            shutil.rmtree(removed)
+
+    def _last_use(self, entry: Path) -> float:
+        lock = self._lock_path(f"{entry.name}.use")
+        return lock.stat().st_mtime if lock.exists() else 0.0
+
+    def _size(self, folder: Path) -> int:
+        """Return the bytes of an entry, or those reserved for one that is being fetched."""
+        reserved = folder.name.rpartition(".")[2]
+        if folder.name.startswith(WRITING) and reserved.isdecimal():
+            return int(reserved)
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        descriptor = self._open_lock(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _open_lock(self, name: str) -> int:
+        return os.open(self._lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _lock_path(self, name: str) -> Path:
+        return self.directory / _LOCKS / name
+
+
+_IN_USE: dict[Path, int] = {}
+"""Entries that this process uses, and the descriptors of their locks, which close when it ends."""
+_IN_USE_LOCK = threading.Lock()

@@ -1,0 +1,441 @@
+"""Storage of a run: folders that travel to any node by a URI of ``pyarrow.fs``, or by Ray's object store.
+
+::
+
+    driver                           storage URI                        any node
+    put("index") ── every file ──►  index-3fa9c1d2/corpus.arrow ...
+                 ── listing ─────►  index.json, written last  ──┐
+    actor(Artifact) ────────────────────────────────────────────┴──► Artifact.fetch() ──► its cache, by content
+
+An object store has no rename and no append, but replaces one object at once. So a folder counts if its listing exists,
+an object that names the files with their sizes and hashes and is written after all of them. The processes of several
+nodes write one folder as a ``Sink``: each delivers its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
+
+from cluster.node_cache import FileContent, NodeCache
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
+from ragr1_actors.core.files import WRITING, is_no_room
+from ragr1_actors.core.folders import AnyFolder
+
+SMALL_BYTES = 256 * 2**20
+"""A folder up to this size travels through Ray's object store where a run has no storage URI."""
+RETRY_S = 120.0
+"""Default of ``checkpointing.storage_retry_s``."""
+_CHUNK_BYTES = 8 * 2**20
+_SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creation", "project_id")
+"""Parameters of a URI that are shown and stored."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def is_uri(text: str) -> bool:
+    """Return whether a text is a URI and not a path: ``s3://bucket/runs/mine``."""
+    return "://" in text
+
+
+def without_secrets(uri: str) -> str:
+    """Return a URI as it may be shown and stored: without user, password and parameters that are not known.
+
+    ``without_secrets("s3://KEY:SECRET@bucket/run?region=eu-1") == "s3://bucket/run?region=eu-1"``
+    """
+    parts = urlsplit(uri)
+    shown = [(name, value) for name, value in parse_qsl(parts.query) if name in _SHOWN_OPTIONS]
+    query = f"?{urlencode(shown, safe=':/')}" if shown else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{query}"
+
+
+def with_name(uri: str, name: str) -> str:
+    """Return the URI of something below another.
+
+    ``with_name("s3://b/run?region=eu", "index") == "s3://b/run/index?region=eu"``
+    """
+    parts = urlsplit(uri)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder at a URI. It pickles as its arguments: every process opens its own connection."""
+
+    uri: str = field(repr=False)
+    """Of ``pyarrow.fs``; it may hold credentials, so that only ``name`` is shown."""
+    retry_s: float = RETRY_S
+    """A call that fails is repeated for this long; 0 is never."""
+
+    def __str__(self) -> str:
+        """Return the URI without secrets."""
+        return without_secrets(self.uri)
+
+    def at(self, name: str) -> str:
+        """Return the name of an object for people: ``s3://bucket/runs/mine/config.yaml``."""
+        return f"{str(self).partition('?')[0]}/{name}".rstrip("/")
+
+    def check(self) -> None:
+        """Reach the storage once, without a second try; ``UserError`` if that fails."""
+        replace(self, retry_s=0).read("config.yaml")
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of an object; None if there is none."""
+
+        def read() -> bytes:
+            with self._fs.open_input_stream(self._path(name)) as stream:
+                return bytes(stream.read())
+
+        try:
+            return self._try("read", name, read)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object; readers see the one before or the new one."""
+
+        def write() -> None:
+            is_local = isinstance(self._fs, fs.LocalFileSystem)
+            path = self._path(name)
+            writing = f"{path}{WRITING}{secrets.token_hex(4)}" if is_local else path
+            with self._output(writing) as stream:
+                stream.write(content)
+            if is_local:
+                self._fs.move(writing, path)
+
+        self._try("write", name, write)
+
+    def upload(self, name: str, file: Path) -> None:
+        """Write a file as an object."""
+
+        def upload() -> None:
+            with file.open("rb") as source, self._output(self._path(name)) as stream:
+                while chunk := source.read(_CHUNK_BYTES):
+                    stream.write(chunk)
+
+        self._try("write", name, upload)
+
+    def download(self, name: str, file: Path) -> str:
+        """Write an object into a file and return the SHA-256 of what was written; ``UserError`` if there is none."""
+
+        def download() -> str:
+            digest = hashlib.sha256()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with self._fs.open_input_stream(self._path(name)) as stream, file.open("wb") as target:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    target.write(chunk)
+            return digest.hexdigest()
+
+        try:
+            return self._try("read", name, download)
+        except FileNotFoundError as error:
+            raise UserError(f"there is no {self.at(name)}; it was removed, or it is another storage") from error
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of all objects below a folder, relative to the storage, sorted."""
+
+        def names() -> list[str]:
+            selector = fs.FileSelector(self._path(folder), allow_not_found=True, recursive=True)
+            start = len(self._path("")) + 1
+            return sorted(found.path[start:] for found in self._fs.get_file_info(selector) if found.is_file)
+
+        return self._try("list", folder, names)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove objects."""
+        for name in names:
+            self._try("remove", name, lambda name=name: self._fs.delete_file(self._path(name)))  # type: ignore[misc]
+
+    # -- folders -----------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Artifact | None:
+        """Return the folder of that name, such as ``checkpoints/step_10``; None if there is no whole one."""
+        content = self.read(f"{name}.json")
+        if content is None:
+            return None
+        try:
+            listing = _LISTING.validate_json(content)
+        except (ValidationError, DataError) as error:
+            raise DataError(f"{self.at(name)}.json is damaged ({one_line(error, 120)}); delete it") from error
+        return Artifact(listing.files, self.at(name), storage=self, prefix=listing.folder)
+
+    def put(self, folder: Path, name: str = "") -> Artifact:
+        """Store a folder, by default under its content; it is not uploaded if it is there already."""
+        files = read_contents(folder)
+        name = name or f"artifacts/{content_name(files)}"
+        found = self.find(name)
+        if found is None or found.files != files:
+            sink = self.sink(name)
+            self.deliver(sink.prefix, "driver", folder, files)
+            found = self.finish(sink, ["driver"], before=found)
+        return replace(found, path=str(folder.absolute()))
+
+    def sink(self, name: str) -> StorageSink:
+        """Return where processes write the parts of a folder, which ``finish`` gives its name."""
+        return StorageSink(self, name, f"{name}-{secrets.token_hex(4)}")
+
+    def finish(self, sink: StorageSink, parts: Collection[str], before: Artifact | None = None) -> Artifact:
+        """Write the listing of a folder whose parts were delivered, and then remove the folder of that name ``before``.
+
+        Raises:
+            UserError: a part is missing.
+        """
+        files: list[FileContent] = []
+        for part in parts:
+            content = self.read(f"{sink.prefix}/{part}{_PART_SUFFIX}")
+            if content is None:
+                raise UserError(f"{self.at(sink.prefix)} lacks the part of {part}; the checkpoints before are whole")
+            files += _FILES.validate_json(content)
+        found = Artifact(tuple(sorted(files)), self.at(sink.name), storage=self, prefix=sink.prefix)
+        self.link(sink.name, found)
+        if before is not None:
+            self.remove(self.names(before.prefix))
+        return found
+
+    def link(self, name: str, folder: Artifact) -> None:
+        """Write a listing of a folder of this storage: from now on ``find(name)`` returns it."""
+        self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
+
+    def deliver(self, prefix: str, part: str, folder: Path, files: Sequence[FileContent]) -> None:
+        """Upload the files of a part, and then what they are."""
+        for file in files:
+            self.upload(f"{prefix}/{file.name}", folder / file.name)
+        self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
+
+    # -- one call ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _fs(self) -> fs.FileSystem:
+        return _connect(self.uri)[0]
+
+    def _path(self, name: str) -> str:
+        root = _connect(self.uri)[1]
+        return f"{root}/{name}" if name else root
+
+    def _output(self, path: str) -> Any:
+        if isinstance(self._fs, fs.LocalFileSystem):  # an object store has no folders
+            self._fs.create_dir(path.rpartition("/")[0], recursive=True)
+        return self._fs.open_output_stream(path)
+
+    def _try(self, verb: str, name: str, call: Callable[[], T]) -> T:
+        """Repeat a call that fails for ``retry_s``; then ``UserError``, but ``FileNotFoundError`` at once."""
+
+        def tell(state: RetryCallState) -> None:
+            if state.attempt_number == 1:
+                error = state.outcome.exception() if state.outcome is not None else None
+                reason = self._reason(error) if error is not None else ""
+                logger.warning(
+                    "cannot %s %s: %s; it is tried again for %g s", verb, self.at(name), reason, self.retry_s
+                )
+
+        try:
+            for attempt in Retrying(
+                stop=stop_after_delay(self.retry_s),
+                wait=wait_exponential(0.5, 10),
+                retry=retry_if_exception(_may_pass),
+                before_sleep=tell,
+                reraise=True,
+            ):
+                with attempt:
+                    return call()
+        except FileNotFoundError:
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(
+                f"cannot {verb} {self.at(name)}: {self._reason(error)}; look at the network, the name and the "
+                "credentials of the storage"
+            ) from None  # the error before may hold the URI
+        raise AssertionError("tenacity raises or returns")
+
+    def _reason(self, error: BaseException) -> str:
+        reason = one_line(error, 300)
+        for secret in sorted(_secrets_of(self.uri), key=len, reverse=True):
+            reason = reason.replace(secret, "...")
+        return reason
+
+
+@cache
+def _connect(uri: str) -> tuple[fs.FileSystem, str]:
+    try:
+        found, path = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid as error:
+        reason = one_line(error, 200).replace(uri, without_secrets(uri))
+        raise ConfigError(
+            f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"
+        ) from None
+    return found, path.rstrip("/")
+
+
+def _secrets_of(uri: str) -> set[str]:
+    user = urlsplit(uri).netloc.rpartition("@")[0]
+    return {uri, user, *user.split(":")} - {""}
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not is_no_room(error)
+
+
+@checked_dataclass(frozen=True)
+class Listing:
+    """The object that makes a folder whole."""
+
+    folder: str
+    """Where the files are, relative to the storage: ``checkpoints/step_10-3fa9c1d2``."""
+    files: tuple[FileContent, ...]
+
+
+@checked_dataclass(frozen=True)
+class Reference:
+    """An ``Artifact`` as data."""
+
+    name: str
+    path: str
+    uri: str = field(repr=False)
+    listing: Listing
+
+
+_LISTING = TypeAdapter(Listing)
+_REFERENCE = TypeAdapter(Reference)
+_FILES = TypeAdapter(list[FileContent])
+_PART_SUFFIX = ".part.json"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder with known content, at up to three places: a path, a storage, the object store. It is a ``Folder``."""
+
+    files: tuple[FileContent, ...]
+    name: str
+    """For people: a path, or a URI without secrets."""
+    path: str = ""
+    """Of the node that made it, and of every node that has the same content there."""
+    storage: Storage | None = None
+    prefix: str = ""
+    """Of the objects in the storage."""
+    blobs: Any = None
+    """``ray.ObjectRef`` of ``{file name: array of uint8}``."""
+
+    def __str__(self) -> str:
+        """Return the name for people."""
+        return self.name
+
+    @property
+    def content(self) -> str:
+        """The name of the content, 32 hexadecimal digits."""
+        return content_name(self.files)
+
+    def only(self, *prefixes: str) -> Artifact:
+        """Return the part whose file names start with one of ``prefixes``."""
+        return replace(self, files=tuple(file for file in self.files if file.name.startswith(prefixes)))
+
+    def fetch(self) -> Path:
+        """Return the folder at its path, if this node has the content there, else in this node's cache."""
+        if self.path and all(file.is_in(Path(self.path)) for file in self.files):
+            return Path(self.path)
+        return NodeCache.of_this_node().get(self.content, self.files, self._download)
+
+    def reference(self) -> str:
+        """Return a text for ``of``, which holds the secrets of the storage; empty if the folder is on none."""
+        if self.storage is None:
+            return ""
+        return _REFERENCE.dump_json(
+            Reference(self.name, self.path, self.storage.uri, Listing(self.prefix, self.files))
+        ).decode()
+
+    @classmethod
+    def of(cls, reference: str) -> Artifact:
+        """Return the folder of a ``reference``."""
+        found = _REFERENCE.validate_json(reference)
+        return cls(found.listing.files, found.name, found.path, Storage(found.uri), found.listing.folder)
+
+    def _download(self, folder: Path) -> None:
+        if self.storage is None:
+            self._unpack(folder)
+            return
+        for file in self.files:
+            if self.storage.download(f"{self.prefix}/{file.name}", folder / file.name) != file.sha256:
+                raise DataError(
+                    f"{self.storage.at(self.prefix)}/{file.name} is damaged: its SHA-256 is not that of its listing; "
+                    f"delete {self.name}.json, and store the folder again"
+                )
+
+    def _unpack(self, folder: Path) -> None:
+        import ray
+
+        if self.blobs is None:
+            raise DataError(f"{self.name} is on no storage; give --run-dir a URI that all nodes reach")
+        for name, content in ray.get(self.blobs).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            content.tofile(folder / name)
+
+
+@dataclass(frozen=True)
+class StorageSink:
+    """Where processes deliver the parts of a folder of a ``Storage``. It is a ``Sink``."""
+
+    storage: Storage
+    name: str
+    prefix: str
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Path]:
+        """Return a context with an empty folder on this node; its files are uploaded at the end."""
+        with NodeCache.of_this_node().scratch(f"{self.prefix.replace('/', '_')}_{name}") as folder:
+            yield folder
+            self.storage.deliver(self.prefix, name, folder, read_contents(folder))
+
+
+def share(folder: str | Path, storage: Storage | None = None, name: str = "") -> AnyFolder:
+    """Return what any node is given for a folder of this one; see ``core.folders.Share``.
+
+    It is put on the storage, if there is one, as ``name``; else into Ray's object store, if Ray is connected and the
+    folder is small; else it stays a path, which other nodes must see. A name on a model hub is returned as it is.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        return folder
+    if storage is not None:
+        return storage.put(path, name)
+    import ray
+
+    names = _file_names(path)
+    if not ray.is_initialized() or sum((path / name).stat().st_size for name in names) > SMALL_BYTES:
+        return folder
+    import numpy as np
+
+    blobs = ray.put({name: np.fromfile(path / name, np.uint8) for name in names})
+    return Artifact(read_contents(path), str(folder), path=str(path.absolute()), blobs=blobs)
+
+
+def read_contents(folder: Path) -> tuple[FileContent, ...]:
+    """Read all files of a folder, in parallel, and return their contents by name."""
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
+        return tuple(pool.map(lambda name: FileContent.of(folder, name), _file_names(folder)))
+
+
+def content_name(files: Sequence[FileContent]) -> str:
+    """Return the name of a content: 32 hexadecimal digits over file names, sizes and bytes."""
+    lines = (f"{file.num_bytes} {file.sha256} {file.name}\n" for file in sorted(files))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+
+def _file_names(folder: Path) -> list[str]:
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if WRITING not in name)

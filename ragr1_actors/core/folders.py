@@ -1,0 +1,97 @@
+"""Folders that actors of other nodes read and write: by path where their node sees it, else by what replaces a path.
+
+The packages that only read or write such a folder know these protocols; ``cluster/storage.py`` implements them over a
+storage URI and Ray's object store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ragr1_actors.core.files import check_seen, sync
+
+
+@runtime_checkable
+class Folder(Protocol):
+    """A folder that any node can have. ``str(folder)`` is its name for people, without secrets."""
+
+    def fetch(self) -> Path:
+        """Return the folder on this node, read-only; it is copied here if the node does not have it.
+
+        Raises:
+            UserError: it cannot be had: no connection, no room, or other content than expected.
+        """
+        ...
+
+    def only(self, *prefixes: str) -> Folder:
+        """Return the folder with those of its files whose names start with one of ``prefixes``."""
+        ...
+
+    def reference(self) -> str:
+        """Return a text from which a process without Ray can fetch the folder; empty if it needs Ray."""
+        ...
+
+
+AnyFolder = str | Path | Folder
+"""A path, a name on a model hub, or a ``Folder``."""
+Share = Callable[[str | Path], AnyFolder]
+"""Returns what an actor on any node is given for a folder of this node; a name on a model hub is returned as it is."""
+
+
+def in_place(folder: str | Path) -> AnyFolder:
+    """``Share`` for actors that see the folders of this node."""
+    return folder
+
+
+def on_this_node(folder: AnyFolder) -> str | Path:
+    """Return the path of a folder on this node, or the name on a model hub that was given.
+
+    Raises:
+        DataError: an absolute path that this node does not see; and as of ``Folder.fetch``.
+    """
+    if isinstance(folder, Folder):
+        return folder.fetch()
+    check_seen(folder)
+    return folder
+
+
+def part_of(folder: AnyFolder, *prefixes: str) -> AnyFolder:
+    """Return ``folder.only(*prefixes)``; a path as it is, because nothing of it is copied."""
+    return folder.only(*prefixes) if isinstance(folder, Folder) else folder
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where processes on several nodes write the parts of one folder."""
+
+    def part(self, name: str) -> AbstractContextManager[Path]:
+        """Return a context with a folder of this node; the files in it are in their place when the context ends.
+
+        Raises:
+            OSError: they cannot be written on this node.
+            UserError: they cannot be delivered.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FolderSink:
+    """A folder that the nodes share."""
+
+    path: Path
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Path]:
+        """Return a context with the folder itself."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        yield self.path
+        sync(self.path)
+
+
+def as_sink(folder: str | Path | Sink) -> Sink:
+    """Return a path as a ``FolderSink``, and a sink as it is."""
+    return folder if isinstance(folder, Sink) else FolderSink(Path(folder).absolute())

@@ -1,0 +1,113 @@
+"""An S3 server, a TCP connection that can be cut, and Python processes with a cache of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KEY, SECRET = "AKIDEXAMPLE", "sEcReTsEcReT"
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[int]:
+    """Run moto's S3 server on loopback with the bucket ``bucket``, and return its port."""
+    from moto.server import ThreadedMotoServer
+    from pyarrow import fs
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    uri = f"s3://{KEY}:{SECRET}@bucket?allow_bucket_creation=true&{options(port)}"
+    found, path = fs.FileSystem.from_uri(uri)
+    found.create_dir(path)
+    try:
+        yield port
+    finally:
+        server.stop()
+
+
+def options(port: int) -> str:
+    """Return the parameters of a URI for a server at this port."""
+    return f"scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
+
+
+def s3_uri(port: int, name: str) -> str:
+    """Return a URI with credentials."""
+    return f"s3://{KEY}:{SECRET}@bucket/{name}?{options(port)}"
+
+
+class CutConnection:
+    """Forwards TCP connections to a port of this machine, until it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        """Sent to the target."""
+        self.cut_after: int | None = None
+        """Cut the connections once this many bytes were sent."""
+        self.port = 0
+        self._listener: socket.socket | None = None
+        self.mend()
+
+    def mend(self) -> None:
+        """Accept connections."""
+        self.cut_after = None
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Close all connections, and refuse new ones."""
+        with self._lock:
+            sockets = [*self._open, *([self._listener] if self._listener else [])]
+            self._open, self._listener = set(), None
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                ours, _ = listener.accept()
+                theirs = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                return
+            with self._lock:
+                self._open |= {ours, theirs}
+            for source, target in ((ours, theirs), (theirs, ours)):
+                threading.Thread(target=self._forward, args=(source, target, source is ours), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, counts: bool) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                if counts:
+                    self.num_bytes += len(chunk)
+                    if self.cut_after is not None and self.num_bytes > self.cut_after:
+                        self.cut()
+                        return
+                target.sendall(chunk)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def start_python(script: str, *arguments: Any, **environment: str) -> subprocess.Popen[str]:
+    """Start a script with the project importable."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,234 @@
+"""Folders on a storage: named by content, whole by their listing, and without the secrets of their URI."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from storage_world import KEY, SECRET, CutConnection, options, s3_server, s3_uri
+
+from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, without_secrets
+from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.core.folders import Folder, Sink, on_this_node
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture(params=["folder", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "folder":
+        return Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
+    return Storage(s3_uri(request.getfixturevalue("port"), tmp_path.name), retry_s=0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAGR1_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_folder(folder: Path, **files: str) -> Path:
+    for name, text in (files or {"config.json": "{}", "weights": "0123"}).items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def hidden(artifact: Artifact) -> Artifact:
+    """As a node has it that does not see the driver's disk."""
+    return pickle.loads(pickle.dumps(Artifact(artifact.files, artifact.name, "", artifact.storage, artifact.prefix)))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_reaches_a_node_that_does_not_see_it(storage: Storage, tmp_path: Path, own_cache: Path) -> None:
+    folder = make_folder(tmp_path / "policy", config="{}", deep__er__weights="0123")
+    put = storage.put(folder, "policy")
+    assert isinstance(put, Folder)
+    assert on_this_node(put) == folder, "nothing is copied where the node sees it"
+    assert not own_cache.exists()
+    found = on_this_node(hidden(put))
+    assert found == own_cache / put.content
+    assert contents(Path(found)) == contents(folder) == {"config": "{}", "deep/er/weights": "0123"}
+    part = hidden(put).only("deep/")
+    assert contents(part.fetch()) == {"deep/er/weights": "0123"}
+    (folder / "config").write_text("[]")  # another run wrote there
+    assert on_this_node(put) == found
+
+
+def test_the_same_content_is_uploaded_once(storage: Storage, tmp_path: Path) -> None:
+    first = storage.put(make_folder(tmp_path / "a"))
+    names = storage.names()
+    second = storage.put(make_folder(tmp_path / "b"))
+    assert storage.names() == names
+    assert first.content == second.content and first.name == second.name
+    other = storage.put(make_folder(tmp_path / "c", config="{}"))
+    assert other.content != first.content
+    renamed = storage.put(make_folder(tmp_path / "d", **{"config.json": "{}", "weight": "0123"}))
+    assert renamed.content not in (first.content, other.content)
+
+
+def test_a_folder_counts_once_its_listing_is_there(storage: Storage, tmp_path: Path) -> None:
+    old = storage.put(make_folder(tmp_path / "old", weights="old"), "checkpoints/step_0")
+    sink = storage.sink("checkpoints/step_0")
+    assert isinstance(sink, Sink)
+    for rank in range(2):
+        with pickle.loads(pickle.dumps(sink)).part(f"rank {rank}") as folder:
+            make_folder(folder, **{f"learner_{rank}": "new"})
+    found = storage.find("checkpoints/step_0")
+    assert found is not None and contents(hidden(found).fetch()) == {"weights": "old"}
+    with pytest.raises(UserError, match="lacks the part of driver; the checkpoints before are whole"):
+        storage.finish(sink, ["rank 0", "rank 1", "driver"])
+    storage.finish(sink, ["rank 0", "rank 1"], before=old)
+    found = storage.find("checkpoints/step_0")
+    assert found is not None
+    assert contents(hidden(found).fetch()) == {"learner_0": "new", "learner_1": "new"}
+    assert not [name for name in storage.names() if name.startswith(old.prefix)], "the one before is removed"
+    storage.link("checkpoints/best", found)
+    assert storage.find("checkpoints/best") == Artifact(
+        found.files, storage.at("checkpoints/best"), "", storage, found.prefix
+    )
+    storage.remove(storage.names())
+    assert storage.find("checkpoints/step_0") is None
+
+
+def test_a_part_that_fails_is_not_delivered(storage: Storage) -> None:
+    sink = storage.sink("policy")
+    with pytest.raises(RuntimeError, match="out of memory"), sink.part("driver") as folder:
+        make_folder(folder)
+        raise RuntimeError("out of memory")
+    assert storage.names() == []
+
+
+def test_damage_is_found_by_the_hash(storage: Storage, tmp_path: Path, own_cache: Path) -> None:
+    put = storage.put(make_folder(tmp_path / "policy"), "policy")
+    storage.write(f"{put.prefix}/weights", b"3210")
+    with pytest.raises(DataError, match=r"weights is damaged: its SHA-256 is not that of its listing"):
+        hidden(put).fetch()
+    assert not (own_cache / put.content).exists()
+    listing = json.loads(storage.read("policy.json") or b"")
+    listing["files"][0]["name"] = "../../escape"
+    storage.write("policy.json", json.dumps(listing).encode())
+    with pytest.raises(DataError, match=r"policy\.json is damaged .*tampered"):
+        storage.find("policy")
+    storage.write("policy.json", b"{")
+    with pytest.raises(DataError, match=r"policy\.json is damaged"):
+        storage.find("policy")
+
+
+def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
+    port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = CutConnection(port)
+    storage = Storage(s3_uri(connection.port, tmp_path.name), retry_s=0)
+    before = storage.put(make_folder(tmp_path / "old", weights="old"), "policy")
+    connection.cut_after = connection.num_bytes + 2_000_000
+    big = make_folder(tmp_path / "new", weights="new" * 4_000_000)
+    with pytest.raises(
+        UserError, match=r"^cannot write s3://bucket/.*: .*; look at the network, the name and the"
+    ) as error:
+        storage.put(big, "policy")
+    assert "\n" not in str(error.value)
+    connection.mend()
+    found = storage.find("policy")
+    assert found is not None and found.files == before.files
+    assert contents(hidden(found).fetch()) == {"weights": "old"}
+
+    connection.cut_after = connection.num_bytes + 2_000_000
+    patient = Storage(s3_uri(connection.port, tmp_path.name), retry_s=60)
+    with caplog.at_level(logging.WARNING):
+        mender = Mender(connection)
+        caplog.handler.addFilter(mender)
+        put = patient.put(big, "policy")
+    assert "it is tried again for 60 s" in caplog.text
+    assert mender.num_mended == 1
+    assert (hidden(put).fetch() / "weights").read_text() == "new" * 4_000_000
+    for secret in (KEY, SECRET):
+        assert secret not in caplog.text and secret not in str(error.value)
+
+
+class Mender(logging.Filter):
+    """Mends a connection when a warning says that it is cut."""
+
+    def __init__(self, connection: CutConnection) -> None:
+        super().__init__()
+        self.connection, self.num_mended = connection, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "is tried again" in record.getMessage() and not self.num_mended:
+            self.num_mended += 1
+            self.connection.mend()
+        return True
+
+
+def test_what_cannot_be_reached_is_said_at_once(port: int) -> None:
+    Storage(s3_uri(port, "run")).check()
+    with pytest.raises(UserError, match=r"cannot read s3://bucket/run/config\.yaml: "):
+        Storage(s3_uri(1, "run")).check()
+    with pytest.raises(ConfigError, match=r"expected a URI of pyarrow\.fs, such as s3://bucket/runs/mine") as error:
+        Storage(f"s4://{KEY}:{SECRET}@bucket/run").check()
+    assert SECRET not in str(error.value) and error.value.__cause__ is None
+    with pytest.raises(ConfigError) as error:
+        Storage(f"s3://{KEY}:{SECRET}@bucket/run?secret_key={SECRET}").check()
+    assert SECRET not in str(error.value)
+
+
+def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
+    uri = s3_uri(port, "runs/mine")
+    assert without_secrets(uri) == f"s3://bucket/runs/mine?{options(port)}"
+    assert without_secrets("s3://k:s%2F@b/run?region=eu&secret_key=x") == "s3://b/run?region=eu"
+    assert without_secrets("gs://bucket/run/") == "gs://bucket/run"
+    storage = Storage(uri)
+    artifact = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
+    for shown in (
+        storage,
+        StorageSink(storage, "policy", "policy-1"),
+        Artifact(artifact.files, "policy", storage=storage),
+    ):
+        assert SECRET not in repr(shown) and SECRET not in str(shown)
+    assert storage.at("config.yaml") == "s3://bucket/runs/mine/config.yaml"
+    assert is_uri(uri) and not is_uri("runs/mine")
+
+
+def test_without_a_storage_a_folder_stays_a_path(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "policy")
+    assert share(folder) == folder
+    assert share("Qwen/Qwen2.5-7B", Storage(f"file://{tmp_path}")) == "Qwen/Qwen2.5-7B"
+    with pytest.raises(DataError, match=re.escape(f"does not see the folder {tmp_path / 'nowhere'}")):
+        on_this_node(tmp_path / "nowhere")
+
+
+@pytest.mark.ray
+def test_a_small_folder_travels_by_the_object_store(
+    ray_local: object, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    folder = make_folder(tmp_path / "policy", config="{}", deep__weights="0123")
+    artifact = share(folder)
+    assert isinstance(artifact, Artifact)
+    cache = tmp_path / "other"
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"RAGR1_CACHE": str(cache)}})
+    def fetch(artifact: Artifact) -> dict[str, str]:
+        found = Path(on_this_node(artifact))
+        assert found.parent == cache
+        return {path.relative_to(found).as_posix(): path.read_text() for path in found.rglob("*") if path.is_file()}
+
+    away = tmp_path / "away"
+    folder.rename(away)  # as on a node with another disk
+    assert ray.get(fetch.remote(artifact)) == contents(away)
+    monkeypatch.setattr("cluster.storage.SMALL_BYTES", 3)
+    assert share(away) == away
