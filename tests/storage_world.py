@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,13 +57,16 @@ class CutConnection:
         """Sent to the target."""
         self.cut_after: int | None = None
         """Cut the connections once this many bytes were sent."""
+        self.cut_at: re.Pattern[bytes] | None = None
+        """Cut them once such bytes are sent: the name of an object."""
+        self.num_cuts = 0
         self.port = 0
         self._listener: socket.socket | None = None
         self.mend()
 
     def mend(self) -> None:
         """Accept connections."""
-        self.cut_after = None
+        self.cut_after = self.cut_at = None
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
@@ -69,6 +74,7 @@ class CutConnection:
     def cut(self) -> None:
         """Close all connections, and refuse new ones."""
         with self._lock:
+            self.num_cuts += 1
             sockets = [*self._open, *([self._listener] if self._listener else [])]
             self._open, self._listener = set(), None
         for one in sockets:
@@ -93,13 +99,28 @@ class CutConnection:
             while chunk := source.recv(65536):
                 if counts:
                     self.num_bytes += len(chunk)
-                    if self.cut_after is not None and self.num_bytes > self.cut_after:
+                    is_far = self.cut_after is not None and self.num_bytes > self.cut_after
+                    if is_far or (self.cut_at is not None and self.cut_at.search(chunk)):
                         self.cut()
                         return
                 target.sendall(chunk)
         for one in (source, target):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+
+
+class Mender(logging.Filter):
+    """Mends a connection when a warning says that a call is repeated."""
+
+    def __init__(self, connection: CutConnection) -> None:
+        super().__init__()
+        self.connection, self.num_mended = connection, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "it is tried again for" in record.getMessage() and not self.num_mended:
+            self.num_mended += 1
+            self.connection.mend()
+        return True
 
 
 def start_python(script: str, *arguments: Any, **environment: str) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_world import KEY, SECRET, CutConnection, options, s3_server, s3_uri
+from storage_world import KEY, SECRET, CutConnection, Mender, options, s3_server, s3_uri
 
 from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, without_secrets
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
@@ -157,20 +157,6 @@ def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
     assert (hidden(put).fetch() / "weights").read_text() == "new" * 4_000_000
     for secret in (KEY, SECRET):
         assert secret not in caplog.text and secret not in str(error.value)
-
-
-class Mender(logging.Filter):
-    """Mends a connection when a warning says that it is cut."""
-
-    def __init__(self, connection: CutConnection) -> None:
-        super().__init__()
-        self.connection, self.num_mended = connection, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "is tried again" in record.getMessage() and not self.num_mended:
-            self.num_mended += 1
-            self.connection.mend()
-        return True
 
 
 def test_what_cannot_be_reached_is_said_at_once(port: int) -> None:

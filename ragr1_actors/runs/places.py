@@ -291,11 +291,14 @@ class StoredPlace:
     def _upload(self, storage: Storage) -> None:
         with self._uploading:
             for path in self._files():
-                name, version = path.relative_to(self.path).as_posix(), _version(path)
-                if self._uploaded.get(name) != version:
-                    with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
+                    name, version = path.relative_to(self.path).as_posix(), _version(path)
+                    if self._uploaded.get(name) != version:
                         storage.upload(name, path)
                         self._uploaded[name] = version
+            for path in sorted(self.path.glob("trajectories/iteration_*.arrow"))[:-1]:
+                if f"trajectories/{path.name}" in self._uploaded:
+                    path.unlink()  # of a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
         for path in sorted(self.path.rglob("*")):

@@ -1,0 +1,212 @@
+"""A run at a URI: the same run as in a folder, whole checkpoints through a cut connection, and no secret anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from small_world import SHORT, invoke, make_config, make_files, wait_for
+from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
+
+from cluster.storage import Storage
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import RunDirectoryError, UserError
+from ragr1_actors.core.files import write_json
+from ragr1_actors.runs.metrics import deterministic, read_metrics
+from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
+from ragr1_actors.runs.report import RunReport
+from ragr1_actors.runs.run_directory import create_run_directory, find_checkpoint, open_run_directory
+from ragr1_actors.training.stages import TrainingRun
+
+NUM_ITERATIONS = 5
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGR1_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["folder", "s3"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return f"file://{tmp_path / 'stored' / 'run'}"
+    return s3_uri(request.getfixturevalue("port"), f"{tmp_path.name}/run")
+
+
+def run_config(files: Path, **checkpointing: Any) -> RunConfig:
+    """A run that makes its index and its policy, holds tasks out and saves after every second iteration."""
+    config = make_config(files, SHORT, num_iterations=NUM_ITERATIONS)
+    sections = {
+        "environment": {"eval_tasks": ""},
+        "retrieval": {"index": "", "corpus": str(files / "corpus.json")},
+        "checkpointing": {"interval": 2, "num_to_keep": 2, "storage_retry_s": 0.0, **checkpointing},
+    }
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    )
+
+
+def start(config: RunConfig, run_dir: str | Path) -> RunReport:
+    place = find_place(run_dir)
+    create_run_directory(config, place)
+    return TrainingRun(config, place, Console(quiet=True)).execute()
+
+
+def resume(run_dir: str) -> RunReport:
+    place = find_place(run_dir)
+    return TrainingRun(open_run_directory(place), place, Console(quiet=True)).execute()
+
+
+def metrics(uri: str) -> list[dict[str, Any]]:
+    place = find_place(uri)
+    open_run_directory(place)
+    return [deterministic(row) for row in read_metrics(place.path)]
+
+
+def steps(uri: str) -> list[str]:
+    names = Storage(uri).names("checkpoints")
+    return sorted(name for name in names if re.fullmatch(r"checkpoints/step_\d+\.json", name))
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of the same run in a folder."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    start(run_config(files), run_dir)
+    return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+@pytest.mark.engine
+def test_a_run_at_a_uri_is_the_run_in_a_folder(
+    uri: str, files: Path, whole: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = start(run_config(files, best_metric="f1"), uri)
+    assert metrics(uri) == whole
+    assert (report.tasks.issued, report.tasks.lost, report.tasks.doubled) == (NUM_ITERATIONS * 8, 0, 0)
+    storage = Storage(uri)
+    names = storage.names()
+    assert {"config.yaml", "metrics.jsonl", "report.json", "report.html", "index.json", "policy.json"} <= set(names)
+    assert "trajectories/iteration_00005.arrow" in names and "trajectories/eval_rl.arrow" in names
+    assert any(name.startswith("tensorboard/rl/events") for name in names)
+    assert "checkpoints/step_5.json" in steps(uri) and len(steps(uri)) <= 3
+    kept = {(storage.find(name.removesuffix(".json")) or pytest.fail(name)).prefix for name in steps(uri)}
+    stored = {name.split("/")[1] for name in names if name.startswith("checkpoints/step_") and name.count("/") > 1}
+    assert {f"checkpoints/{name}" for name in stored} == kept, "nothing is left of what is not kept"
+
+    shown = [json.loads(invoke("report", uri, "--json"))["stages"][-1]["eval"]]
+    shown.append(json.loads(invoke("evaluate", uri, "--json")))
+    assert shown[0] == shown[1]
+    best = uri.replace("/run", "/run/checkpoints/best")
+    assert split_checkpoint(best) == (uri, "checkpoints/best")
+    assert "Where is the lamp ?" in invoke("ask", best, "Where is the lamp ?")
+    assert "has no checkpoint step_77; leave its name out" in invoke("ask", best.replace("best", "step_77"), "Why?")
+    assert "is finished; see it with: ragr1 report" in invoke("train", "x", "--run-dir", uri, "--resume")
+    output = "".join(capfd.readouterr())
+    for secret in (KEY, SECRET):
+        assert secret not in output
+        assert not [name for name in names if secret.encode() in (storage.read(name) or b"")]
+
+
+IN_STEP_4 = re.compile(rb"checkpoints/step_4-\w+/policy/model")
+"""A request that uploads a policy, after the other files of the checkpoint."""
+
+
+@pytest.mark.engine
+def test_a_connection_that_is_cut_in_a_checkpoint_ends_the_run_and_resume_continues(
+    port: int, files: Path, tmp_path: Path, whole: list[dict[str, Any]]
+) -> None:
+    connection = CutConnection(port)
+    connection.cut_at = IN_STEP_4
+    uri = s3_uri(connection.port, f"{tmp_path.name}/run")
+    with pytest.raises(
+        UserError, match=r"^cannot write s3://bucket/.*model\.safetensors: .*; look at the netw"
+    ) as error:
+        start(run_config(files), uri)
+    assert connection.num_cuts == 1 and "\n" not in str(error.value) and SECRET not in str(error.value)
+    connection.mend()
+    storage = Storage(uri)
+    assert [name for name in storage.names("checkpoints") if "/step_4-" in name], "some of its files are there"
+    assert steps(uri)[-1] == "checkpoints/step_2.json", "but it does not count"
+    report = resume(uri)
+    assert report.tasks.issued == report.tasks.trained == NUM_ITERATIONS * 8
+    assert (report.tasks.lost, report.tasks.doubled) == (0, 0)
+    assert metrics(uri) == whole
+    prefixes = {name.split("/")[1] for name in storage.names("checkpoints") if name.count("/") > 1}
+    assert len(prefixes) == len(steps(uri)) == 2, "the files of the cut checkpoint are removed"
+
+
+@pytest.mark.engine
+def test_a_run_with_patience_goes_on_after_the_cut(
+    port: int, files: Path, tmp_path: Path, whole: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = CutConnection(port)
+    connection.cut_at = IN_STEP_4
+    uri = s3_uri(connection.port, f"{tmp_path.name}/run")
+    mender = Mender(connection)
+    caplog.handler.addFilter(mender)
+    start(run_config(files, storage_retry_s=120.0), uri)
+    assert connection.num_cuts == mender.num_mended == 1
+    assert "it is tried again for 120 s" in caplog.text and SECRET not in caplog.text
+    assert metrics(uri) == whole
+
+
+def test_a_place_is_a_folder_or_a_uri(uri: str, tmp_path: Path, files: Path) -> None:
+    assert str(find_place(tmp_path / "run")) == str(find_place(f"{tmp_path}/run")) == f"{tmp_path}/run"
+    place = find_place(uri)
+    assert SECRET not in str(place) and place.path.name == "run"
+    with pytest.raises(RunDirectoryError, match=r"/run.* holds no run \(no config\.yaml\); give the directory"):
+        open_run_directory(place)
+    create_run_directory(run_config(files), place)
+    assert open_run_directory(find_place(uri)) == run_config(files)
+    with pytest.raises(RunDirectoryError, match="holds a run already; continue it with --resume, or choose another"):
+        create_run_directory(run_config(files), find_place(uri))
+    with pytest.raises(RunDirectoryError, match="has no checkpoint yet; let the run continue until it has written one"):
+        find_checkpoint(uri)
+
+
+def test_files_are_uploaded_as_they_change_and_folders_are_not(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.05)
+    place = StoredPlace(Storage(uri))
+    with place:
+        (place.path / "metrics.jsonl").write_text("one\n")
+        (place.path / "tensorboard").mkdir()
+        (place.path / "tensorboard" / "events").write_text("1")
+        (place.path / ".writing_report.json").write_text("half")
+        (place.path / "index").mkdir()
+        (place.path / "index" / "vectors").write_text("0")
+        wait_for_content(place.storage, "tensorboard/events", b"1")
+        with (place.path / "metrics.jsonl").open("a") as file:
+            file.write("two\n")
+        wait_for_content(place.storage, "metrics.jsonl", b"one\ntwo\n")
+        (place.path / "report.html").write_text("<p>")
+    assert place.storage.names() == ["metrics.jsonl", "report.html", "tensorboard/events"]
+
+
+def wait_for_content(storage: Storage, name: str, content: bytes) -> None:
+    assert wait_for(lambda: storage.read(name) == content, 60)
+
+
+def test_what_cannot_be_uploaded_at_the_end_stays_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0))
+    with pytest.raises(UserError, match=f"what was not uploaded is in {place.path}"), place:
+        write_json(place.path / "report.json", {})
+    with pytest.raises(ZeroDivisionError), StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0)) as other:
+        write_json(other.path / "report.json", {})
+        raise ZeroDivisionError
