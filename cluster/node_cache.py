@@ -131,7 +131,7 @@ class NodeCache:
 
     @contextmanager
     def scratch(self, name: str) -> Iterator[Path]:
-        """Return a context with an empty folder on the disk of the cache, which is removed at the end."""
+        """Return a context with an empty folder on the disk of the cache, removed at the end; ``name`` is used once."""
         folder = self.directory / f"{WRITING}{name}.0"
         with self._lock(f"{name}.fetch"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,6 +140,7 @@ class NodeCache:
                 yield folder
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+                self._lock_path(f"{name}.fetch").unlink()  # of a name that is not used again
 
     def _replace(self, entry: Path, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> None:
         """Fetch into a folder with a temporary name, and give it its name once it is whole."""

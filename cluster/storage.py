@@ -91,10 +91,6 @@ class Storage:
         """Return the name of an object for people: ``s3://bucket/runs/mine/config.yaml``."""
         return f"{str(self).partition('?')[0]}/{name}".rstrip("/")
 
-    def check(self) -> None:
-        """Reach the storage once, without a second try; ``UserError`` if that fails."""
-        replace(self, retry_s=0).read("config.yaml")
-
     def read(self, name: str) -> bytes | None:
         """Return the content of an object; None if there is none."""
 

@@ -24,6 +24,7 @@ def s3_server() -> Iterator[int]:
     from moto.server import ThreadedMotoServer
     from pyarrow import fs
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line for each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -128,6 +129,7 @@ def start_python(script: str, *arguments: Any, **environment: str) -> subprocess
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -93,8 +93,8 @@ def check_seen(name: str | Path) -> None:
     """
     if Path(name).is_absolute() and not Path(name).is_dir():
         raise DataError(
-            f"node {socket.gethostname()} does not see the folder {name}; put it on a file system that all nodes share, "
-            "or --run-dir on a storage such as s3://bucket/runs/mine"
+            f"node {socket.gethostname()} does not see the folder {name}; put it on a file system that all nodes share "
+            "or --run-dir on a storage, such as s3://bucket/runs/mine"
         )
 
 

@@ -71,7 +71,7 @@ class Place(Protocol):
         """Begin to keep the place up to date."""
         ...
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *error: object) -> None:
         """Bring the place up to date a last time."""
         ...
 
@@ -219,7 +219,7 @@ class StoredPlace:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *error: object) -> None:
         """Upload what is left; ``UserError`` if that fails, but not instead of another error."""
         self._stop.set()
         self._thread.join()
@@ -275,8 +275,9 @@ class StoredPlace:
 
     def load(self) -> None:
         """Bring the files of an earlier process to ``path``, of which this one reads some and goes on with others."""
+        storage = replace(self.storage, retry_s=0)  # a wrong name or credential is said at once
         for name in _FIRST_FILES:
-            content = self.storage.read(name)
+            content = storage.read(name)
             if content is not None and name not in self._uploaded:
                 (self.path / name).write_bytes(content)
                 self._uploaded[name] = _version(self.path / name)
