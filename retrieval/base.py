@@ -49,8 +49,6 @@ class PacedRetriever(Protocol):
         ...
 
 
-TRAJECTORIES = "trajectories"
-"""The folder of a run with its recorded searches."""
 RETRIEVERS = {
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
 from ragr1_actors.core.folders import Folder
-from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import RetrievalRecord
-from retrieval.base import TRAJECTORIES, Hits, Passage
+from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
 from retrieval.indexes.manifest import Manifest, parse_options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory, find_checkpoint, open_run_directory
 from ragr1_actors.training.stages import TrainingRun
+from retrieval.fleet.group import RetrieverGroup
 
 NUM_ITERATIONS = 5
 
@@ -112,6 +114,10 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     shown = [json.loads(invoke("report", uri, "--json"))["stages"][-1]["eval"]]
     shown.append(json.loads(invoke("evaluate", uri, "--json")))
     assert shown[0] == shown[1]
+    replay = run_config(files).retrieval.model_copy(update={"type": "replay", "options": {"run": uri}, "index": ""})
+    recorded = RetrieverGroup(None, replay).retriever()
+    assert [passage.id for passage in asyncio.run(recorded.search(["lamp"], 1))[0]] == ["lamp"]
+
     best = uri.replace("/run", "/run/checkpoints/best")
     assert split_checkpoint(best) == (uri, "checkpoints/best")
     assert "Where is the lamp ?" in invoke("ask", best, "Where is the lamp ?")
@@ -180,7 +186,7 @@ def test_a_place_is_a_folder_or_a_uri(uri: str, tmp_path: Path, files: Path) -> 
         find_checkpoint(uri)
 
 
-def test_files_are_uploaded_as_they_change_and_folders_are_not(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.05)
     place = StoredPlace(Storage(uri))
     with place:
@@ -195,7 +201,9 @@ def test_files_are_uploaded_as_they_change_and_folders_are_not(uri: str, monkeyp
             file.write("two\n")
         wait_for_content(place.storage, "metrics.jsonl", b"one\ntwo\n")
         (place.path / "report.html").write_text("<p>")
-    assert place.storage.names() == ["metrics.jsonl", "report.html", "tensorboard/events"]
+    assert place.storage.find("index") is not None, "a folder is stored whole"
+    names = [name for name in place.storage.names() if not name.startswith("index")]
+    assert names == ["metrics.jsonl", "report.html", "tensorboard/events"]
 
 
 def wait_for_content(storage: Storage, name: str, content: bytes) -> None:

@@ -24,6 +24,8 @@ from pydantic import TypeAdapter
 
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
+TRAJECTORIES = "trajectories"
+"""The folder of a run with its trajectories, and the searches that they recorded."""
 _STRINGS = pa.list_(pa.string())
 TASK_TYPE = pa.struct(
     {

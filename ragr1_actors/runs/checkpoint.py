@@ -16,7 +16,6 @@ Nothing is pickled: loading a checkpoint from another source cannot run code.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -27,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ragr1_actors.core.errors import UserError, one_line
+from ragr1_actors.core.errors import UserError, first_problem
 from ragr1_actors.core.files import (
     WRITING,
     error_number,
@@ -39,7 +38,6 @@ from ragr1_actors.core.files import (
     read_json_as,
     sync,
     sync_tree,
-    validated,
     write_json,
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
@@ -214,7 +212,7 @@ class CheckpointStore:
         path = checkpoint / SCORE_FILE
         if not self._best_metric or not path.is_file():
             return None
-        return read_score(path.read_bytes(), self._best_metric, str(path))
+        return read_score(path.read_bytes(), self._best_metric, str(checkpoint))
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
@@ -283,10 +281,17 @@ class _Score:
 
 
 def read_score(content: bytes, metric: str, where: str) -> float | None:
-    """Return the value in ``score.json``; None if it is of another metric, or damaged."""
+    """Return the value in ``score.json`` of the checkpoint ``where``; None if it is of another metric, or damaged."""
     try:
-        found = validated(_Score, json.loads(content), where)
-    except ValueError as error:  # a DataError too: no reason to end a run
-        logger.warning("%s (%s); it does not count as the best checkpoint", where, one_line(error))
+        found = _SCORE.validate_json(content)
+    except ValidationError as error:  # no reason to end a run
+        name, _, problem = first_problem(error)
+        logger.warning(
+            "%s/%s is damaged: %s: %s; %s does not count as the best checkpoint",
+            *(where, SCORE_FILE, name or "the whole file", problem, where.rpartition("/")[2]),
+        )
         return None
     return found.value if found.metric == metric else None
+
+
+_SCORE = TypeAdapter(_Score)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol, Self
 from urllib.parse import urlsplit
 
+from cluster.node_cache import FileContent
 from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, with_name
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
@@ -35,6 +36,7 @@ from ragr1_actors.core.files import (
     write_json,
 )
 from ragr1_actors.core.folders import AnyFolder, Sink
+from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.checkpoint import BEST, SCORE_FILE, Checkpoints, CheckpointStore, read_score
 
 UPLOAD_INTERVAL_S = 30.0
@@ -206,6 +208,7 @@ class StoredPlace:
         self.path.mkdir()
         atexit.register(self._clean_up)
         self._uploaded: dict[str, tuple[int, int]] = {}
+        self._recorded: dict[str, FileContent] = {}  # files of trajectories, which other runs may replay
         self._uploading = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -253,7 +256,8 @@ class StoredPlace:
     def share(self, folder: str | Path) -> AnyFolder:
         """Put a folder on the storage: one of the run under its name, any other under its content."""
         path = Path(folder)
-        return share(folder, self.storage, path.name if path.parent == self.path else "")
+        with self._uploading:  # not twice at the same time
+            return share(folder, self.storage, path.name if path.parent == self.path else "")
 
     def find(self, name: str) -> AnyFolder | None:
         """Return a folder of the run if it is whole."""
@@ -281,6 +285,8 @@ class StoredPlace:
             if content is not None and name not in self._uploaded:
                 (self.path / name).write_bytes(content)
                 self._uploaded[name] = _version(self.path / name)
+        if (found := storage.find(TRAJECTORIES)) is not None:
+            self._recorded = {file.name: file for file in found.files}
 
     def bring(self, name: str) -> Path:
         """Return where a folder of the run is on this machine, if the run has it."""
@@ -291,14 +297,24 @@ class StoredPlace:
 
     def _upload(self, storage: Storage) -> None:
         with self._uploading:
+            for name in (INDEX, POLICY):
+                if name not in self._uploaded and (self.path / name).is_dir():
+                    storage.put(self.path / name, name)
+                    self._uploaded[name] = _version(self.path / name)
+            recorded = dict(self._recorded)
             for path in self._files():
                 with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                     name, version = path.relative_to(self.path).as_posix(), _version(path)
                     if self._uploaded.get(name) != version:
                         storage.upload(name, path)
+                        if path.parent.name == TRAJECTORIES:
+                            recorded[path.name] = FileContent.of(path.parent, path.name)
                         self._uploaded[name] = version
-            for path in sorted(self.path.glob("trajectories/iteration_*.arrow"))[:-1]:
-                if f"trajectories/{path.name}" in self._uploaded:
+            if recorded != self._recorded:
+                storage.link(TRAJECTORIES, Artifact(tuple(sorted(recorded.values())), "", prefix=TRAJECTORIES))
+                self._recorded = recorded
+            for path in sorted(self.path.glob(f"{TRAJECTORIES}/iteration_*.arrow"))[:-1]:
+                if path.name in recorded:
                     path.unlink()  # of a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
@@ -373,9 +389,8 @@ class StoredCheckpoints:
         """Return the highest score and the newest checkpoint with it."""
         scores = []
         for step, found in whole.items():
-            name = f"{found.prefix}/{SCORE_FILE}"
-            content = self._storage.read(name) if self._best_metric else None
-            if content is not None and (score := read_score(content, self._best_metric, name)) is not None:
+            content = self._storage.read(f"{found.prefix}/{SCORE_FILE}") if self._best_metric else None
+            if content is not None and (score := read_score(content, self._best_metric, str(found))) is not None:
                 scores.append((score, step))
         return max(scores, default=None)
 

@@ -17,7 +17,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
-from ragr1_actors.core.schema import write_trajectories
+from ragr1_actors.core.schema import TRAJECTORIES, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.places import CHECKPOINTS, Place, StoredPlace, find_place, split_checkpoint
 
@@ -142,7 +142,7 @@ def keep_trajectories(
     run_dir: Path, name: str, batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]
 ) -> None:
     """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all."""
-    directory = run_dir / "trajectories"
+    directory = run_dir / TRAJECTORIES
     directory.mkdir(exist_ok=True)
     fetched = [_fetch(batch) for batch in batches]
     write_file(directory / f"{name}.arrow", lambda writing: write_trajectories(writing, fetched))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, REWARDS, TextEnv
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
@@ -71,6 +72,12 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     _check_retrieval_type(config.retrieval.type)
     _check_policy(config.policy.model)
     retrieval = config.retrieval
+    run = str(retrieval.options.get("run", ""))
+    if retrieval.type == "replay" and is_uri(run) and "@" in run:
+        raise ConfigError(
+            f"retrieval.options: the URI {without_secrets(run)} has credentials, which would be stored with the run; "
+            "put them into the environment"
+        )
     if needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
     elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:

@@ -24,11 +24,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from cluster.rpc import last_line
+from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError, FleetError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.resolve import load_object
-from retrieval.base import RETRIEVERS, SHARED_KEYS, TRAJECTORIES, Retriever
+from ragr1_actors.core.schema import TRAJECTORIES
+from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
 from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor, RpcActor
 from retrieval.fleet.batching import ClientLoad, PoolSettings
 from retrieval.fleet.client import REFRESH_S, RetrieverClient
@@ -149,9 +151,7 @@ class RetrieverGroup:
         self._num_restarts = {"retriever": 0, "encoder": 0}
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
-            trajectories = share(Path(self._options["run"]) / TRAJECTORIES)
-            if isinstance(trajectories, Folder):
-                self._options["run"] = trajectories
+            self._options["run"] = _recorded(str(self._options["run"]), share)
         if self._index_dir is None:
             return
         manifest = Manifest.read(self._index_dir)  # here, since an actor would wrap the error in a traceback
@@ -264,6 +264,17 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
             f"retrieval.num_encoders: got {settings.num_encoders} over an index of type {manifest.index_type!r}, which "
             "has no vectors; set it to 0"
         )
+
+
+def _recorded(run: str, share: Share) -> AnyFolder:
+    """Return what actors get for the recorded searches of a run, or the run's path if that is it."""
+    if is_uri(run):
+        found = Storage(run).find(TRAJECTORIES)
+        if found is None:
+            raise DataError(f"no recorded searches in {without_secrets(run)}; give the URI of a run that kept them")
+        return found
+    records = share(Path(run) / TRAJECTORIES)
+    return records if isinstance(records, Folder) else run
 
 
 @dataclass(frozen=True)
