@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_run import PASSAGES, record
 from rich.console import Console
 from small_world import SHORT, invoke, make_config, make_files, wait_for
 from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
 
-from cluster.storage import Storage
-from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import RunDirectoryError, UserError
+from cluster.storage import Storage, share
+from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory, find_checkpoint, open_run_directory
+from ragr1_actors.training.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
 
@@ -114,10 +116,6 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     shown = [json.loads(invoke("report", uri, "--json"))["stages"][-1]["eval"]]
     shown.append(json.loads(invoke("evaluate", uri, "--json")))
     assert shown[0] == shown[1]
-    replay = run_config(files).retrieval.model_copy(update={"type": "replay", "options": {"run": uri}, "index": ""})
-    recorded = RetrieverGroup(None, replay).retriever()
-    assert [passage.id for passage in asyncio.run(recorded.search(["lamp"], 1))[0]] == ["lamp"]
-
     best = uri.replace("/run", "/run/checkpoints/best")
     assert split_checkpoint(best) == (uri, "checkpoints/best")
     assert "Where is the lamp ?" in invoke("ask", best, "Where is the lamp ?")
@@ -204,6 +202,21 @@ def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyP
     assert place.storage.find("index") is not None, "a folder is stored whole"
     names = [name for name in place.storage.names() if not name.startswith("index")]
     assert names == ["metrics.jsonl", "report.html", "tensorboard/events"]
+
+
+async def test_the_recorded_searches_of_a_run_at_a_uri_are_replayed(uri: str, tmp_path: Path) -> None:
+    with StoredPlace(Storage(uri)) as place:
+        await record(place.path, ["Riga", "Oslo"])
+    for run in (uri, str(place.path)):
+        retrieval = RetrievalSettings(type="replay", options={"run": run})
+        replay = pickle.loads(pickle.dumps(RetrieverGroup(None, retrieval, share).retriever()))
+        assert await replay.search(["Oslo"], 2) == [[PASSAGES[1]]]
+    retrieval = RetrievalSettings(type="replay", options={"run": f"{uri.replace('/run', '/other')}"})
+    with pytest.raises(DataError, match=r"no recorded searches in .*/other.*; give the URI of a run that kept them"):
+        RetrieverGroup(None, retrieval)
+    secret = RetrievalSettings(type="replay", options={"run": f"s3://{KEY}:{SECRET}@bucket/run"})
+    with pytest.raises(ConfigError, match=r"the URI s3://bucket/run has credentials, which would be stored with the"):
+        check_sampler(SamplerConfig(retrieval=secret))
 
 
 def wait_for_content(storage: Storage, name: str, content: bytes) -> None:
