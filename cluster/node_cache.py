@@ -50,11 +50,7 @@ class FileContent:
 
     def __post_init__(self) -> None:
         """Refuse a name that leaves the folder; names may come from a storage."""
-        path = PurePosixPath(self.name)
-        if path.is_absolute() or not path.parts or {"..", "."} & set(path.parts) or set("\\\0") & set(self.name):
-            raise DataError(
-                f"got the file name {self.name!r}, expected one inside a folder; the listing was tampered with"
-            )
+        check_inside(self.name)
 
     @classmethod
     def of(cls, folder: Path, name: str) -> FileContent:
@@ -71,6 +67,13 @@ class FileContent:
             return path.stat().st_size == self.num_bytes and fingerprint_file(path) == self.fingerprint
         except OSError:
             return False
+
+
+def check_inside(name: str) -> None:
+    """Refuse, with a ``DataError``, a relative name that is outside of its folder, or the folder itself."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or set("\\\0") & set(name):
+        raise DataError(f"got the name {name!r}, expected one inside a folder; the listing was tampered with")
 
 
 class NodeCache:

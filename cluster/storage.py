@@ -32,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from cluster.node_cache import FileContent, NodeCache
+from cluster.node_cache import FileContent, NodeCache, check_inside
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
 from ragr1_actors.core.files import WRITING, is_no_room
 from ragr1_actors.core.folders import AnyFolder
@@ -295,6 +295,10 @@ class Listing:
     folder: str
     """Where the files are, relative to the storage: ``checkpoints/step_10-3fa9c1d2``."""
     files: tuple[FileContent, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a folder outside of the storage: it may be removed with its files."""
+        check_inside(self.folder)
 
 
 @checked_dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_world import ROOT, a_persons_environment, descendants, ended, make_files, make_recipe, wait_for
+from small_world import ROOT, a_persons_environment, descendants, ended, invoke, make_files, make_recipe, wait_for
 from storage_world import KEY, SECRET, options, s3_server
 
 from cluster.storage import Storage
@@ -128,7 +128,7 @@ def make_run(cluster: Cluster, name: str, **learners: object) -> Path:
     return directory / "recipe.yaml"
 
 
-def test_a_run_at_a_uri_needs_no_shared_disk(cluster: Cluster, port: int) -> None:
+def test_a_run_at_a_uri_needs_no_shared_disk(cluster: Cluster, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_run(cluster, "stored", lora={"rank": 4})
     uri = f"s3://bucket/hidden?{options(port)}"
     credentials = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -138,12 +138,16 @@ def test_a_run_at_a_uri_needs_no_shared_disk(cluster: Cluster, port: int) -> Non
     tasks = json.loads(storage.read("report.json") or b"")["tasks"]
     assert tasks["issued"] == tasks["trained"] == 24 and tasks["lost"] == tasks["doubled"] == 0
     assert storage.find("checkpoints/step_3") is not None and storage.find("policy_sft") is not None
-    index = storage.names("artifacts")
-    assert any(name.endswith("corpus.arrow") for name in index), "the index is from elsewhere than the run"
     fetched = {path.name for entry in cluster.node_cache.iterdir() if entry.name[0] != "." for path in entry.iterdir()}
     assert {"manifest.json", "corpus.arrow", "model.safetensors", "config.json"} <= fetched
     shown = done.stdout + done.stderr + (storage.read("config.yaml") or b"").decode()
     assert SECRET not in shown and KEY not in shown
+
+    recipe.parent.rename(recipe.parent.with_name("gone"))  # as on another machine, without the index
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("RAGR1_CACHE", str(cluster.directory / "third"))
+    assert "Where is the lamp ?" in invoke("ask", uri, "Where is the lamp ?")
 
 
 def test_small_folders_reach_the_node_without_a_storage(cluster: Cluster) -> None:

@@ -123,6 +123,9 @@ def test_damage_is_found_by_the_hash(storage: Storage, tmp_path: Path, own_cache
     storage.write("policy.json", json.dumps(listing).encode())
     with pytest.raises(DataError, match=r"policy\.json is damaged .*expected one inside a folder"):
         storage.find("policy")
+    storage.write("policy.json", json.dumps({"folder": "../runs", "files": []}).encode())
+    with pytest.raises(DataError, match=r"policy\.json is damaged .*expected one inside a folder"):
+        storage.find("policy")
     storage.write("policy.json", b"{")
     with pytest.raises(DataError, match=r"policy\.json is damaged"):
         storage.find("policy")

@@ -174,6 +174,7 @@ def test_a_place_is_a_folder_or_a_uri(uri: str, tmp_path: Path, files: Path) -> 
     assert str(find_place(tmp_path / "run")) == str(find_place(f"{tmp_path}/run")) == f"{tmp_path}/run"
     place = find_place(uri)
     assert SECRET not in str(place) and place.path.name == "run"
+    assert find_place("s3://bucket/..").path.name == "run", "a name from a URI stays inside the folder"
     with pytest.raises(RunDirectoryError, match=r"/run.* holds no run \(no config\.yaml\); give the directory"):
         open_run_directory(place)
     create_run_directory(run_config(files), place)

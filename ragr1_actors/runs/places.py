@@ -85,8 +85,8 @@ class Place(Protocol):
         """Return the path or URI of a checkpoint, for people and ``ragr1 ask``."""
         ...
 
-    def share(self, folder: str | Path) -> AnyFolder:
-        """``core.folders.Share`` of the run."""
+    def share(self, folder: str | Path, name: str = "") -> AnyFolder:
+        """``core.folders.Share`` of the run; with a ``name`` the folder can be brought back by it."""
         ...
 
     def load(self) -> None:
@@ -166,7 +166,7 @@ class LocalPlace:
         """Return the path of a checkpoint."""
         return str(self.path / _name(step))
 
-    def share(self, folder: str | Path) -> AnyFolder:
+    def share(self, folder: str | Path, name: str = "") -> AnyFolder:
         """Share a folder by the object store if it is small, else by its path."""
         return share(folder)
 
@@ -204,9 +204,11 @@ class StoredPlace:
         """Keep the run at ``storage``."""
         self.storage = storage
         parent = Path(tempfile.mkdtemp(prefix="ragr1-"))
-        self.path = parent / (str(storage).partition("?")[0].rpartition("/")[2] or "run")
+        last = str(storage).partition("?")[0].rpartition("/")[2]
+        self.path = parent / (re.sub(r"[^\w-]+", "_", last).strip("_") or "run")
         self.path.mkdir()
         atexit.register(self._clean_up)
+        self._shared: dict[Path, AnyFolder] = {}
         self._uploaded: dict[str, tuple[int, int]] = {}
         self._recorded: dict[str, FileContent] = {}  # files of trajectories, which other runs may replay
         self._uploading = threading.Lock()
@@ -253,11 +255,14 @@ class StoredPlace:
         """Return the URI of a checkpoint."""
         return with_name(str(self.storage), _name(step))
 
-    def share(self, folder: str | Path) -> AnyFolder:
-        """Put a folder on the storage: one of the run under its name, any other under its content."""
-        path = Path(folder)
-        with self._uploading:  # not twice at the same time
-            return share(folder, self.storage, path.name if path.parent == self.path else "")
+    def share(self, folder: str | Path, name: str = "") -> AnyFolder:
+        """Put a folder on the storage: under a name or its name in the run, any other under its content."""
+        path = Path(folder).absolute()
+        with self._uploading:  # not twice
+            if path not in self._shared:
+                name = name or (path.name if path.parent == self.path else "")
+                self._shared[path] = share(folder, self.storage, name)
+            return self._shared[path]
 
     def find(self, name: str) -> AnyFolder | None:
         """Return a folder of the run if it is whole."""

@@ -49,7 +49,7 @@ from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
-from ragr1_actors.runs.places import SFT_POLICY, Place, find_place
+from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside, rollout_metrics
@@ -126,6 +126,8 @@ class Algorithm:
         """
         place = find_place(run_dir)
         policy = place.share(workspace.policy_dir)
+        if workspace.index_dir is not None and config.retrieval.num_retrievers:
+            place.share(workspace.index_dir, INDEX)
         placement = Placement(config)
         sampler = Sampler(config, policy, workspace.index_dir, placement.options, place.share)
         learners = LearnerGroup(config, placement.options)

@@ -78,4 +78,4 @@ class AlgorithmConfig:
         """Validate, make ``run_dir`` the directory of a new run, and start the algorithm that writes into it."""
         from ragr1_actors.training.algorithm import Algorithm  # pulls in Ray and torch
 
-        return Algorithm.create(self.freeze(), Path(run_dir))
+        return Algorithm.create(self.freeze(), run_dir)

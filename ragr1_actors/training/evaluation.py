@@ -84,8 +84,14 @@ def ask(path: str | Path, question: str) -> Trajectory:
 
 def _config_in_process(run: RunConfig, place: Place, index: Path | None = None) -> SamplerConfig:
     """Return what is needed to sample in this process as a run does; ``index`` is None for the run's own."""
-    retrieval = {"num_retrievers": 0, "index": str(index or run.retrieval.index or place.bring(INDEX))}
+    retrieval = {"num_retrievers": 0, "index": str(index or _index_of(run, place))}
     return _sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
+
+
+def _index_of(run: RunConfig, place: Place) -> Path:
+    """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
+    named = Path(run.retrieval.index)
+    return named if run.retrieval.index and named.is_dir() else place.bring(INDEX)
 
 
 def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
