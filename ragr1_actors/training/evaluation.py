@@ -90,8 +90,10 @@ def _config_in_process(run: RunConfig, place: Place, index: Path | None = None) 
 
 def _index_of(run: RunConfig, place: Place) -> Path:
     """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
-    named = Path(run.retrieval.index)
-    return named if run.retrieval.index and named.is_dir() else place.bring(INDEX)
+    named = run.retrieval.index
+    if not named or (not Path(named).is_dir() and place.bring(INDEX).is_dir()):
+        return place.bring(INDEX)
+    return Path(named)
 
 
 def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
