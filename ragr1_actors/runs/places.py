@@ -211,6 +211,8 @@ class StoredPlace:
         self._shared: dict[Path, AnyFolder] = {}
         self._uploaded: dict[str, tuple[int, int]] = {}
         self._recorded: dict[str, FileContent] = {}  # files of trajectories, which other runs may replay
+        self._listed: dict[str, FileContent] = {}  # those that the listing on the storage has
+        self._is_loaded = False
         self._uploading = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -284,14 +286,17 @@ class StoredPlace:
 
     def load(self) -> None:
         """Bring the files of an earlier process to ``path``, of which this one reads some and goes on with others."""
+        if self._is_loaded:
+            return
         storage = replace(self.storage, retry_s=0)  # a wrong name or credential is said at once
         for name in _FIRST_FILES:
-            content = storage.read(name)
-            if content is not None and name not in self._uploaded:
+            if (content := storage.read(name)) is not None:
                 (self.path / name).write_bytes(content)
                 self._uploaded[name] = _version(self.path / name)
         if (found := storage.find(TRAJECTORIES)) is not None:
             self._recorded = {file.name: file for file in found.files}
+            self._listed = dict(self._recorded)
+        self._is_loaded = True
 
     def bring(self, name: str) -> Path:
         """Return where a folder of the run is on this machine, if the run has it."""
@@ -306,20 +311,19 @@ class StoredPlace:
                 if name not in self._uploaded and (self.path / name).is_dir():
                     storage.put(self.path / name, name)
                     self._uploaded[name] = _version(self.path / name)
-            recorded = dict(self._recorded)
             for path in self._files():
                 with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                     name, version = path.relative_to(self.path).as_posix(), _version(path)
                     if self._uploaded.get(name) != version:
                         storage.upload(name, path)
                         if path.parent.name == TRAJECTORIES:
-                            recorded[path.name] = FileContent.of(path.parent, path.name)
+                            self._recorded[path.name] = FileContent.of(path.parent, path.name)
                         self._uploaded[name] = version
-            if recorded != self._recorded:
-                storage.link(TRAJECTORIES, Artifact(tuple(sorted(recorded.values())), "", prefix=TRAJECTORIES))
-                self._recorded = recorded
+            if self._listed != self._recorded:
+                storage.link(TRAJECTORIES, Artifact(tuple(sorted(self._recorded.values())), "", prefix=TRAJECTORIES))
+                self._listed = dict(self._recorded)
             for path in sorted(self.path.glob(f"{TRAJECTORIES}/iteration_*.arrow"))[:-1]:
-                if path.name in recorded:
+                if path.name in self._listed:
                     path.unlink()  # of a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
