@@ -62,7 +62,17 @@ def without_secrets(uri: str) -> str:
     parts = urlsplit(uri)
     shown = [(name, value) for name, value in parse_qsl(parts.query) if name in _SHOWN_OPTIONS]
     query = f"?{urlencode(shown, safe=':/')}" if shown else ""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{query}"
+    return f"{parts.scheme}://{_split_user(uri)[1].rstrip('/')}{query}"
+
+
+def _split_user(uri: str) -> tuple[str, str]:
+    """Return user and password of a URI, and what follows them up to its parameters."""
+    parts = urlsplit(uri)
+    user, at, host = parts.netloc.rpartition("@")
+    if not at and ":" in host and "@" in parts.path:  # a secret with a slash that should have been %2F
+        user, _, rest = f"{host}{parts.path}".rpartition("@")
+        return user, rest
+    return user, f"{host}{parts.path}"
 
 
 def with_name(uri: str, name: str) -> str:
@@ -261,10 +271,7 @@ class Storage:
         raise AssertionError("tenacity raises or returns")
 
     def _reason(self, error: BaseException) -> str:
-        reason = one_line(error, 300)
-        for secret in sorted(_secrets_of(self.uri), key=len, reverse=True):
-            reason = reason.replace(secret, "...")
-        return reason
+        return _without(one_line(error, 300), self.uri)
 
 
 @cache
@@ -272,16 +279,19 @@ def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found, path = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid as error:
-        reason = one_line(error, 200).replace(uri, without_secrets(uri))
+        reason = _without(one_line(error, 300), uri)
         raise ConfigError(
             f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"
         ) from None
     return found, path.rstrip("/")
 
 
-def _secrets_of(uri: str) -> set[str]:
-    user = urlsplit(uri).netloc.rpartition("@")[0]
-    return {uri, user, *user.split(":")} - {""}
+def _without(message: str, uri: str) -> str:
+    """Return a message without the user and password of a URI."""
+    user = _split_user(uri)[0]
+    for secret in sorted({user, *user.split(":")} - {""}, key=len, reverse=True):
+        message = message.replace(secret, "...")
+    return message
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -178,6 +178,8 @@ def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
     assert without_secrets(uri) == f"s3://bucket/runs/mine?{options(port)}"
     assert without_secrets("s3://k:s%2F@b/run?region=eu&secret_key=x") == "s3://b/run?region=eu"
     assert without_secrets("gs://bucket/run/") == "gs://bucket/run"
+    assert without_secrets("s3://KEY:sla/sh@bucket/run") == "s3://bucket/run", "a slash that should have been %2F"
+    assert without_secrets("s3://KEY:s@bucket/run@2") == without_secrets("s3://bucket/run@2") == "s3://bucket/run@2"
     storage = Storage(uri)
     artifact = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
     for shown in (
