@@ -214,7 +214,7 @@ def test_the_claim_is_judged_on_both_figures(
 def test_the_start_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
     config = AlgorithmConfig.from_recipe("quickstart").override(["training.lr=0.25"]).freeze()
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(describe_start("quickstart", config, tmp_path / "run"))
+    console.print(describe_start("quickstart", config, str(tmp_path / "run")))
     lines = console.export_text().splitlines()
     assert any("training.lr" in line and "0.25" in line for line in lines)
     assert any("run directory" in line and str(tmp_path) in line for line in lines)
