@@ -11,7 +11,6 @@ Retrieval starts while the turn is still being sampled, for each query as soon a
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +75,7 @@ class SearchEnv(TextEnv):
             searches.cancel()
 
     async def _search(self, queries: list[str], searches: _TurnSearches) -> StepResult:
-        ended = time.perf_counter()
+        ended = asyncio.get_running_loop().time()
         if self._turns_left == 0:
             return StepResult(truncated=True, info={"unanswered_search": 1.0})
         clean = clean_queries(queries, self._settings.max_queries_per_turn)
@@ -139,7 +138,7 @@ class _Result:
     passages: list[Passage]
     latency_s: float
     found_at: float
-    """``time.perf_counter()``"""
+    """By the clock of the event loop."""
 
     def record(self, query: str, k: int, turn_ended: float) -> RetrievalRecord:
         found = self.passages
@@ -191,13 +190,14 @@ class _TurnSearches:
             task.cancel()
 
     def _begin(self, queries: list[str]) -> None:
-        task = asyncio.get_running_loop().create_task(self._search(queries, time.perf_counter()))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._search(queries, loop.time()))
         task.add_done_callback(_note_failure)
         self._tasks |= dict.fromkeys(queries, task)
 
     async def _search(self, queries: list[str], asked_at: float) -> dict[str, _Result]:
         results = await self._retriever.search(queries, self._top_k)
-        found_at = time.perf_counter()
+        found_at = asyncio.get_running_loop().time()
         return {
             query: _Result(passages, found_at - asked_at, found_at)
             for query, passages in zip(queries, results, strict=True)

@@ -28,12 +28,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from cluster.session import Placement
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import FleetError, UserError
+from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
     LEARNER_PREFIX,
     WRITING,
@@ -43,16 +41,15 @@ from ragr1_actors.core.files import (
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
-from ragr1_actors.training.buffer import GroupBuffer, max_set_aside, rollout_metrics
+from ragr1_actors.training.buffer import rollout_metrics
+from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation import eval_result
 from ragr1_actors.training.preflight import check_names
@@ -62,8 +59,6 @@ OnProgress = Callable[[int, dict[str, float]], None]
 HeldBlock = Callable[[], AbstractContextManager[None]]
 """Returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
 _SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
-HOPELESS_TASKS = 64
-"""If this many tasks failed before any was trained, the cause is not the tasks, and the run ends."""
 
 
 class Algorithm:
@@ -97,10 +92,9 @@ class Algorithm:
         self._sft_policy: AnyFolder | None = None  # once stage 1 has ended
         checkpointing = config.checkpointing
         self._store = place.checkpoints(checkpointing.num_to_keep, checkpointing.best_metric)
-        self._tasks = TaskSampler(workspace.train_tasks, config.debugging.seed)
-        self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._sampler = sampler
         self._env_runners = sampler.env_runners
+        self._collector = BatchCollector(config, workspace.train_tasks, self._env_runners)
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
@@ -229,19 +223,17 @@ class Algorithm:
         with self._held():
             self._saver.commit_if_written()
         self._build_learner(training.algorithm, self._stage_policy)
-        batch, num_stale = self._next_batch()
+        batch, num_stale = self._collector.next_batch(self.policy_version)
         sampled = time.perf_counter()
         if training.max_policy_lag:
-            self._keep_busy()
-        lag = self._lag(batch)
+            self._collector.keep_busy()
+        lag = mean_lag(batch, self.policy_version)
         # learner, task sampler and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held():
             self._transport.make_room()
             learner_metrics = self._learners.update([group.batch for group in batch])
             learned = time.perf_counter()
-            set_aside = self._buffer.drop_set_aside()
-            for group in batch + set_aside:  # a group that was set aside has nothing to teach: its task is done, too
-                self._tasks.trained(group.request.issue)
+            set_aside = self._collector.trained(batch)
             self.iteration += 1
             self._publish()
             published = time.perf_counter()
@@ -257,7 +249,7 @@ class Algorithm:
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
-                **{f"tasks/{name}": float(count) for name, count in self._tasks.counts().items()},
+                **{f"tasks/{name}": float(count) for name, count in self._collector.tasks.counts().items()},
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,
@@ -266,49 +258,6 @@ class Algorithm:
             if on_progress is not None:
                 on_progress(self.iteration, metrics)
         return metrics
-
-    def _lag(self, batch: list[FinishedGroup]) -> float:
-        """Return how many versions the groups are behind the policy, on average."""
-        versions = [group.summary.oldest_version for group in batch if group.summary.oldest_version >= 0]
-        return float(self.policy_version - np.mean(versions)) if versions else 0.0
-
-    def _keep_busy(self) -> None:
-        """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows."""
-        training = self.config.training
-        wanted = training.train_batch_size * (1 + training.max_policy_lag)
-        temperature = self.config.env_runners.temperature
-        while self._env_runners.num_unfinished + len(self._buffer) < wanted:
-            self._env_runners.submit(GroupRequest(self._tasks.next(), training.group_size, temperature))
-
-    def _next_batch(self) -> tuple[list[FinishedGroup], int]:
-        """Sample until a batch is complete; the tasks of failed and stale groups are issued again."""
-        size = self.config.training.train_batch_size
-        num_stale = 0
-        while True:
-            for group in self._buffer.drop_stale(self.policy_version):
-                num_stale += 1
-                self._tasks.again(group.request.issue)
-            if len(self._buffer) >= size:
-                return sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id), num_stale
-            self._keep_busy()
-            for group in self._env_runners.collect():
-                self._sort(group)
-
-    def _sort(self, group: FinishedGroup) -> None:
-        """Keep a group without failures; issue a failed task again; after the last attempt keep what did not fail."""
-        summary, issue = group.summary, group.request.issue
-        if not summary.num_failed:
-            self._buffer.add(group)
-        elif issue.attempt < self.config.env_runners.max_task_retries:
-            self._tasks.again(issue)
-        elif summary.rewards:
-            self._buffer.add(group)
-        else:
-            self._tasks.give_up(issue)
-            num_tasks, num_failed = len(self.workspace.train_tasks), self._tasks.num_failed
-            is_hopeless = num_failed >= HOPELESS_TASKS and not self._tasks.num_trained and not len(self._buffer)
-            if num_failed >= num_tasks or is_hopeless:
-                raise FleetError(f"all of {num_failed} tasks failed; the last one with: {summary.errors[-1]}")
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
@@ -330,7 +279,9 @@ class Algorithm:
         every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
         """
         groups: list[FinishedGroup] = []
-        num_failed = self._sampler.sample_tasks(self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._sort)
+        num_failed = self._sampler.sample_tasks(
+            self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
+        )
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         return eval_result([group.summary for group in groups], num_failed)
@@ -358,7 +309,7 @@ class Algorithm:
             "iteration": self.iteration,
             "policy_version": self.policy_version,
             "learner": self._learner_name,
-            "sampler": self._tasks.get_state(),
+            "sampler": self._collector.tasks.get_state(),
             "extra": extra or {},
         }
         with self._held():
@@ -379,7 +330,7 @@ class Algorithm:
             return None
         state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
-        self._tasks.set_state(state.sampler.model_dump())
+        self._collector.tasks.set_state(state.sampler.model_dump())
         self._sft_policy = self.place.find(SFT_POLICY)
         self._transport.make_room()
         learner = self._next_learner()
@@ -392,7 +343,7 @@ class Algorithm:
 
     def task_counts(self) -> dict[str, int]:
         """Return the tasks of stage 2: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
-        return self._tasks.counts()
+        return self._collector.tasks.counts()
 
     def stop(self) -> None:
         """End all fleets, after a checkpoint that is being written; ``UserError``, in the end, if that failed."""

@@ -208,7 +208,7 @@ class Batcher(Generic[A]):
         for name in self._slots.keys() - replicas.keys():
             left = self._slots.pop(name)
             left.is_up = left.is_member = False
-        for name in replicas.keys() - self._slots.keys():
+        for name in [name for name in replicas if name not in self._slots]:
             slots = self._slots[name] = _Slots(replicas[name], is_up=False)
             self._start(self._probe(slots))
         self._announce()

@@ -1,0 +1,111 @@
+"""BatchCollector: keeps a fleet of env runners busy, and makes batches of what they finish.
+
+``Algorithm`` trains on batches of an ``EnvRunnerGroup``; ``ragr1 simulate`` runs the same code over scripted runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.env_runner import GroupRequest
+from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.task_sampler import TaskSampler
+from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
+
+HOPELESS_TASKS = 64
+"""If this many tasks failed before any was trained, the cause is not the tasks, and the run ends."""
+
+
+class GroupFleet(Protocol):
+    """What samples groups; see ``EnvRunnerGroup``."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not collected."""
+        ...
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        ...
+
+    def collect(self) -> list[FinishedGroup]:
+        """Wait until a group is finished and return all finished groups; nothing if none was submitted."""
+        ...
+
+
+class BatchCollector:
+    """Issues tasks to a fleet, and collects batches within the bound on their age; the tasks' books are ``tasks``."""
+
+    def __init__(self, config: RunConfig, tasks: Sequence[Task], fleet: GroupFleet) -> None:
+        """Collect from ``fleet`` groups of ``tasks``, the training tasks of a run."""
+        self.tasks = TaskSampler(tasks, config.debugging.seed)
+        self._config = config
+        self._num_tasks = len(tasks)
+        self._fleet = fleet
+        self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
+
+    def keep_busy(self) -> None:
+        """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows."""
+        training = self._config.training
+        wanted = training.train_batch_size * (1 + training.max_policy_lag)
+        temperature = self._config.env_runners.temperature
+        while self._fleet.num_unfinished + len(self._buffer) < wanted:
+            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature))
+
+    def next_batch(self, policy_version: int) -> tuple[list[FinishedGroup], int]:
+        """Sample until a batch is complete, and return it with the number of groups that were too old for it.
+
+        The tasks of failed and stale groups are issued again.
+
+        Raises:
+            FleetError: every task failed, or all of the first ``HOPELESS_TASKS``.
+        """
+        size = self._config.training.train_batch_size
+        num_stale = 0
+        while True:
+            for group in self._buffer.drop_stale(policy_version):
+                num_stale += 1
+                self.tasks.again(group.request.issue)
+            if len(self._buffer) >= size:
+                return sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id), num_stale
+            self.keep_busy()
+            for group in self._fleet.collect():
+                self.sort(group)
+
+    def sort(self, group: FinishedGroup) -> None:
+        """Keep a group without failures; issue a failed task again; after the last attempt keep what did not fail."""
+        summary, issue = group.summary, group.request.issue
+        if not summary.num_failed:
+            self._buffer.add(group)
+        elif issue.attempt < self._config.env_runners.max_task_retries:
+            self.tasks.again(issue)
+        elif summary.rewards:
+            self._buffer.add(group)
+        else:
+            self.tasks.give_up(issue)
+            num_failed = self.tasks.num_failed
+            is_hopeless = num_failed >= HOPELESS_TASKS and not self.tasks.num_trained and not len(self._buffer)
+            if num_failed >= self._num_tasks or is_hopeless:
+                raise FleetError(f"all of {num_failed} tasks failed; the last one with: {summary.errors[-1]}")
+
+    def trained(self, batch: Sequence[FinishedGroup]) -> list[FinishedGroup]:
+        """Count the tasks of a batch that the learner has used, and of the groups set aside for it; return the latter.
+
+        A group that was set aside has nothing to teach: its task is done, too.
+        """
+        set_aside = self._buffer.drop_set_aside()
+        for group in [*batch, *set_aside]:
+            self.tasks.trained(group.request.issue)
+        return set_aside
+
+
+def mean_lag(batch: Sequence[FinishedGroup], policy_version: int) -> float:
+    """Return how many versions the groups are behind the policy, on average."""
+    versions = [group.summary.oldest_version for group in batch if group.summary.oldest_version >= 0]
+    return float(policy_version - np.mean(versions)) if versions else 0.0
