@@ -2,4 +2,5 @@
 
 from ragr1_actors.cli.main import main
 
-main()
+if __name__ == "__main__":  # processes that ragr1 spawns import this module, too
+    main()

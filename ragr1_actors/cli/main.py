@@ -26,6 +26,7 @@ from ragr1_actors.cli import (
     print_error,
     print_line,
     print_state,
+    simulate,
 )
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 
@@ -119,7 +120,7 @@ def claims(
         raise typer.Exit(1)
 
 
-for command in (plan.plan, evaluate.evaluate, evaluate.ask, evaluate.select):
+for command in (plan.plan, simulate.simulate, evaluate.evaluate, evaluate.ask, evaluate.select):
     app.command()(command)
 
 

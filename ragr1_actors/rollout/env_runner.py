@@ -11,11 +11,12 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -25,7 +26,7 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.types import Sampling, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import Completion, OnText, Sampling, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
@@ -36,7 +37,7 @@ from ragr1_actors.rollout.engines.base import (
     ReceivingEngine,
 )
 from ragr1_actors.rollout.task_sampler import Issue
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import Tokenizer, run_trajectory
 from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
@@ -72,13 +73,14 @@ class GroupSummary:
 class EnvRunner:
     """Samples trajectories with one engine."""
 
-    def __init__(self, config: SamplerConfig, tokenizer: PolicyTokenizer, retriever: Retriever, engine: Engine) -> None:
+    def __init__(self, config: SamplerConfig, tokenizer: Tokenizer, retriever: Retriever, engine: Engine) -> None:
         """Sample with a loaded engine, which only this runner uses."""
         self.engine = engine
         self._config = config
         self._tokenizer = tokenizer
         self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
         self._context = EnvContext(retriever, self._tokenizer.encode)
+        self._load = _EngineLoad()
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
     @classmethod
@@ -109,11 +111,12 @@ class EnvRunner:
         async with self._room:
             if isinstance(self._context.retriever, PacedRetriever):
                 await self._context.retriever.wait_for_room()
+            meter = _Meter(self.engine, self._load)
             try:
-                return await run_trajectory(
+                trajectory = await run_trajectory(
                     self._env_class(self._config.environment, self._context),
                     request.issue.task,
-                    self.engine.generate,
+                    meter.generate,
                     self._tokenizer,
                     Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
                     settings.max_context_tokens,
@@ -122,6 +125,48 @@ class EnvRunner:
                 )
             finally:
                 self.engine.release(trajectory_id)
+            trajectory.metrics.update(meter.metrics())
+            return trajectory
+
+
+class _EngineLoad:
+    """How many requests an engine has, and how many it had over time."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self._at_s = self._request_s = self._share_s = 0.0
+
+    def change(self, num_requests: int) -> NDArray[np.float64]:
+        """Count requests that begin or end; return seconds: until now, times the requests, divided by them."""
+        now_s = asyncio.get_running_loop().time()
+        self._request_s += self.num_requests * (now_s - self._at_s)
+        self._share_s += (now_s - self._at_s) / max(1, self.num_requests)
+        self._at_s = now_s
+        self.num_requests += num_requests
+        return np.array([now_s, self._request_s, self._share_s])
+
+
+class _Meter:
+    """``Engine.generate`` for one trajectory, with the time that it takes."""
+
+    def __init__(self, engine: Engine, load: _EngineLoad) -> None:
+        self._engine, self._load = engine, load
+        self._passed = np.zeros(3)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        """See ``Engine.generate``."""
+        started = self._load.change(1)
+        try:
+            return await self._engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
+        finally:
+            self._passed += self._load.change(-1) - started
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds at the engine; the same, each moment times the requests that the engine had; and divided by them."""
+        names = ("time/generation_s", "time/generation_rows_s", "time/generation_share_s")
+        return dict(zip(names, self._passed.tolist(), strict=True))
 
 
 class EnvRunnerActor:

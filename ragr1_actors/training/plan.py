@@ -34,6 +34,7 @@ from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
+from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
@@ -57,16 +58,22 @@ _CUDA_HOST_BYTES = 2 * GIB
 _BYTES_PER_TOKEN = 24
 """A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
 _STATIC_DIMENSION = 512
-_TOKENS_PER_QUERY = 16
+TOKENS_PER_QUERY = 16
 _MAX_BATCH = 128
 """Queries that one replica takes at once, of the many that wait."""
+START_S = 30.0
+"""Of an actor without what it loads: process, libraries, CUDA graphs; an allowance, not a measurement."""
+_LOAD_BYTES_PER_S = 1e9
+"""Of weights and vectors from a disk; an allowance, not a measurement."""
+_PUBLISH_BYTES_PER_S = 1e10
+"""Of a weight sync, to all runners at once; an allowance, not a measurement."""
 CORE_FLOPS = 5e10
 """What one CPU core with AVX-512 reaches in float32 products."""
 _MFU = 0.4
 """Share of the peak that training reaches; 0.40-0.50 is published for models of this size."""
 _BANDWIDTH_SHARE = 0.7
 """Share of the memory bandwidth that decoding reaches."""
-_TOKENS_PER_TURN = 128
+TOKENS_PER_TURN = 128
 """Mean of sampled tokens per turn: between RAG-R1's published 100 and the limit of 500."""
 
 
@@ -160,40 +167,6 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of one iteration, by part; estimates from peaks and bandwidths."""
-
-    generation_s: float
-    """0 without GPUs, as is ``learning_s``: CPUs are not estimated."""
-    search_s: float
-    batch_search_s: float
-    """One batch of concurrent queries at one replica."""
-    learning_s: float
-    timeout_s: float
-    """``retrieval.timeout_s``, which a batch must keep."""
-
-    @property
-    def is_too_slow(self) -> bool:
-        """Whether a batch of searches would exceed its timeout."""
-        return self.batch_search_s > self.timeout_s
-
-    @property
-    def problem(self) -> str:
-        """What is too slow, or nothing."""
-        if self.is_too_slow:
-            return (
-                f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.timeout_s "
-                f"({self.timeout_s:g}); take a compressed index, more CPUs or GPUs per retriever"
-            )
-        if 0 < self.generation_s / 3 < self.search_s:
-            return (
-                f"searches take {self.search_s:.1f} s per iteration, more than a third of generation "
-                f"({self.generation_s:.1f} s); take a compressed index, or more CPUs, GPUs or replicas"
-            )
-        return ""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything that ``ragr1 plan`` prints."""
 
@@ -250,6 +223,17 @@ def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
         needs=tuple(_with_remedy(need, run) for need in run.needs()),
         times=run.times(),
     )
+
+
+def make_pace(config: RunConfig, machine: Machine, num_passages: int) -> Pace:
+    """Compute how long the parts of a run take on ``machine``, whatever the sizes of its fleets.
+
+    Raises:
+        ConfigError: the machine has no GPU, or the sizes of the policy or of the encoder are not known.
+    """
+    if machine.gpu is None:
+        raise ConfigError("got a machine without GPUs, and CPUs are not estimated; name a GPU, or a run to measure")
+    return _Run(config, machine, num_passages).pace(machine.gpu)
 
 
 @dataclass(frozen=True)
@@ -468,7 +452,7 @@ class _Run:
             generation_s=self._generation_s(gpu, turns) if gpu is not None else 0.0,
             search_s=search_s,
             batch_search_s=self._batch_s(in_flight),
-            learning_s=self._learning_s(gpu, turns) if gpu is not None else 0.0,
+            learning_s=self._learning_s(gpu) if gpu is not None else 0.0,
             timeout_s=self.config.retrieval.timeout_s,
         )
 
@@ -489,20 +473,43 @@ class _Run:
         if retrieval.num_encoders:
             on_gpu = retrieval.num_gpus_per_encoder > 0 and gpu is not None
             flops = gpu.flops if on_gpu and gpu is not None else retrieval.num_cpus_per_encoder * CORE_FLOPS
-        encoding = encode_s(self.encoder, num_queries, _TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
+        encoding = encode_s(self.encoder, num_queries, TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
         return encoding + scan
 
-    def _generation_s(self, gpu: Gpu, turns: float) -> float:
-        """Decoding is bound by reading weights and cache once per step (all rows sample one token)."""
-        runners = self.config.env_runners
-        num_tokens = self._num_trajectories() * turns * _TOKENS_PER_TURN
-        rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
-        context = runners.max_context_tokens / 2
-        read = self.weight_bytes + rows * context * self.shape.kv_bytes_per_token(self.element_bytes)
-        step_s = read / (gpu.bytes_per_s * _BANDWIDTH_SHARE * self.gpus_per_engine)
-        return num_tokens / (self.num_runners * rows) * step_s
+    def pace(self, gpu: Gpu) -> Pace:
+        """Estimate how long the parts of a run take."""
+        retrieval, index = self.config.retrieval, 0
+        if self.has_vectors:
+            index = vector_bytes(
+                retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
+            )
+        loading = index // retrieval.num_shards / _LOAD_BYTES_PER_S
+        return Pace(
+            self._engine_pace(gpu),
+            SearchPace(self._batch_s, start_s=START_S + loading),
+            LearnerPace(self._learning_s(gpu) / self._num_trajectories(), self.weight_bytes / _PUBLISH_BYTES_PER_S),
+        )
 
-    def _learning_s(self, gpu: Gpu, turns: float) -> float:
+    def _engine_pace(self, gpu: Gpu) -> EnginePace:
+        """Decoding is bound by reading weights and cache once per step (all rows sample one token)."""
+        context, bandwidth = self.config.env_runners.max_context_tokens / 2, gpu.bytes_per_s * _BANDWIDTH_SHARE
+        return EnginePace(
+            base_s=self.weight_bytes / (bandwidth * self.gpus_per_engine),
+            row_s=context * self.shape.kv_bytes_per_token(self.element_bytes) / (bandwidth * self.gpus_per_engine),
+            prefill_s=self.shape.forward_flops_per_token / (gpu.flops * _MFU * self.gpus_per_engine),
+            start_s=START_S + self.weight_bytes / _LOAD_BYTES_PER_S,
+        )
+
+    def _generation_s(self, gpu: Gpu, turns: float) -> float:
+        """Decoding, and the tokens that are only read, once each: prompts and observations."""
+        runners, pace = self.config.env_runners, self._engine_pace(gpu)
+        num_sampled = turns * TOKENS_PER_TURN
+        rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
+        num_read = max(0.0, runners.max_context_tokens / 2 - num_sampled)
+        each_s = num_sampled * pace.step_s(rows) / rows + num_read * pace.prefill_s
+        return self._num_trajectories() / self.num_runners * each_s
+
+    def _learning_s(self, gpu: Gpu) -> float:
         """Three forward passes' worth per step and model, one more with checkpointing, one per scoring pass."""
         training = self.config.training
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2

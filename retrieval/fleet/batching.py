@@ -134,13 +134,21 @@ class _Waiting(Generic[A]):
 class Batcher(Generic[A]):
     """Answers concurrent queries in batches, and hides replicas that fail."""
 
-    def __init__(self, replicas: Mapping[str, Replica[A]], settings: PoolSettings, *, has_stages: bool = False) -> None:
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica[A]],
+        settings: PoolSettings,
+        *,
+        has_stages: bool = False,
+        seed: int | None = None,
+    ) -> None:
         """Serve from ``replicas``.
 
         Args:
             replicas: by name, at least one; each counts as up until it fails.
             settings: timeout and retries.
             has_stages: whether a replica can work on two batches at once; see ``HALVE_FROM``.
+            seed: of the choice among replicas, for a simulation that must repeat.
         """
         assert replicas, "a batcher needs a replica"
         self._has_stages = has_stages
@@ -148,7 +156,7 @@ class Batcher(Generic[A]):
         self._max_batches = 2 if has_stages else 1
         self._timeout_s, self._max_retries = settings.timeout_s, settings.max_retries
         self._replicas = dict(replicas)
-        self._random = random.Random()
+        self._random = random.Random(seed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_dispatching = False
         self._slots: dict[str, _Slots[A]] = {}
@@ -370,9 +378,10 @@ class PooledRetriever:
         settings: PoolSettings,
         *,
         has_stages: bool = False,
+        seed: int | None = None,
     ) -> None:
         """Search ``replicas``, at least one, by name; each answers a query with ``Hits`` or a ``Refusal``."""
-        self.batcher: Batcher[Hits | Refusal] = Batcher(replicas, settings, has_stages=has_stages)
+        self.batcher: Batcher[Hits | Refusal] = Batcher(replicas, settings, has_stages=has_stages, seed=seed)
         self._cache_size = settings.cache_size
         self._cache: OrderedDict[tuple[str, int], Hits] = OrderedDict()
         """By query and ``k``, the least recently used first; all of one index version."""

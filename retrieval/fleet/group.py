@@ -342,6 +342,7 @@ def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad], num_restarts: 
         "queries": num_queries,
         "batch": num_queries / num_batches if num_batches else 0.0,
         "busy": busy_s / up_s if up_s else 0.0,
+        "busy_s": busy_s,
     }
     return {f"retrieval/{fleet.kind}_{name}": float(value) for name, value in found.items()}
 

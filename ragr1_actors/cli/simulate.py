@@ -1,0 +1,169 @@
+"""``ragr1 simulate``: how fast a recipe would run on fleets of any size, what limits it, and how many it needs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ragr1_actors.cli import JsonOption, console, print_json, print_line
+from ragr1_actors.core.errors import UserError
+
+if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.training.pace import Pace
+    from ragr1_actors.training.simulation.recorded import Recording
+    from ragr1_actors.training.simulation.run import Simulation
+    from ragr1_actors.training.simulation.study import Study
+    from ragr1_actors.training.simulation.workload import Workload
+
+BAR_WIDTH = 30
+_SHOWN_BATCH = 64
+
+
+def simulate(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    runners: Annotated[int | None, typer.Option(min=1, help="Env runners; default: the recipe's.")] = None,
+    retrievers: Annotated[int | None, typer.Option(min=1, help="Retriever replicas; default: the recipe's.")] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations, after a warm-up.")] = 4,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same result.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Take times and trajectories from this run.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...")] = "a100-80gb",
+    passages: Annotated[
+        int | None, typer.Option(min=1, help="Passages of the index; default: those of retrieval.index or .corpus.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the loop of a recipe in virtual time: throughput, what limits it, and how many actors it needs.
+
+    The loop, the environment, the batching of searches and the Arrow batches are those of a run. Engines, retrievers
+    and learners only take time: that of `ragr1 plan`, or what a run measured.
+    """
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.simulation.recorded import read_recording
+    from ragr1_actors.training.simulation.run import Size
+    from ragr1_actors.training.simulation.study import study
+
+    seeds = [] if seed is None else [f"debugging.seed={seed}"]
+    config = AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze()
+    recording = None if run is None else read_recording(run)
+    pace, workload = planned(config, gpu, passages) if recording is None else (recording.pace, recording.workload)
+    size = Size(
+        runners or max(1, config.env_runners.num_env_runners), retrievers or max(1, config.retrieval.num_retrievers)
+    )
+    started = time.monotonic()
+    found = study(config, pace, workload, size, iterations)
+    if as_json:
+        print_json(as_data(found, pace, recording))
+        return
+    print_line(describe_pace(pace, recording))
+    print_study(found)
+    print_line(f"simulated in {time.monotonic() - started:.0f} s")
+
+
+def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Workload]:
+    """Return the times of ``ragr1 plan`` on machines with a kind of GPU, and attempts of its mean lengths."""
+    from ragr1_actors.training.plan import GPUS, Machine, count_passages, make_pace
+    from ragr1_actors.training.simulation.workload import DrawnWorkload
+
+    if gpu not in GPUS:
+        raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")
+    machine = Machine(GPUS[gpu], num_gpus=8, num_cpus=96, host_bytes=0, shm_bytes=0, disk_bytes=0)
+    return make_pace(config, machine, passages or count_passages(config)), DrawnWorkload(config)
+
+
+def describe_pace(pace: Pace, recording: Recording | None) -> str:
+    """Return the times that the simulation is made of, and where they are from."""
+    engine, learner = pace.engine, pace.learner
+    source = "from `ragr1 plan`"
+    if recording is not None:
+        source = (
+            f"from {recording.num_iterations} iterations of the run ({recording.trajectories_per_s:.2f} trajectories/s)"
+        )
+    return (
+        f"times {source}: a decode step {engine.base_s * 1000:.3g} ms and {engine.row_s * 1000:.3g} ms per row, a "
+        f"prompt token {engine.prefill_s * 1000:.3g} ms, a batch of {_SHOWN_BATCH} queries "
+        f"{pace.search.batch_s(_SHOWN_BATCH) * 1000:.3g} ms, learning {learner.trajectory_s * 1000:.3g} ms per "
+        f"trajectory, a weight sync {learner.publish_s:.3g} s"
+    )
+
+
+def print_study(found: Study) -> None:
+    """Print the curves, the verdict, and the sizes that are needed."""
+    console.print(render_curve(found.by_runners, "runners"))
+    console.print(render_curve(found.by_retrievers, "retrievers"))
+    asked, needed = found.asked, found.needed
+    print_line(
+        f"{asked.size.num_runners} runners, {asked.size.num_retrievers} retrievers: "
+        f"{asked.trajectories_per_s:.2f} trajectories/s, an iteration {asked.wall_s / len(asked.iterations):.1f} s"
+    )
+    print_line(f"limited by: {asked.verdict.limit}; {asked.verdict.advice}")
+    print_line(
+        f"enough for {needed.trajectories_per_s:.2f} trajectories/s: {needed.size.num_runners} runners, "
+        f"{needed.size.num_retrievers} retrievers"
+    )
+    tasks = ", ".join(f"{count:,} {name}" for name, count in asked.tasks.items())
+    print_line(f"tasks: {tasks}; record batches: {asked.num_batch_bytes / 2**20:,.0f} MiB")
+
+
+def render_curve(curve: tuple[Simulation, ...], fleet: str) -> Table:
+    """Return the throughput over the sizes of a fleet, ``runners`` or ``retrievers``, as a table with bars."""
+    other = "retrievers" if fleet == "runners" else "runners"
+    table = Table(title=f"Throughput by {fleet}, with {_count(curve[0], other)} {other}", title_justify="left")
+    for heading in (fleet, "trajectories/s", "learner waits", "retrievers busy"):
+        table.add_column(heading, justify="right")
+    table.add_column("limited by")
+    table.add_column("")
+    best = max(simulation.trajectories_per_s for simulation in curve)
+    for simulation in curve:
+        load = simulation.load
+        table.add_row(
+            f"{_count(simulation, fleet):,}",
+            f"{simulation.trajectories_per_s:.2f}",
+            f"{load.learner_wait:.0%}",
+            f"{load.retriever_busy:.0%}",
+            simulation.verdict.limit,
+            "█" * max(1, round(BAR_WIDTH * simulation.trajectories_per_s / best)),
+        )
+    return table
+
+
+def as_data(found: Study, pace: Pace, recording: Recording | None) -> dict[str, Any]:
+    """Return everything as JSON."""
+    return {
+        "pace": {
+            "engine": asdict(pace.engine),
+            "batch_s": {count: pace.search.batch_s(count) for count in (1, _SHOWN_BATCH)},
+            "search_overhead_s": pace.search.overhead_s,
+            "learner": asdict(pace.learner),
+        },
+        "recorded_trajectories_per_s": None if recording is None else recording.trajectories_per_s,
+        "asked": point(found.asked) | {"tasks": found.asked.tasks, "batch_bytes": found.asked.num_batch_bytes},
+        "needed": asdict(found.needed.size),
+        "by_runners": [point(simulation) for simulation in found.by_runners],
+        "by_retrievers": [point(simulation) for simulation in found.by_retrievers],
+    }
+
+
+def point(simulation: Simulation) -> dict[str, Any]:
+    """Return a point of a curve as JSON."""
+    count = len(simulation.iterations)
+    names = ("sample_s", "learn_s", "publish_s", "iteration_s", "lag", "num_stale")
+    return {
+        **asdict(simulation.size),
+        "trajectories_per_s": simulation.trajectories_per_s,
+        **{name: simulation.total(name) / count for name in names},
+        "load": asdict(simulation.load),
+        "verdict": asdict(simulation.verdict),
+    }
+
+
+def _count(simulation: Simulation, fleet: str) -> int:
+    return simulation.size.num_runners if fleet == "runners" else simulation.size.num_retrievers

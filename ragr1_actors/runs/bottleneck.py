@@ -1,0 +1,79 @@
+"""What limits the throughput of a run: a pure function of its loads, for simulations and the metrics of real runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Limit = Literal["learner", "retrieval", "batch", "rollout"]
+
+BUSY_LEARNER, BUSY_LEARNER_IN_TURNS = 0.9, 0.5
+"""Share of its time that the learner works, from which on it is what limits: with a lag, and in turns with sampling."""
+LONG_SEARCHES = 0.2
+"""Share of a trajectory's time that it waits for searches, from which on retrieval matters."""
+BUSY_RETRIEVERS = 0.7
+"""Share of their time that retrievers work, from which on queries queue for longer than they are searched."""
+EMPTY_RUNNERS = 0.25
+"""Share of their trajectories that runners have in flight, below which more runners find nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Means over some iterations of a run."""
+
+    learner_wait: float
+    """Share of the time that the learner waited for a batch: ``time/sample_s`` of ``time/iteration_s``."""
+    search_wait: float
+    """Share of a trajectory's time that it waited for searches: ``time/retrieval_waited_s`` of that and
+    ``time/generation_s``."""
+    retriever_busy: float
+    """Share of their time that the retrievers worked: ``retrieval/retriever_busy``."""
+    runner_load: float
+    """Trajectories in flight per runner, ``env_runners/load``, of ``env_runners.max_concurrent_trajectories``."""
+    num_runners: int
+    num_retrievers: int
+    max_policy_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What limits the throughput, and what to do: ``Verdict("retrieval", "... add 3 retrievers")``."""
+
+    limit: Limit
+    advice: str
+
+
+def find_bottleneck(load: Load) -> Verdict:
+    """Name what limits the throughput; of several, the first: learner, retrieval, batch, rollout."""
+    waits, runners, retrievers = load.learner_wait, load.num_runners, load.num_retrievers
+    enough = BUSY_LEARNER if load.max_policy_lag else BUSY_LEARNER_IN_TURNS
+    in_turns = "" if load.max_policy_lag else "; with training.max_policy_lag=1 it would not wait while they sample"
+    if waits <= 1 - enough:
+        return Verdict("learner", f"the learner works {1 - waits:.0%} of the time: add learner ranks{in_turns}")
+    if load.search_wait >= LONG_SEARCHES and load.retriever_busy >= BUSY_RETRIEVERS:
+        missing = max(1, math.ceil(retrievers * load.retriever_busy / BUSY_RETRIEVERS) - retrievers)
+        return Verdict(
+            "retrieval",
+            f"trajectories wait for searches {load.search_wait:.0%} of their time, and the retrievers work "
+            f"{load.retriever_busy:.0%} of theirs: add at least {missing} to the {retrievers}",
+        )
+    if load.search_wait >= LONG_SEARCHES:
+        return Verdict(
+            "retrieval",
+            f"trajectories wait for searches {load.search_wait:.0%} of their time, though the retrievers work only "
+            f"{load.retriever_busy:.0%} of theirs: make a search faster by a compressed index, more shards or GPUs",
+        )
+    if load.runner_load < EMPTY_RUNNERS:
+        return Verdict(
+            "batch",
+            f"the runners have {load.runner_load:.0%} of the trajectories that they can have in flight: raise "
+            f"training.train_batch_size or training.max_policy_lag, or take fewer than {runners} runners{in_turns}",
+        )
+    # in turns, sampling of wait / (1 - wait) times the learning should become as long as it
+    wanted = runners * enough * (1 if load.max_policy_lag else 2 * waits) / max(0.01, 1 - waits)
+    missing = max(1, math.ceil(wanted) - runners)
+    return Verdict(
+        "rollout",
+        f"the learner waits {waits:.0%} of the time for samples: add {missing} to the {runners} runners{in_turns}",
+    )

@@ -1,0 +1,64 @@
+"""Study: the throughput of a run over the sizes of its fleets, and the sizes that it needs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.training.pace import Pace
+from ragr1_actors.training.simulation.run import Simulation, Size, simulate
+from ragr1_actors.training.simulation.workload import Workload
+
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2)
+"""Sizes of a curve, by the size that was asked for."""
+ENOUGH = 0.95
+"""Share of the best throughput of a curve that a size must reach to be enough."""
+CURVE_ITERATIONS = 2
+"""Of each point of a curve, after its warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What ``ragr1 simulate`` prints."""
+
+    asked: Simulation
+    """Of the size that was asked for."""
+    by_runners: tuple[Simulation, ...]
+    """With the retrievers that were asked for, fewest runners first."""
+    by_retrievers: tuple[Simulation, ...]
+    """With the runners that are needed, fewest retrievers first."""
+
+    @property
+    def needed(self) -> Simulation:
+        """The smallest of both fleets that is enough."""
+        return smallest_enough(self.by_retrievers)
+
+
+def study(config: RunConfig, pace: Pace, workload: Workload, size: Size, num_iterations: int) -> Study:
+    """Simulate a size and the curves around it, as many at a time as there are cores."""
+    runs = partial(simulate, config, pace, workload)
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        asked = pool.submit(runs, size, num_iterations)
+        sizes = [Size(count, size.num_retrievers) for count in around(size.num_runners)]
+        by_runners = tuple(pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes))
+        needed = smallest_enough(by_runners).size.num_runners
+        sizes = [Size(needed, count) for count in around(size.num_retrievers)]
+        by_retrievers = tuple(pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes))
+        return Study(asked.result(), by_runners, by_retrievers)
+
+
+def around(count: int) -> list[int]:
+    """Return the sizes of a curve: ``around(8) == [1, 2, 4, 8, 16]``."""
+    return sorted({max(1, round(count * factor)) for factor in FACTORS})
+
+
+def smallest_enough(curve: Sequence[Simulation]) -> Simulation:
+    """Return the first of a curve whose throughput is ``ENOUGH`` of the best."""
+    best = max(simulation.trajectories_per_s for simulation in curve)
+    return next(simulation for simulation in curve if simulation.trajectories_per_s >= ENOUGH * best)
