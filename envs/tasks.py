@@ -22,7 +22,7 @@ import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,8 @@ def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
         elif key in first_of and not whole:
             counts["num_duplicates"] += 1
             counts["num_conflicting"] += _answer_keys(task) != _answer_keys(first_of[key])
+        elif whole and task.task_id in location_of_id and key in first_of:  # a repeated record of a published set
+            tasks.append(replace(task, task_id=f"{task.task_id}/{num_records}"))
         elif task.task_id in location_of_id:
             local_id, first = task.task_id.removeprefix(f"{path.stem}/"), location_of_id[task.task_id]
             raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
@@ -276,6 +278,9 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
     given = [record.fields[key] for key in ANSWER_KEYS if key in record.fields]
     if not given:
         raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(ANSWER_KEYS)}")
+    if record.fields.get("answerable") is False:  # MuSiQue's; the answer of such a record is a guess
+        return ()
+    given.sort(key=lambda value: value in ([], "", None))  # an empty list hides no answer
     aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
     values = [*_as_list(given[0]), *_as_list(aliases)]
     answers: dict[str, None] = {}

@@ -44,11 +44,11 @@ _TAGS = {
     "</result>": "</information>",
 }
 """Tags of R1-Searcher, Hermes and ReSearch."""
-_TEACHER = ("assistant", "gpt", "function_call")
+_TEACHER = ("assistant", "gpt")
 _USER = ("user", "human")
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _INFORMATION = re.compile(r"\s*<information>.*?</information>\s*", re.DOTALL)
-_QUESTION = re.compile(r"Question:[ \t]*(.+?)[ \t]*(?=\n|<|$)")
+_QUESTION = re.compile(r"Question:[ \t]*(.+?)[ \t]*(?=\n|</?(?:think|search|information|answer)>|$)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
 _TURN = re.compile(r".*?</(?:search|answer)>", re.DOTALL)
 
@@ -91,7 +91,7 @@ def load_demonstrations(
             tasks.append(task)
             turns_of[task.task_id] = turns
     if not tasks:
-        raise DataError(f"{path}: none of {num_records} demonstrations has a question and ends with <answer>")
+        raise DataError(f"{path}: none of {num_records} demonstrations has a question, an answer and an end")
     report = TaskReport(path.name, num_records, len(tasks), **counts)
     return LoadedTasks(tuple(tasks), report), turns_of
 
@@ -99,13 +99,13 @@ def load_demonstrations(
 def _read(record: Record, query_format: QueryFormat) -> tuple[str, tuple[str, ...]]:
     """Return the question, and the teacher's turns."""
     asked, written = _dialogue(record, query_format)
-    asked = _INFORMATION.sub("", _as_our_tags(asked, query_format, record.where))
+    asked = _INFORMATION.sub("", _as_our_tags(asked, query_format, record.where, is_prompt=True))
     question = record.fields.get("question")
-    if question is None:
-        found = _QUESTION.search(asked)
+    if question is None:  # the last one: a prompt may have an example before it
+        found = max(_QUESTION.finditer(asked), key=lambda match: match.start(), default=None)
         question, before = (found[1], asked[found.end() :]) if found else (asked, "")
     else:
-        before = asked.partition(str(question))[2]
+        before = asked.partition(question)[2] if isinstance(question, str) and question else asked
     earlier = _FIRST_TAG.search(before)
     text = _INFORMATION.sub("", _as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
     return question, tuple(turn.strip() for turn in _TURN.findall(text))
@@ -132,32 +132,53 @@ def _dialogue(record: Record, query_format: QueryFormat) -> tuple[str, str]:
             raise DataError(f"{record.where}: got a message of {type(content).__name__}, expected text")
         if role in _USER and not asked:
             asked = content
+        elif role == "function_call":
+            written += _search(_parsed(content, record.where), query_format, record.where)
         elif role in _TEACHER:
-            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            written += content + "".join(_search(call, query_format, record.where) for call in calls)
+            calls = message.get("tool_calls") or []
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise DataError(f"{record.where}: got tool_calls {shortened(str(calls), 60)}, expected objects")
+            searches = [_search(call.get("function", call), query_format, record.where) for call in calls]
+            written += content + "".join(searches)
     return asked, written
 
 
-def _as_our_tags(text: str, query_format: QueryFormat, where: str) -> str:
+def _as_our_tags(text: str, query_format: QueryFormat, where: str, *, is_prompt: bool = False) -> str:
     for theirs, ours in _TAGS.items():
         text = text.replace(theirs, ours)
 
     def search(call: re.Match[str]) -> str:
-        try:
-            return _search(json.loads(call[1]), query_format, where)
-        except ValueError as error:
-            raise DataError(f"{where}: <tool_call> holds no JSON ({error})") from error
+        if is_prompt and not _is_json(call[1]):  # a prompt may say how a call is written
+            return call[0]
+        return _search(_parsed(call[1], where), query_format, where)
 
     return _TOOL_CALL.sub(search, text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: got the tool call {shortened(text, 60)!r}, expected JSON ({error})") from error
 
 
 def _search(call: Any, query_format: QueryFormat, where: str) -> str:
     """Write a tool call with the argument ``query`` or ``queries`` in our tags."""
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str):  # OpenAI's messages hold them as JSON
-        arguments = json.loads(arguments)
+        arguments = _parsed(arguments, where)
     found = arguments.get("queries", arguments.get("query")) if isinstance(arguments, dict) else None
     queries = [found] if isinstance(found, str) else found
-    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+    if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         raise DataError(f"{where}: got a tool call with {shortened(str(arguments), 60)}, expected query or queries")
-    return f"<search> {format_queries(queries, query_format)}</search>"
+    try:
+        return f"<search> {format_queries(queries, query_format)}</search>"
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; choose another environment.query_format") from error

@@ -461,7 +461,8 @@ class LearnerWorker:
     def begin_save(self, sink: Sink) -> None:
         """Copy policy and state; a thread writes what this rank has of them."""
         policy, parts = self.learner.take_policy(), self.learner.get_parts()
-        self._writing = self._writer.submit(_write_learner, sink, self._rank, policy, parts)
+        source = f"update {self.learner.num_updates}"
+        self._writing = self._writer.submit(_write_learner, sink, self._rank, policy, parts, source)
 
     def is_saved(self) -> bool:
         """Whether the thread has ended, with success or not."""
@@ -484,10 +485,10 @@ class LearnerWorker:
                 raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part]) -> None:
+def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> None:
     with sink.part(rank_part(rank)) as directory:
         # the driver syncs too, but only the node that wrote can flush to a shared file system
-        write_parts(directory / learner_files(rank + 1)[rank], parts)
+        write_parts(directory / learner_files(rank + 1)[rank], parts, source)
         if rank == 0:
             policy.write(directory / POLICY_FOLDER)
             sync_tree(directory / POLICY_FOLDER)

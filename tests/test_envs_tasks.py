@@ -136,6 +136,18 @@ def test_musique_has_aliases_and_evidence(tmp_path: Path) -> None:
     assert task.task_id == "musique/2hop__1_2"
 
 
+def test_what_a_published_record_says_of_its_answer(tmp_path: Path) -> None:
+    records = [
+        {"id": "a", "question": "Who?", "answer": "Ana", "golden_answers": []},
+        {"id": "b", "question": "When?", "answer": "1990", "answerable": False},
+        {"id": "a", "question": "Who?", "answer": "Ana"},
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(records))
+    loaded = load_tasks(tmp_path / "t.json", whole=True)
+    assert [(task.task_id, task.golden_answers) for task in loaded.tasks] == [("t/a", ("Ana",)), ("t/a/3", ("Ana",))]
+    assert "1 without a usable answer left out" in str(loaded.report)
+
+
 def test_question_key_keeps_what_matters() -> None:
     assert question_key(" Who wrote  Faust? ") == question_key("WHO WROTE FAUST")
     assert question_key("What is C++?") != question_key("What is C#?")

@@ -55,6 +55,16 @@ def load(folder: Path, *records: object, query_format: Any = "lines") -> tuple[A
                 {"role": "assistant", "content": ANSWER},
             ]
         },
+        {
+            "conversations": [
+                {"from": "human", "value": "Call <tool_call>{...}</tool_call>.\nQuestion: Where was Ana Bell born?"},
+                {"from": "gpt", "value": "<think> where</think>"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "Riga"},
+                {"from": "gpt", "value": ANSWER},
+            ]
+        },
+        messages(("user", f"Question: Who?\nAnswer: Bo\n\n{PROMPT}"), ("assistant", SEARCH + FOUND + ANSWER)),
         messages(
             ("user", "Where was Ana Bell born?"),
             ("assistant", "<think> where</think><|begin_of_query|> Ana Bell<|end_of_query|>"),
@@ -98,9 +108,23 @@ def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
         ({"text": "x"}, r"teacher.jsonl, line 2: got .*text.*expected messages"),
         ({"messages": ["x"]}, "line 2: got .*expected messages"),
         (messages(("user", "x"), ("assistant", ["y"])), "line 2: got a message of list, expected text"),  # type: ignore[arg-type]
-        (messages(("user", "x"), ("assistant", "<tool_call>{</tool_call>")), "line 2: <tool_call> holds no JSON"),
+        (messages(("user", "x"), ("assistant", "<tool_call>{</tool_call>")), "line 2: got the tool call '{', expected"),
         (messages(("user", "x"), ("assistant", "<tool_call>[]</tool_call>")), "line 2: got a tool call with None"),
         ([], "line 2: got .*expected an object"),
+        (
+            messages(("user", "x"), ("assistant", "<tool_call>{}</tool_call>")),
+            "got a tool call with None, expected query",
+        ),
+        (messages(("user", "x"), ("assistant", f"<tool_call>{'[' * 9999}</tool_call>")), "got the tool call .*JSON"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "got tool_calls x, expected obj"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"arguments": "{"}]}]},
+            "got the tool call '{', expected JSON",
+        ),
+        (
+            messages(("user", "x"), ("assistant", '<tool_call>{"arguments": {"query": " "}}</tool_call>')),
+            "expected query or queries",
+        ),
     ],
 )
 def test_a_record_in_another_form_is_named(tmp_path: Path, record: object, message: str) -> None:
@@ -108,6 +132,19 @@ def test_a_record_in_another_form_is_named(tmp_path: Path, record: object, messa
         load(tmp_path, messages(("user", PROMPT), ("assistant", ANSWER)), record)
 
 
+def test_a_question_may_compare_and_an_empty_one_is_counted(tmp_path: Path) -> None:
+    compares = messages(("user", "Question: Is 3 < 5 or not?"), ("assistant", ANSWER))
+    loaded, _ = load(tmp_path, compares, messages(("user", PROMPT), ("assistant", ANSWER), question=""))
+    assert [task.question for task in loaded.tasks] == ["Is 3 < 5 or not?"]
+    assert "1 empty questions left out" in str(loaded.report)
+
+
+def test_several_queries_need_a_format_that_takes_them(tmp_path: Path) -> None:
+    call = json.dumps({"arguments": {"queries": ["Ana", "Bo"]}})
+    with pytest.raises(DataError, match=r"line 1: .*choose another environment.query_format"):
+        load(tmp_path, messages(("user", "x"), ("assistant", f"<tool_call>{call}</tool_call>")), query_format="single")
+
+
 def test_a_file_without_a_finished_demonstration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="none of 1 demonstrations has a question and ends with <answer>"):
+    with pytest.raises(DataError, match="none of 1 demonstrations has a question, an answer and an end"):
         load(tmp_path, {"instruction": PROMPT, "output": SEARCH})

@@ -1,9 +1,12 @@
 import json
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 
@@ -84,3 +87,19 @@ def test_a_second_attempt_has_other_seeds() -> None:
     again = sampler.next()
     assert again.issue_id == issue.issue_id
     assert again.group_id != issue.group_id
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [*TASKS, Task("t/new", "new", ())],
+        TASKS[1:],
+        [replace(TASKS[0], question="another"), *TASKS[1:]],
+        [TASKS[1], TASKS[0], *TASKS[2:]],
+    ],
+)
+def test_a_state_continues_over_the_same_tasks_only(changed: list[Task]) -> None:
+    state = TaskSampler(TASKS, 0).get_state()
+    TaskSampler(TASKS, 0).set_state(state)
+    with pytest.raises(RunDirectoryError, match="put the task files back"):
+        TaskSampler(changed, 0).set_state(state)

@@ -258,6 +258,18 @@ def test_tensors_in_the_files_of_several_ranks(tmp_path: Path) -> None:
         read_learner(tmp_path / names[0])
 
 
+def test_files_of_two_checkpoints_and_foreign_ones(tmp_path: Path) -> None:
+    halves = [{"w": Part(np.full(2, rank, np.float32), 2 * rank, (4,))} for rank in range(2)]
+    first, second = (tmp_path / name for name in learner_files(2))
+    write_parts(first, halves[0], "update 10")
+    write_parts(second, halves[1], "update 10")
+    write_parts(tmp_path / "learner_backup.safetensors", halves[1], "update 10")
+    np.testing.assert_array_equal(read_learner(first)["w"], [0, 0, 1, 1])
+    write_parts(second, halves[1], "update 20")
+    with pytest.raises(DataError, match=r"learner.safetensors and learner_1.safetensors are of different checkpoints"):
+        read_learner(first)
+
+
 def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"\x00\x01")
     for read in (read_tensors, read_json):

@@ -12,12 +12,10 @@ from small_world import invoke, make_config, make_files
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
 from ragr1_actors.core.errors import DataError, RunDirectoryError
-from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.run_directory import create_run_directory, only_process_in
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = pytest.mark.engine
@@ -154,20 +152,17 @@ def test_a_damaged_report_is_written_again(run_dir: Path, report: bytes) -> None
         assert "delete the file, and --resume writes it again" in refused
 
 
-def test_a_checkpoint_of_other_tasks_is_refused() -> None:
-    sampler = TaskSampler([Task(f"a/{n}", "?", ("!",)) for n in range(4)], seed=0)
-    for _ in range(3):
-        sampler.next()
-    state = sampler.get_state()
-    with pytest.raises(RunDirectoryError, match="put the task file back"):
-        TaskSampler([Task(f"b/{n}", "?", ("!",)) for n in range(4)], seed=0).set_state(state)
-    with pytest.raises(RunDirectoryError, match="at least 3 tasks"):
-        TaskSampler([Task("a/0", "?", ("!",))], seed=0).set_state(state | {"outstanding": []})
-
-
 def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, num_to_keep=3)
     for step in (2, 9, 10):
         store.begin(step, lambda directory: None)
         store.commit(step)
     assert store.without(tmp_path / "step_10").endswith("goes on from step_9")
+
+
+def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
+    refused = pytest.raises(RunDirectoryError, match="another process works in")
+    with only_process_in(tmp_path), refused, only_process_in(tmp_path):
+        pass
+    with only_process_in(tmp_path):
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from envs.world import make_world
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.training.preflight import check_room
@@ -101,6 +103,52 @@ def test_the_exit_status_and_the_table() -> None:
     assert done.exit_code == 1
     assert "critic moments" in done.stdout
     assert "does not fit: learner GPU, critic step: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["env_runners.engine_options={tensor_parallel_size: 0}"],
+            "got tensor_parallel_size 0, expected a whole number",
+        ),
+        (["env_runners.engine_options={tensor_parallel_size: foo}"], "got tensor_parallel_size 'foo'"),
+        (["env_runners.engine_options={gpu_memory_utilization: 5}"], "gpu_memory_utilization 5, expected a share"),
+        (["retrieval.type=foo"], "expected one of flat, fp16"),
+        (["training.algorithm=nope"], "nope"),
+        (["env_runners.weight_transport=broadcast", "env_runners.num_gpus_per_env_runner=0.5"], "expected whole GPUs"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(overrides: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "ragr1_mq_7b", "--passages", "1000", *overrides])
+    assert isinstance(done.exception, ConfigError), done.exception
+    assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["environment.max_turns=1"],
+        ["retrieval.num_encoders=2", "retrieval.num_cpus_per_encoder=0", "retrieval.num_gpus_per_encoder=0"],
+    ],
+)
+def test_settings_at_their_limits_are_planned(overrides: list[str]) -> None:
+    plan = make_plan(configured("ragr1_mq_7b", *overrides), NODE, 1000)
+    assert plan.times.search_s >= 0
+
+
+@pytest.mark.parametrize("config", [[], {"num_attention_heads": 0}, {"hidden_size": "x"}, {"vocab_size": -5}])
+def test_a_damaged_config_of_a_policy_is_one_sentence(tmp_path: Path, config: Any) -> None:
+    sizes = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | config if config else config))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelShape.of(str(tmp_path))
+
+
+def test_a_machine_with_gpus_that_a_run_leaves_idle() -> None:
+    done = CliRunner().invoke(app, ["plan", "quickstart"])
+    assert done.exit_code == 0, done.output
 
 
 def test_the_number_of_passages(tmp_path: Path) -> None:

@@ -134,8 +134,11 @@ def test_what_fits_is_taken() -> None:
         .policy(model="Qwen/Qwen2.5-7B-Instruct")
     )
     check_names(config.freeze())
+    options = {"http": {"url": "http://127.0.0.1:1"}, "web": {"url": "http://127.0.0.1:1", "results_path": "found"}}
     for name in RETRIEVAL_TYPES:
-        check_names(AlgorithmConfig().retrieval(type=name).freeze())
+        check_names(AlgorithmConfig().retrieval(type=name, options=options.get(name, {})).freeze())
+    with pytest.raises(ConfigError, match=r"retrieval\.options\.url"):
+        check_names(AlgorithmConfig().retrieval(type="http").freeze())
 
 
 def test_an_unknown_retrieval_type_lists_the_known() -> None:

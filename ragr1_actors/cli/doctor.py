@@ -121,21 +121,22 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "ok", "0 (no nvidia-smi); the quickstart needs none")
         return
     try:
-        devices, driver = (
-            subprocess.run([command, *options], capture_output=True, text=True, timeout=10, check=False)
-            for options in (["-L"], [])
-        )
+        devices, driver = (_output(command, *arguments) for arguments in (["-L"], []))
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Finding("GPUs", "warning", f"nvidia-smi does not answer: {error}")
         return
     if devices.returncode:
         reason = " ".join((devices.stderr or devices.stdout).split())[:120]
-        yield Finding("GPUs", "warning", f"nvidia-smi failed: {reason}")
+        yield Finding("GPUs", "warning", f"nvidia-smi failed: {reason or f'exit status {devices.returncode}'}")
         return
     vllm = _version("vllm")
     engine = f"vLLM {vllm}" if vllm else "no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
     yield Finding("GPUs", "ok", f"{len(devices.stdout.splitlines())}, {engine}")
     yield _cuda(driver.stdout)
+
+
+def _output(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
 
 
 def _cuda(driver: str) -> Finding:

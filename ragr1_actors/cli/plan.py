@@ -37,12 +37,14 @@ def plan(
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.plan import GPUS, Machine, count_passages, make_plan, this_machine
+    from ragr1_actors.training.preflight import check_classes
 
     config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+    check_classes(config)
     if here:
         machine = this_machine(Path.cwd())
     elif gpu in GPUS:
-        sizes = (memory * GIB, (shm or memory // 2) * GIB, disk * GIB)
+        sizes = (memory * GIB, (shm or max(1, memory // 2)) * GIB, disk * GIB)
         machine = Machine(GPUS[gpu] if gpus else None, gpus, cpus, *sizes, machines)
     else:
         raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")

@@ -132,9 +132,9 @@ class EnvRunnerSettings(Section):
     """Tokens per trajectory at most: prompt, model turns and observations together. Default: Search-R1."""
     max_new_tokens_per_turn: int = Field(500, ge=1)
     """Tokens that the policy may sample per turn. Default: Search-R1 and RAG-R1."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.001)
     """Sampling temperature in training; evaluation is greedy. Default: Search-R1 and RAG-R1."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0.001, le=1)
     """Nucleus sampling; 1 (default) is off. Below 1 the engine's log-probs are those of the nucleus, so the learner
     computes the log-probs of every batch again: one more forward pass."""
     max_task_retries: int = Field(3, ge=0)
@@ -257,7 +257,7 @@ class LearnerSettings(Section):
     """Learner ranks, each an actor; 0 learns in the driver. Name and meaning of 0: RLlib."""
     num_cpus_per_learner: float = Field(1, ge=0)
     """CPUs that Ray reserves per learner rank. Default: RLlib."""
-    num_gpus_per_learner: float = Field(0, ge=0)
+    num_gpus_per_learner: float = Field(0, ge=0, le=1)
     """GPUs that Ray reserves per learner rank; at most 1. Default: RLlib."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights."""

@@ -180,12 +180,15 @@ class Tensors(Mapping[str, NDArray[Any]]):
         return len(self._parts)
 
 
+_RANK = re.compile(r".+_\d+")
 _PARTS = TypeAdapter(dict[str, tuple[int, tuple[int, ...]]])
 """Of the tensors in a file that are not whole: index of the first element, and the whole shape."""
 
 
-def write_parts(path: Path, parts: Mapping[str, Part]) -> None:
+def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None:
     """Write one safetensors file to disk: whole tensors in their shapes, others flat, with their places as metadata.
+
+    ``source`` names what the parts are of; ``read_learner`` refuses parts of different sources.
 
     Raises:
         OSError: the file cannot be written, such as ``ENOSPC``.
@@ -199,7 +202,7 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> None:
         else:
             tensors[name], places[name] = values, (part.start, part.shape)
     try:
-        save_file(tensors, path, metadata={"parts": _PARTS.dump_json(places).decode()})
+        save_file(tensors, path, metadata={"parts": _PARTS.dump_json(places).decode(), "source": source})
     except SafetensorError as error:
         raise OSError(error_number(error), str(error), str(path)) from error
     sync(path)
@@ -211,18 +214,29 @@ def read_learner(path: Path) -> Tensors:
     Raises:
         DataError: a file is missing or damaged.
     """
-    others = path.parent.glob(f"{path.stem}_*{path.suffix}")
+    others = (file for file in path.parent.glob(f"{path.stem}_*{path.suffix}") if _RANK.fullmatch(file.stem))
+    sources: dict[str, str] = {}
+    found = []
     try:
-        return Tensors(_read_parts(file) for file in (path, *others))
+        for file in (path, *others):
+            parts, source = _read_parts(file)
+            found.append(parts)
+            sources[source] = file.name
+        if len(sources) > 1:
+            raise DataError(f"{' and '.join(sources.values())} are of different checkpoints")
+        return Tensors(found)
     except ValueError as error:  # a DataError, or of pydantic
         raise DataError(f"{path.parent} is damaged: {error}") from error
 
 
-def _read_parts(file: Path) -> dict[str, Part]:
+def _read_parts(file: Path) -> tuple[dict[str, Part], str]:
+    """Return the parts in a file, and their source."""
     tensors = read_tensors(file)
     with safe_open(file, framework="np") as opened:
-        places = _PARTS.validate_json((opened.metadata() or {}).get("parts", "{}"))
-    return {name: Part(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
+        metadata = opened.metadata() or {}
+    places = _PARTS.validate_json(metadata.get("parts", "{}"))
+    parts = {name: Part(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
+    return parts, metadata.get("source", "")
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:

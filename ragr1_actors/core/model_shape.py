@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +60,8 @@ class ModelShape:
         Raises:
             ConfigError: the architecture is not one of ``MODEL_TYPES``, or a size is missing.
         """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{name}: its config.json is {type(config).__name__}, expected an object; copy it again")
         model_type = config.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ConfigError(
@@ -68,7 +70,7 @@ class ModelShape:
             )
         try:
             num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
-            return cls(
+            shape = cls(
                 hidden_size=hidden_size,
                 intermediate_size=int(config["intermediate_size"]),
                 num_layers=int(config["num_hidden_layers"]),
@@ -82,6 +84,12 @@ class ModelShape:
             )
         except KeyError as error:
             raise ConfigError(f"{name}: its config.json has no {error.args[0]}; take a whole model folder") from error
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(f"{name}: a size in its config.json is no number: {error}; copy it again") from error
+        sizes = {key: value for key, value in asdict(shape).items() if not isinstance(value, bool)}
+        if wrong := [f"{key} {value}" for key, value in sizes.items() if value < 1]:
+            raise ConfigError(f"{name}: its config.json gives {wrong[0]}, expected at least 1; copy it again")
+        return shape
 
     @classmethod
     def of(cls, model: str) -> Self:
@@ -96,6 +104,8 @@ class ModelShape:
         if known is not None:
             return cls.from_config(known, model)
         path = Path(model) / "config.json"
+        if Path(model).is_dir() and not path.is_file():
+            raise ConfigError(f"policy.model: the folder {model} holds no config.json; name a whole model folder")
         if not path.is_file():
             path = _hub_file(model)
         try:

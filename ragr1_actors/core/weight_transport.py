@@ -74,6 +74,12 @@ def check_transport(config: RunConfig) -> None:
             "got env_runners.weight_transport broadcast and num_env_runners 0; weights stay within the driver: set "
             "weight_transport to auto"
         )
+    gpus = (config.env_runners.num_gpus_per_env_runner, config.learners.num_gpus_per_learner)
+    if transport == "broadcast" and any(0 < share < 1 for share in gpus):
+        raise ConfigError(
+            f"env_runners.weight_transport: got broadcast with {gpus[0]:g} GPUs per env runner and {gpus[1]:g} per "
+            "learner, expected whole GPUs or none; set it to auto"
+        )
     if transport == "ipc" and reason:
         raise ConfigError(f"env_runners.weight_transport: got ipc with {reason}; change that, or set it to auto")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class TaskSampler:
         """Take the training tasks; their ids are unique."""
         self._tasks = list(tasks)
         self._seed = seed
+        texts = "\0".join(f"{task.task_id}\0{task.question}" for task in tasks)
+        self._fingerprint = hashlib.sha256(texts.encode()).hexdigest()
         self._epoch = 0
         self._cursor = 0
         self._order = self._shuffle(0)
@@ -97,6 +100,7 @@ class TaskSampler:
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
+            "tasks": self._fingerprint,
             "outstanding": [[i.task.task_id, i.epoch, i.attempt] for i in self._outstanding.values()],
             "counts": self.counts(),
         }
@@ -104,12 +108,10 @@ class TaskSampler:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from ``get_state`` over the same tasks; ``RunDirectoryError`` if the tasks differ."""
         by_id = {task.task_id: task for task in self._tasks}
-        unknown = [task_id for task_id, *_ in state["outstanding"] if task_id not in by_id]
-        if unknown or state["cursor"] > len(self._tasks):
-            what = f"task {unknown[0]}" if unknown else f"at least {state['cursor']:,} tasks"
+        if state["tasks"] != self._fingerprint:
             raise RunDirectoryError(
-                f"the checkpoint is of a run over {what}, but the {len(self._tasks):,} training tasks do not contain "
-                "that; put the task file back as it was when the run began"
+                f"the checkpoint is of a run over other tasks than these {len(self._tasks):,} training tasks; put the "
+                "task files back as they were when the run began"
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle(self._epoch)

@@ -62,6 +62,8 @@ class Books(_Stored):
 
     epoch: int = Field(ge=0)
     cursor: int = Field(ge=0)
+    tasks: str
+    """Hash of the ids and questions of the training tasks, in their order."""
     outstanding: list[tuple[str, int, int]]
     """Task id, epoch and attempt of each task that was issued and not yet trained."""
     counts: TaskCounts

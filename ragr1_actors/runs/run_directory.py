@@ -5,7 +5,11 @@ Imports neither torch nor Ray at the top, so that the command line reports a wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     import ray
 
 CONFIG_FILE = "config.yaml"
+logger = logging.getLogger(__name__)
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
@@ -91,6 +96,24 @@ def open_run_directory(run_dir: Path | Place) -> RunConfig:
     if not _is_complete(sections):  # a missing key would silently become its default
         raise RunDirectoryError(f"{path} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}")
     return resolve(sections)
+
+
+@contextmanager
+def only_process_in(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory; ``RunDirectoryError`` if another process of this machine continues the same run."""
+    held = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirectoryError(
+                f"another process works in {run_dir}; wait until it ends, or choose another --run-dir"
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s): start one process only", run_dir, error.strerror)
+        yield
+    finally:
+        os.close(held)
 
 
 def find_checkpoint(name: str | Path) -> tuple[Place, Path]:

@@ -63,7 +63,8 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     """Load the tasks, and build what is missing: index and tiny policy; ``UserError`` on unusable or too few tasks."""
     environment = config.environment
     run_dir = run_dir.absolute()  # actors may have another working directory
-    train, evaluation, notes = split_tasks(config, config.evaluation.num_tasks)
+    train, held_out, notes = split_tasks(config, config.evaluation.num_tasks)
+    evaluation = held_out[: config.evaluation.num_tasks]
     if not evaluation:
         raise DataError(
             f"{environment.tasks}: {len(train)} tasks are too few to hold one in five out; name a file of "
@@ -76,7 +77,12 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     shown, demonstrate = train, _demonstrate(environment)
     if config.sft.num_steps and config.sft.demonstrations not in (CORRECT, MIXTURE):
         loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
-        shown = without_overlap(loaded.tasks, evaluation)
+        shown = without_overlap(loaded.tasks, held_out)
+        if not shown:
+            raise DataError(
+                f"sft.demonstrations: all {len(loaded.tasks):,} demonstrations of {config.sft.demonstrations} answer "
+                "evaluation questions; name another file"
+            )
         demonstrate = lambda task, _: list(turns_of[task.task_id])  # noqa: E731
         notes += (f"{loaded.report}; {len(loaded.tasks) - len(shown):,} of evaluation questions left out",)
     return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
@@ -90,7 +96,10 @@ def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
 
 
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
-    """Return training tasks, at most ``num_eval_tasks`` evaluation tasks, and notes; ``DataError`` on a bad file."""
+    """Return training tasks, all evaluation tasks, and notes; ``DataError`` on a bad file.
+
+    Without a file of evaluation tasks, ``num_eval_tasks`` of the training tasks are held out.
+    """
     environment = config.environment
     notes: list[str] = []
     if environment.tasks == WORLD:
@@ -114,7 +123,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
         evaluation = tuple(task for index, task in enumerate(train) if index in held_out)
         train = tuple(task for index, task in enumerate(train) if index not in held_out)
         notes.append(f"{len(evaluation)} tasks held out for evaluation")
-    return train, evaluation[:num_eval_tasks], tuple(notes)
+    return train, evaluation, tuple(notes)
 
 
 def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from errno import EISDIR
 from functools import cached_property
 from math import ceil
+from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,8 @@ def count_passages(config: RunConfig) -> int:
     if retrieval.corpus == "world":
         return len(make_world(config.environment.world_seed).passages)
     try:
+        if Path(retrieval.corpus).is_dir():
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
         return ceil(Path(retrieval.corpus).stat().st_size / PASSAGE_BYTES)
     except OSError as error:
         raise ConfigError(
@@ -289,8 +293,7 @@ class _Run:
 
     @property
     def gpus_per_engine(self) -> int:
-        options = self.config.env_runners.engine_options
-        return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+        return _count_option(self.config, "tensor_parallel_size") * _count_option(self.config, "pipeline_parallel_size")
 
     @property
     def num_runners(self) -> int:
@@ -359,7 +362,11 @@ class _Run:
     def _engine_need(self, gpu_bytes: int) -> Need:
         """Return what an engine needs for the cache of at least one longest trajectory."""
         runners = self.config.env_runners
-        share = float(runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION))
+        share = runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION)
+        if not isinstance(share, float | int) or not 0 < share <= 1:
+            raise ConfigError(
+                f"env_runners.engine_options: got gpu_memory_utilization {share!r}, expected a share above 0, at most 1"
+            )
         cache = self.shape.kv_bytes_per_token(self.element_bytes) * runners.max_context_tokens // self.gpus_per_engine
         parts = {
             "weights": self.weight_bytes // self.gpus_per_engine,
@@ -444,15 +451,17 @@ class _Run:
         """Estimate an iteration; without GPUs, generation and learning are not estimated."""
         environment = self.config.environment
         turns = (environment.max_turns + 1) / 2
-        queries = self._num_trajectories() * (turns - 1) * environment.max_queries_per_turn
-        in_flight = min(_MAX_BATCH, ceil(queries / (turns - 1) / max(1, self.config.retrieval.num_retrievers)))
-        search_s = queries / in_flight * self._batch_s(in_flight) / max(1, self.config.retrieval.num_retrievers)
+        num_retrievers = max(1, self.config.retrieval.num_retrievers)
+        most_at_once = self._num_trajectories() * environment.max_queries_per_turn
+        in_flight = min(_MAX_BATCH, ceil(most_at_once / num_retrievers))
+        search_s = most_at_once * (turns - 1) / in_flight * self._batch_s(in_flight) / num_retrievers
         gpu = self.machine.gpu
+        samples, learns = self.config.env_runners.num_gpus_per_env_runner, self.config.learners.num_gpus_per_learner
         return Times(
-            generation_s=self._generation_s(gpu, turns) if gpu is not None else 0.0,
+            generation_s=self._generation_s(gpu, turns) if gpu is not None and samples else 0.0,
             search_s=search_s,
             batch_search_s=self._batch_s(in_flight),
-            learning_s=self._learning_s(gpu) if gpu is not None else 0.0,
+            learning_s=self._learning_s(gpu) if gpu is not None and learns else 0.0,
             timeout_s=self.config.retrieval.timeout_s,
         )
 
@@ -472,7 +481,7 @@ class _Run:
             scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
         if retrieval.num_encoders:
             on_gpu = retrieval.num_gpus_per_encoder > 0 and gpu is not None
-            flops = gpu.flops if on_gpu and gpu is not None else retrieval.num_cpus_per_encoder * CORE_FLOPS
+            flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.num_cpus_per_encoder) * CORE_FLOPS
         encoding = encode_s(self.encoder, num_queries, TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
         return encoding + scan
 
@@ -517,6 +526,13 @@ class _Run:
         scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
         total = passes * (1 + self.has_critic) + scoring
         return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
+
+
+def _count_option(config: RunConfig, name: str) -> int:
+    found = config.env_runners.engine_options.get(name, 1)
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"env_runners.engine_options: got {name} {found!r}, expected a whole number, at least 1")
+    return found
 
 
 def _with_remedy(need: Need, run: _Run) -> Need:

@@ -15,7 +15,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine
 from ragr1_actors.training.plan import count_passages, make_plan, this_machine
-from retrieval.base import needs_index
+from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
 
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
@@ -66,10 +66,7 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
 
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
-    check_environment(config.environment.env)
-    _check_reward(config.environment.reward)
-    _check_engine(config.env_runners.engine)
-    _check_retrieval_type(config.retrieval.type)
+    check_classes(config)
     _check_policy(config.policy.model)
     retrieval = config.retrieval
     run = str(retrieval.options.get("run", ""))
@@ -78,10 +75,23 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
             f"retrieval.options: the URI {without_secrets(run)} has credentials, which would be stored with the run; "
             "put them into the environment"
         )
-    if needs_index(retrieval.type) and retrieval.index:
+    if retrieval.type in SHARED_KEYS:  # it reads its options when it is made
+        shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
+        load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
+    elif needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
     elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
         _check_file("retrieval.corpus", retrieval.corpus, "world or a corpus file")
+
+
+def check_classes(config: SamplerConfig) -> None:
+    """Check the names of classes and functions, custom ones too; ``ConfigError`` on one that cannot be used."""
+    check_environment(config.environment.env)
+    _check_reward(config.environment.reward)
+    _check_engine(config.env_runners.engine)
+    _check_retrieval_type(config.retrieval.type)
+    if isinstance(config, RunConfig):
+        _check_learner(config.training)
 
 
 def check_environment(name: str) -> type[TextEnv]:

@@ -35,6 +35,7 @@ from ragr1_actors.runs.report import (
     render_table,
     write_report,
 )
+from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.data import Workspace, prepare
 
@@ -64,10 +65,15 @@ class TrainingRun:
             UserError: a setting or file cannot be used, or the disk is full; all actors have ended.
         """
         try:
-            with self._place:
+            with only_process_in(self._run_dir), self._place:
                 return self._execute()
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):
+                if isinstance(error, OSError) and str(self._run_dir) in str(error.filename):
+                    raise RunDirectoryError(
+                        f"{error.filename}: {error.strerror}; make the run directory readable and writable, and go on "
+                        "with --resume if it still holds a checkpoint"
+                    ) from error
                 raise
             raise UserError(
                 f"no room left to write to {self._run_dir} ({error}); free some space and go on with --resume: the "

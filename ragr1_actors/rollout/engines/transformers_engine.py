@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ragr1_actors.core.errors import EngineError
+from ragr1_actors.core.errors import EngineError, one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
@@ -52,6 +52,11 @@ class TransformersEngine:
             model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[settings.dtype])
         except (OSError, ValueError) as error:
             raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
+        if model._is_stateful:
+            raise EngineError(
+                f"the layers of {type(model).__name__} keep a state beside keys and values, which the transformers "
+                "engine cannot hold per trajectory; set env_runners.engine to vllm"
+            )
         self.model: PreTrainedModel = model.to(settings.device).eval()
         self.version = settings.version
         """Policy version of the weights in ``model``; while these are being updated, of the weights before."""
@@ -194,8 +199,8 @@ class TransformersEngine:
                 else:
                     self._decode()
                 await asyncio.sleep(0)
-        except (RuntimeError, ValueError, IndexError) as error:  # torch's errors: they fail every request
-            self._fail(EngineError(f"generation failed: {error}"))
+        except Exception as error:  # whatever a model raises fails every request; else they would wait for ever
+            self._fail(EngineError(f"generation failed: {one_line(error)}"))
 
     def _fail(self, error: EngineError) -> None:
         for session in self._sessions.values():
