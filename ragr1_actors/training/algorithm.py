@@ -226,7 +226,7 @@ class Algorithm:
         batch, num_stale = self._collector.next_batch(self.policy_version)
         sampled = time.perf_counter()
         if training.max_policy_lag:
-            self._collector.keep_busy()
+            self._collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self.policy_version)
         # learner, task sampler and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held():

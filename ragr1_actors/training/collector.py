@@ -50,10 +50,13 @@ class BatchCollector:
         self._fleet = fleet
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
 
-    def keep_busy(self) -> None:
-        """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows."""
+    def keep_busy(self, *, while_learning: bool = False) -> None:
+        """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows.
+
+        While the learner works on a batch, that is one less: one more would be too old by the time it is needed.
+        """
         training = self._config.training
-        wanted = training.train_batch_size * (1 + training.max_policy_lag)
+        wanted = training.train_batch_size * (training.max_policy_lag + (not while_learning))
         temperature = self._config.env_runners.temperature
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
             self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature))

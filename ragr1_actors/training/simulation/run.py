@@ -149,7 +149,7 @@ class Simulator:
         batch, num_stale = self.collector.next_batch(self._version)
         sampled_s = self._loop.time()
         if self._config.training.max_policy_lag:
-            self.collector.keep_busy()
+            self.collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self._version)
         on_batch(batch)
         num_trajectories = sum(group.request.num_trajectories for group in batch)
