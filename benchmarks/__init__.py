@@ -11,5 +11,6 @@ BENCHMARKS = {
     "learner": "benchmarks.learner.ratios",
     "retrieval": "benchmarks.retrieval.ratios",
     "rollout": "benchmarks.rollout.ratios",
+    "scale": "benchmarks.scale.ratios",
 }
 """By the name that ``ragr1 bench`` takes; imported only when asked for."""

@@ -173,7 +173,7 @@ def check_env(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="gpu, learner, retrieval or rollout")],
+    name: Annotated[str, typer.Argument(help="gpu, learner, retrieval, rollout or scale")],
     as_json: JsonLinesOption = False,
     only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this metric only.")] = None,
     repeats: Annotated[

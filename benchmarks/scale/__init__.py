@@ -1,0 +1,1 @@
+"""``ragr1 bench scale``."""
