@@ -21,6 +21,8 @@ from benchmarks.rollout import baselines, ceiling, fleet, paced, sides, workload
 from benchmarks.rollout import ratios as rollout
 from benchmarks.rollout.intervals import uncovered_s, union
 from benchmarks.rollout.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
+from benchmarks.scale import driver
+from benchmarks.scale import ratios as scale
 from envs.actions import STOP_TAGS
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.errors import UserError
@@ -255,6 +257,7 @@ def test_a_fleet_is_measured_until_its_load_runs_out(policy_dir: Path, monkeypat
 def test_every_metric_has_a_goal_or_says_that_it_has_none() -> None:
     assert set(rollout.GOALS) == set(rollout.UNITS) == set(rollout.METRICS)
     assert all(metric in (rollout.__doc__ or "") for metric in rollout.METRICS)
+    assert all(metric in (scale.__doc__ or "") for metric in scale.METRICS)
     with pytest.raises(UserError, match="got --only no_such, expected one of engine_parity, "):
         next(rollout.run(only="no_such"))
 
@@ -267,13 +270,26 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
+@pytest.mark.ray
+def test_the_traffic_of_a_fleet_goes_through_a_driver(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM_ACTORS": 1, "NUM_GROUPS": 8, "PER_RUNNER": 2, "NUM_RUNNERS": 8, "GROUP_SIZE": 2}.items():
+        monkeypatch.setattr(driver, name, value)
+    real = driver.RealTraffic(policy_dir, groups_per_s=16.0)
+    try:
+        found = real.measure(3)
+    finally:
+        real.close()
+    assert 4 < found.groups_per_s < 20  # 8 groups in flight, of half a second each
+    assert 0 < found.cpu_s_per_group < 1
+
+
 def test_bench_needs_a_checkout_and_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke("rollout") == (
         f"error: no benchmarks/ in {tmp_path}; run ragr1 bench in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
-    assert invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout"
+    assert invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout, scale"
 
 
 def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
