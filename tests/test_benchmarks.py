@@ -279,7 +279,7 @@ def test_the_traffic_of_a_fleet_goes_through_a_driver(policy_dir: Path, monkeypa
         found = real.measure(3)
     finally:
         real.close()
-    assert 4 < found.groups_per_s < 20  # 8 groups in flight, of half a second each
+    assert 0 < found.groups_per_s < 17  # at most 8 groups in flight, of half a second each
     assert 0 < found.cpu_s_per_group < 1
 
 
