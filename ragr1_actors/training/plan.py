@@ -12,13 +12,12 @@ Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retriev
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from errno import EISDIR
 from functools import cached_property
 from math import ceil
-from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +203,8 @@ def count_passages(config: RunConfig) -> int:
     if retrieval.corpus == "world":
         return len(make_world(config.environment.world_seed).passages)
     try:
-        if Path(retrieval.corpus).is_dir():
-            raise IsADirectoryError(EISDIR, strerror(EISDIR))
-        return ceil(Path(retrieval.corpus).stat().st_size / PASSAGE_BYTES)
+        with Path(retrieval.corpus).open("rb") as file:
+            return ceil(file.seek(0, os.SEEK_END) / PASSAGE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
