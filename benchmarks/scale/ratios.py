@@ -52,13 +52,13 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     """
     wanted = choose(only, METRICS)
     if "learner_wait" in wanted:
-        yield _measured("learner_wait", learner_wait(1 if quick else 8), "s")
+        yield _measured("learner_wait", learner_wait(1 if quick else 4), "s")
     if "driver_cores" in wanted:
         yield measure(
             "driver_cores", driver_cores(repeats or (1 if quick else 3), quick=quick), "cores", GOALS["driver_cores"]
         )
     if "simulate_1000" in wanted:
-        yield _measured("simulate_1000", simulate_1000(1 if quick else 4), "s")
+        yield _measured("simulate_1000", simulate_1000(1 if quick else 2), "s")
 
 
 def _measured(metric: str, sample: Sample, unit: str) -> Measurement:
