@@ -42,13 +42,17 @@ def never(folder: Path) -> None:
 
 
 GETS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from cluster.node_cache import NodeCache
 from cluster.storage import content_name, read_contents
 cache, source, log = NodeCache(Path(sys.argv[1]), int(sys.argv[4])), Path(sys.argv[2]), Path(sys.argv[3])
 files = read_contents(source)
+num_askers = int(sys.argv[5])
+log.with_name(f"asks_{os.getpid()}").touch()
 def fetch(folder):
+    while len(list(log.parent.glob("asks_*"))) < num_askers:
+        time.sleep(0.01)
     with log.open("a") as file:
         file.write("fetched\\n")
     half = (source / "weights").read_bytes()[:10]
@@ -59,13 +63,13 @@ def fetch(folder):
     (folder / "weights").write_bytes((source / "weights").read_bytes())
 found = cache.get(content_name(files), files, fetch)
 print((found / "weights").read_bytes() == (source / "weights").read_bytes(), flush=True)
-sys.stdin.readline() if len(sys.argv) > 5 else None
+sys.stdin.readline() if "stay" in sys.argv else None
 """
 
 
 def test_several_processes_ask_and_one_fetches(tmp_path: Path) -> None:
     Entry(tmp_path, "a")
-    arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE)
+    arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 4)
     processes = [start_python(*arguments) for _ in range(4)]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [output for output, _ in outputs] == ["True\n"] * 4, outputs
@@ -75,7 +79,7 @@ def test_several_processes_ask_and_one_fetches(tmp_path: Path) -> None:
 def test_a_fetch_that_is_killed_is_never_seen_and_the_next_one_fetches(tmp_path: Path) -> None:
     entry = Entry(tmp_path, "a")
     (tmp_path / "hang").touch()
-    arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE)
+    arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 1)
     process = start_python(*arguments)
     while not (tmp_path / "hangs").exists():
         assert process.poll() is None, process.communicate()
@@ -92,7 +96,7 @@ def test_what_was_used_least_recently_goes_but_nothing_that_a_process_uses(tmp_p
     directory, bound = tmp_path / "cache", 3 * SIZE + SIZE // 2
     users = {}
     for letter in "abc":
-        arguments = (GETS, directory, tmp_path / f"source_{letter}", tmp_path / "log", bound, "stay")
+        arguments = (GETS, directory, tmp_path / f"source_{letter}", tmp_path / "log", bound, 1, "stay")
         users[letter] = start_python(*arguments)
         assert users[letter].stdout is not None and users[letter].stdout.readline() == "True\n"
 
@@ -116,7 +120,7 @@ def test_what_was_used_least_recently_goes_but_nothing_that_a_process_uses(tmp_p
 def test_a_damaged_entry_is_found_by_its_hash_and_fetched_again(tmp_path: Path) -> None:
     entry = Entry(tmp_path, "a")
     directory = tmp_path / "cache"
-    process = start_python(GETS, directory, tmp_path / "source_a", tmp_path / "log", 10 * SIZE)
+    process = start_python(GETS, directory, tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 1)
     assert process.communicate(timeout=120)[0] == "True\n"
     (directory / entry.name / "weights").write_bytes(b"b" * SIZE)
     assert entry.get(NodeCache(directory, 10 * SIZE)) == b"a" * SIZE
