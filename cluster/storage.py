@@ -173,13 +173,9 @@ class Storage:
 
     def find(self, name: str) -> Artifact | None:
         """Return the folder of that name, such as ``checkpoints/step_10``; None if there is no whole one."""
-        content = self.read(f"{name}.json")
-        if content is None:
+        listing = self._read_as(_LISTING, f"{name}.json")
+        if listing is None:
             return None
-        try:
-            listing = _LISTING.validate_json(content)
-        except (ValidationError, DataError) as error:
-            raise DataError(f"{self.at(name)}.json is damaged ({one_line(error, 120)}); delete it") from error
         return Artifact(listing.files, self.at(name), storage=self, prefix=listing.folder)
 
     def put(self, folder: Path, name: str = "") -> Artifact:
@@ -205,10 +201,10 @@ class Storage:
         """
         files: list[FileContent] = []
         for part in parts:
-            content = self.read(f"{sink.prefix}/{part}{_PART_SUFFIX}")
-            if content is None:
-                raise UserError(f"{self.at(sink.prefix)} lacks the part of {part}; the checkpoints before are whole")
-            files += _FILES.validate_json(content)
+            delivered = self._read_as(_FILES, f"{sink.prefix}/{part}{_PART_SUFFIX}")
+            if delivered is None:
+                raise UserError(f"{self.at(sink.prefix)} lacks the part of {part}; what was stored before is whole")
+            files += delivered
         found = Artifact(tuple(sorted(files)), self.at(sink.name), storage=self, prefix=sink.prefix)
         self.link(sink.name, found)
         if before is not None:
@@ -224,6 +220,14 @@ class Storage:
         for file in files:
             self.upload(f"{prefix}/{file.name}", folder / file.name)
         self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
+
+    def _read_as(self, kind: TypeAdapter[T], name: str) -> T | None:
+        """Read an object of JSON; None if there is none, ``DataError`` if it is damaged."""
+        content = self.read(name)
+        try:
+            return None if content is None else kind.validate_json(content)
+        except (ValidationError, DataError) as error:
+            raise DataError(f"{self.at(name)} is damaged ({one_line(error, 120)}); delete it") from error
 
     # -- one call ------------------------------------------------------------------------------------------------------
 

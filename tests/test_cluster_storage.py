@@ -89,7 +89,7 @@ def test_a_folder_counts_once_its_listing_is_there(storage: Storage, tmp_path: P
             make_folder(folder, **{f"learner_{rank}": "new"})
     found = storage.find("checkpoints/step_0")
     assert found is not None and contents(hidden(found).fetch()) == {"weights": "old"}
-    with pytest.raises(UserError, match="lacks the part of driver; the checkpoints before are whole"):
+    with pytest.raises(UserError, match="lacks the part of driver; what was stored before is whole"):
         storage.finish(sink, ["rank 0", "rank 1", "driver"])
     storage.finish(sink, ["rank 0", "rank 1"], before=old)
     found = storage.find("checkpoints/step_0")
