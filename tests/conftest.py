@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import shutil
@@ -34,7 +35,9 @@ os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAGR1_CACHE": tempfile.mkdtemp(prefix="ragr1-cache-"),
 }
+atexit.register(shutil.rmtree, os.environ["RAGR1_CACHE"], ignore_errors=True)
 os.environ.pop("RAY_ADDRESS", None)
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     import triton_interpreter  # noqa: F401

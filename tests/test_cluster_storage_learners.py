@@ -1,0 +1,65 @@
+"""Learner ranks and a storage: each delivers its own part, a restart begins there, and a cut connection is one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from learners_common import assert_same_arrays, make_config, make_groups, make_policy
+from storage_world import SECRET, CutConnection, s3_server, s3_uri
+
+from cluster.storage import Storage, share
+from learners.learner_group import LearnerGroup
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.files import LEARNER_PREFIX, learner_files, rank_part
+from ragr1_actors.core.folders import part_of
+from ragr1_actors.core.schema import groups_to_record_batch
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture
+def connection() -> Iterator[CutConnection]:
+    with s3_server() as port:
+        yield CutConnection(port)
+
+
+def test_ranks_deliver_their_parts_and_restart_from_them(
+    ray_local: ModuleType, connection: CutConnection, tmp_path: Path
+) -> None:
+    storage = Storage(s3_uri(connection.port, "run"), retry_s=0)
+    policy = make_policy(tmp_path / "policy")
+    settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 2}
+    group = LearnerGroup(make_config(learners=settings))
+    group.build("grpo", share(policy, storage, "policy"))
+    policy.rename(tmp_path / "gone")  # as on a node that does not see it
+    group.update([groups_to_record_batch(make_groups(0))])
+    sink = storage.sink("checkpoints/step_1")
+    group.begin_save(sink)
+    group.update([groups_to_record_batch(make_groups(1))])
+    group.finish_save()
+    final = storage.finish(sink, [rank_part(0), rank_part(1)])
+    names = {file.name for file in final.files}
+    assert {*learner_files(2), "policy/config.json", "policy/model.safetensors"} <= names
+    group.saved(sink, part_of(final, LEARNER_PREFIX))
+
+    expected = group.get_state()
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
+    assert_same_arrays(group.get_state(), expected)
+    assert group.num_restarts == 1
+
+    cut = storage.sink("checkpoints/step_2")
+    connection.cut()
+    group.begin_save(cut)
+    with pytest.raises(
+        UserError, match=r"^cannot write s3://bucket/run/checkpoints/step_2-.*; look at the netw"
+    ) as error:
+        group.finish_save()
+    assert SECRET not in str(error.value)
+    assert group.is_stopped
+    connection.mend()
+    assert storage.find("checkpoints/step_1") is not None and storage.find("checkpoints/step_2") is None
