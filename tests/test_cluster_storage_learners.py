@@ -1,4 +1,4 @@
-"""Learner ranks and a storage: each delivers its own part, a restart begins there, and a cut connection is one sentence."""
+"""Learner ranks and a storage: each delivers its part, a restart begins there, a cut connection is one sentence."""
 
 from __future__ import annotations
 
