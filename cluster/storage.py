@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -419,23 +420,28 @@ class StorageSink:
 def share(folder: str | Path, storage: Storage | None = None, name: str = "") -> AnyFolder:
     """Return what any node is given for a folder of this one; see ``core.folders.Share``.
 
-    It is put on the storage, if there is one, as ``name``; else into Ray's object store, if Ray is connected and the
-    folder is small; else it stays a path, which other nodes must see. A name on a model hub is returned as it is.
+    It is put on the storage, if there is one, as ``name``; else into Ray's object store, if the folder is small and
+    there may be other nodes; else it stays a path, which they must see. A name on a model hub is returned as it is.
     """
     path = Path(folder)
     if not path.is_dir():
         return folder
     if storage is not None:
         return storage.put(path, name)
-    import ray
-
     names = _file_names(path)
-    if not ray.is_initialized() or sum((path / name).stat().st_size for name in names) > SMALL_BYTES:
+    if sum((path / name).stat().st_size for name in names) > SMALL_BYTES or not _may_have_other_nodes():
         return folder
     import numpy as np
+    import ray
 
     blobs = ray.put({name: np.fromfile(path / name, np.uint8) for name in names})
     return Artifact(read_contents(path), str(folder), path=str(path.absolute()), blobs=blobs)
+
+
+def _may_have_other_nodes() -> bool:
+    import ray
+
+    return ray.is_initialized() and (bool(os.environ.get("RAY_ADDRESS")) or len(ray.nodes()) > 1)
 
 
 def read_contents(folder: Path) -> tuple[FileContent, ...]:
