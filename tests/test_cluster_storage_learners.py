@@ -35,8 +35,9 @@ def test_ranks_deliver_their_parts_and_restart_from_them(
     policy = make_policy(tmp_path / "policy")
     settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 2}
     group = LearnerGroup(make_config(learners=settings))
-    group.build("grpo", share(policy, storage, "policy"))
+    shared = share(policy, storage, "policy")
     policy.rename(tmp_path / "gone")  # as on a node that does not see it
+    group.build("grpo", shared)
     group.update([groups_to_record_batch(make_groups(0))])
     sink = storage.sink("checkpoints/step_1")
     group.begin_save(sink)
