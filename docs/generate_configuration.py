@@ -45,8 +45,8 @@ A configuration has two levels, `section.key`. The names are the same in three p
 - in Python: `AlgorithmConfig.from_recipe("quickstart").training(lr=1e-6)`
 
 A value on the command line is read as YAML. Quote it for the shell if it holds spaces or brackets:
-`"retrieval.options={ef_search: 256}"`. An unknown key is an error that names the nearest known key. The resolved
-configuration, every key with its value, is stored as `config.yaml` in the run directory.
+`"retrieval.options={ef_search: 256}"`. An unknown key is an error that names a similar key, or all known
+ones. The resolved configuration, every key with its value, is stored as `config.yaml` in the run directory.
 """
 
 

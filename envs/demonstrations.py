@@ -163,7 +163,7 @@ def _answer(thought: str, answer: str) -> str:
 def evidence_demonstration(task: Task, max_queries: int, query_format: QueryFormat = "lines") -> list[str]:
     """Write a demonstration for a task of a file: search for its evidence, then give its answer.
 
-    The queries are the titles of the task's supporting passages if they are known, else the question itself.
+    The queries are ``task.supporting_ids``, which are titles here, if there are any, else the question itself.
     """
     names = [" ".join(name.split()) for name in task.supporting_ids or (task.question,)]
     rounds = _rounds(names, max_queries, query_format)

@@ -251,6 +251,8 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
     """
     fields = record.fields
     question = fields.get("question")
+    if "question" not in fields:
+        raise DataError(f"{record.where}: got the keys {', '.join(map(str, fields))}, expected a question")
     if not isinstance(question, str):
         raise DataError(f"{record.where}: got question {_shown(question)}, expected text")
     local_id = next((fields[key] for key in _ID_KEYS if key in fields), position)

@@ -90,3 +90,21 @@ def test_a_run_demonstrates_in_its_own_format(tmp_path: Path, tasks: str) -> Non
     queries = [query for turns in scripts for queries in asked(turns, "json", 3) for query in queries]
     assert queries
     assert not any(query.startswith("[") for query in queries)
+
+
+def test_the_queries_of_a_file_are_titles_of_the_evidence(tmp_path: Path) -> None:
+    passages = [{"id": f"c{n}", "title": f"The {name}", "text": "."} for n, name in enumerate(("lamp", "cup"))]
+    (tmp_path / "corpus.json").write_text(json.dumps(passages))
+    tasks = [{"question": f"q{n}", "answer": "Bo", "supporting_ids": ["c1", "unknown"]} for n in range(5)]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    config = (
+        AlgorithmConfig()
+        .environment(tasks=str(tmp_path / "tasks.json"))
+        .retrieval(corpus=str(tmp_path / "corpus.json"))
+        .sft(num_steps=1)
+        .evaluation(num_tasks=1)
+        .freeze()
+    )
+    workspace = prepare(config, tmp_path)
+    turns = workspace.demonstrate(workspace.train_tasks[0], random.Random(0))
+    assert [query for queries in asked(turns, "lines", 3) for query in queries] == ["The cup", "unknown"]

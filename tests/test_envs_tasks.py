@@ -175,7 +175,7 @@ GOOD = '{"question": "q?", "answer": "a"}'
         (f"[\n{GOOD},\n]", "line 3: not valid JSON"),
         (f"[\n{GOOD},", "line 2: not valid JSON"),
         (f"[\n{GOOD}\n", "line 3: not valid JSON"),
-        (f'[\n{GOOD},\n{{"answer": "a"}}]', "line 3: got question null"),
+        (f'[\n{GOOD},\n{{"answer": "a"}}]', "line 3: got the keys answer, expected a question"),
         ('{"question": "q?"}', "line 1: no answer; expected one of the keys golden_answers"),
         ('{"question": "q?", "answer": {"a": 1}}', 'line 1: got answer {"a": 1}'),
         ('{"question": "q?", "answer": true}', "line 1: got answer true"),

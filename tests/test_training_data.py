@@ -50,6 +50,7 @@ def test_a_start_with_another_policy_reads_neither_passages_nor_vectors(config: 
     changed = make_config(files).model_copy(
         update={
             "policy": config.policy.model_copy(update={"model": "org/name"}),
+            "sft": config.sft.model_copy(update={"num_steps": 0}),  # demonstrations need the titles of the evidence
             "environment": config.environment.model_copy(update={"tasks": str(files / "tasks.json")}),
         }
     )

@@ -224,7 +224,7 @@ def test_encoders() -> None:
     ("shm_bytes", "remedy"),
     [
         (2 * GIB, "it fits with env_runners.weight_transport=auto"),
-        (GIB // 16, "take a larger one (docker run --shm-size)"),
+        (GIB // 16, "take more /dev/shm (docker run --shm-size)"),
     ],
 )
 def test_too_little_shared_memory_is_one_sentence_before_the_run(

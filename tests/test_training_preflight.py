@@ -116,7 +116,7 @@ def test_something_of_the_wrong_kind_is_named(key: str, name: str, message: str)
 
 def test_evidence_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
     missing = str(tmp_path / "corpus.json")
-    assert refusal("retrieval.corpus", missing).endswith("expected world or a corpus file")
+    assert refusal("retrieval.corpus", missing).endswith("retrieval.index=FOLDER of an index that is built")
     config = AlgorithmConfig().retrieval(corpus=missing)
     check_names(config.freeze(), has_index=True)
     check_names(config.retrieval(type="replay").freeze())

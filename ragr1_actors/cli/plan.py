@@ -77,5 +77,6 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
     seconds = {"generation": times.generation_s, "search": times.search_s, "learning": times.learning_s}
     seconds["one batch of searches"] = times.batch_search_s
     for name, value in seconds.items():
-        table.add_row(f"{name}, s per iteration" if "batch" not in name else f"{name}, s", f"{value:,.2f}", "")
+        shown = f"{value:,.2f}" if value or "search" in name else "not estimated"
+        table.add_row(f"{name}, s per iteration" if "batch" not in name else f"{name}, s", shown, "")
     return table

@@ -18,7 +18,7 @@ from envs.tasks import load_tasks, overlap, without_overlap
 from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.sft import segment
-from ragr1_actors.core.config import EnvironmentSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.types import Task, TrajectoryGroup
@@ -74,8 +74,10 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     index_dir = prepare_index(config, run_dir)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
-    shown, demonstrate = train, _demonstrate(environment)
-    if config.sft.num_steps and config.sft.demonstrations not in (CORRECT, MIXTURE):
+    shown = train
+    if not config.sft.num_steps or config.sft.demonstrations in (CORRECT, MIXTURE):
+        demonstrate = _demonstrate(config, train, index_dir)
+    else:
         loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
         shown = without_overlap(loaded.tasks, held_out)
         if not shown:
@@ -88,11 +90,20 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
 
 
-def _demonstrate(environment: EnvironmentSettings) -> Demonstrate:
+def _demonstrate(config: RunConfig, tasks: Sequence[Task], index_dir: Path | None) -> Demonstrate:
+    """Return what writes scripted demonstrations; of a file's tasks, with the titles of their evidence as queries."""
+    environment = config.environment
     max_queries, query_format = environment.max_queries_per_turn, environment.query_format
     if environment.tasks == WORLD:
         return Demonstrator(make_world(environment.world_seed), max_queries, query_format).demonstrate
-    return lambda task, _: evidence_demonstration(task, max_queries, query_format)
+    ids = {name for task in tasks for name in task.supporting_ids}
+    titles = Corpus.open(index_dir).titles(ids) if config.sft.num_steps and ids and index_dir is not None else {}
+
+    def demonstrate(task: Task, _: random.Random) -> list[str]:
+        names = tuple(titles.get(name) or name for name in task.supporting_ids)
+        return evidence_demonstration(replace(task, supporting_ids=names), max_queries, query_format)
+
+    return demonstrate
 
 
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:

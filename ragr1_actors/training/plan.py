@@ -160,11 +160,12 @@ class Need:
     @property
     def problem(self) -> str:
         """What to say where it does not fit."""
-        larger = "take a larger one" + (" (docker run --shm-size)" if self.place == "/dev/shm" else "")
-        return (
-            f"{self.place}: {self.num_bytes / GIB:.1f} GiB of {self.available / GIB:.1f} GiB, less than "
-            f"{SPARE_SHARE:.0%} to spare; {self.remedy or larger}"
-        )
+        if not self.available:
+            return f"{self.place}: {self.num_bytes / GIB:.1f} GiB are needed, and there is none"
+        larger = f"take more {self.place}" + (" (docker run --shm-size)" if self.place == "/dev/shm" else "")
+        spare = "" if self.is_impossible else f", less than {SPARE_SHARE:.0%} to spare"
+        needed, available = self.num_bytes / GIB, self.available / GIB
+        return f"{self.place}: {needed:.1f} GiB of {available:.1f} GiB{spare}; {self.remedy or larger}"
 
 
 @dataclass(frozen=True)

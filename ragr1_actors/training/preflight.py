@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
         DataError: ``retrieval.index`` names a directory without an index.
     """
     check_sampler(config, has_index=has_index)
-    _check_learner(config.training)
+    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
         if file not in ("", "world"):
             _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
@@ -81,7 +83,8 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     elif needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
     elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
-        _check_file("retrieval.corpus", retrieval.corpus, "world or a corpus file")
+        expected = "world or a corpus file, or retrieval.index=FOLDER of an index that is built"
+        _check_file("retrieval.corpus", retrieval.corpus, expected)
 
 
 def check_classes(config: SamplerConfig) -> None:

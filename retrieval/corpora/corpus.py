@@ -121,6 +121,13 @@ class Corpus(Sequence[Passage]):
         wanted = pa.array(list(ids), pa.large_string())
         return set(self.ids.filter(pc.is_in(self.ids, value_set=wanted)).to_pylist())
 
+    def titles(self, ids: Iterable[str]) -> dict[str, str]:
+        """Return ``{id: title}`` of those of some ids that passages have, after one pass over all ids."""
+        wanted = pa.array(list(ids), pa.large_string())
+        rows = np.flatnonzero(pc.is_in(self.ids, value_set=wanted).to_numpy(zero_copy_only=False)).tolist()
+        found, titles, _ = self.fields(rows) if rows else ([], [], [])
+        return dict(zip(found, titles, strict=True))
+
     def fields(self, rows: Sequence[int]) -> list[list[str]]:
         """Return the ids, the titles and the texts of many rows, each in that order: three lists of ``len(rows)``."""
         if isinstance(rows, range) and rows.step == 1:
