@@ -9,11 +9,12 @@ Every key says what it means, its unit, and where its default comes from. "Searc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ragr1_actors.core.errors import ConfigError, first_problem, nearest
 
@@ -33,6 +34,21 @@ QueryFormat = Literal["lines", "comma", "json", "single"]
 ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
 """How passages are written inside ``<information>``; ``envs/observations.py`` shows each format."""
 LRSchedule = Literal["constant", "cosine"]
+
+_LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
+_LABEL_VALUE = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))", re.ASCII)
+
+
+def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
+    """Refuse what Ray's ``label_selector`` does not take."""
+    for key, value in label_selector.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(f"{key}: {value} is no label and value such as role: runner, '!runner' or 'in(a, b)'")
+    return label_selector
+
+
+LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
 class Section(BaseModel):
@@ -121,7 +137,11 @@ class EnvRunnerSettings(Section):
     num_cpus_per_env_runner: float = Field(1, ge=0)
     """CPUs that Ray reserves per env runner. Default: RLlib."""
     num_gpus_per_env_runner: float = Field(0, ge=0)
-    """GPUs that Ray reserves per env runner; a fraction shares a GPU. Default: RLlib."""
+    """GPUs that Ray reserves per env runner, on one node: as many as vLLM's ``tensor_parallel_size`` times its
+    ``pipeline_parallel_size``; a fraction shares a GPU. Default: RLlib."""
+    label_selector: LabelSelector = {}
+    """Nodes that env runners may run on, by Ray's node labels: ``{ragr1: runner}``, ``{gpu: "in(a100, h100)"}``; ``!``
+    before a value negates it. ``{}`` (default): any node."""
     engine: str = "transformers"
     """Inference engine: ``transformers`` (any CPU), ``vllm``, or a class ``my_module:MyEngine``."""
     engine_options: dict[str, Any] = {}
@@ -177,6 +197,8 @@ class RetrievalSettings(Section):
     """CPUs that Ray reserves per encoder actor."""
     num_gpus_per_encoder: float = Field(0, ge=0)
     """GPUs that Ray reserves per encoder actor."""
+    label_selector: LabelSelector = {}
+    """Nodes that retriever and encoder actors may run on, as ``env_runners.label_selector``."""
     cache_size: int = Field(16384, ge=0)
     """Queries whose results each searching process keeps; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
@@ -259,6 +281,11 @@ class LearnerSettings(Section):
     """CPUs that Ray reserves per learner rank. Default: RLlib."""
     num_gpus_per_learner: float = Field(0, ge=0, le=1)
     """GPUs that Ray reserves per learner rank; at most 1. Default: RLlib."""
+    placement: Literal["pack", "spread"] = "pack"
+    """``pack`` (default) puts the ranks on as few nodes as possible, on one if it has room, so that gradients travel
+    within a machine; ``spread`` puts them on as many as possible. Names: Ray's placement strategies."""
+    label_selector: LabelSelector = {}
+    """Nodes that learner ranks may run on, as ``env_runners.label_selector``."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights."""
     micro_batch_tokens: int = Field(16384, ge=32)

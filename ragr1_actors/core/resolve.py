@@ -123,6 +123,7 @@ def _check_settings(config: RunConfig) -> None:
         )
     _check_offload(config)
     check_transport(config)
+    _check_gpus(config)
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -150,6 +151,29 @@ def _check_offload(config: RunConfig) -> None:
     has_reference = training.kl_coeff > 0 or training.algorithm in ("dpo", "ipo")
     if "reference" in learners.offload and is_known and not has_reference:
         raise ConfigError("learners.offload: got reference with training.kl_coeff=0, which needs none; take it out")
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Refuse numbers of GPUs that Ray, or an engine over several, cannot have."""
+    runners, retrieval = config.env_runners, config.retrieval
+    asked = {
+        "env_runners.num_gpus_per_env_runner": runners.num_gpus_per_env_runner,
+        "retrieval.num_gpus_per_retriever": retrieval.num_gpus_per_retriever,
+        "retrieval.num_gpus_per_encoder": retrieval.num_gpus_per_encoder,
+    }
+    for key, num_gpus in asked.items():
+        if num_gpus > 1 and num_gpus % 1:
+            raise ConfigError(f"{key}: got {num_gpus:g}, expected a part of one GPU, such as 0.5, or a whole number")
+    sizes = [runners.engine_options.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline")]
+    if not all(isinstance(size, int) for size in sizes):
+        return  # the engine refuses it
+    num_devices = math.prod(sizes)
+    if num_devices > 1 and 0 < runners.num_gpus_per_env_runner < num_devices:
+        raise ConfigError(
+            f"env_runners.num_gpus_per_env_runner: got {runners.num_gpus_per_env_runner:g} with "
+            f"tensor_parallel_size={sizes[0]} and pipeline_parallel_size={sizes[1]} in env_runners.engine_options, "
+            f"expected {num_devices}: an engine's GPUs are those of its runner"
+        )
 
 
 def read_yaml_file(path: Path, instead: str) -> Any:

@@ -98,6 +98,8 @@ def _against_ipc(config: RunConfig) -> str:
         return f"{parts}, expected a part of a GPU on both sides, or 0 on both"
     if sum(gpus) > 1 + 1e-9:
         return f"{parts}, expected at most 1 together: they share a GPU"
+    if runners.label_selector != learners.label_selector:
+        return "other nodes in env_runners.label_selector than in learners.label_selector, expected the same"
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (size := runners.engine_options.get(name, 1)) != 1:
             return f"engine_options.{name}={size}, expected 1: the engine has one GPU"

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
-from cluster.session import ActorOptions, anywhere
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from cluster.session import ActorOptions, anywhere, ray_session
-from ragr1_actors.core.config import LearnerSettings, SamplerConfig
+from cluster.placement import ActorOptions, labelled, wait_for_room
+from cluster.placement_plan import PlacementPlan, actor_demands
+from cluster.session import ray_session
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
-from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
@@ -43,13 +43,14 @@ class Sampler:
         config: SamplerConfig,
         policy: AnyFolder,
         index_dir: Path | None,
-        actor_options: ActorOptions = anywhere,
+        runner_options: ActorOptions | None = None,
         share: Share = in_place,
     ) -> None:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 
-        ``index_dir`` is None if ``retrieval.type`` needs no index. ``actor_options`` returns the Ray options of the env
-        runner with an index, such as its place. ``share`` returns what actors get for the folders of retrieval.
+        ``index_dir`` is None if ``retrieval.type`` needs no index. ``runner_options`` returns where an env runner is;
+        by default on any node with the labels of ``env_runners.label_selector``. ``share`` returns what actors get for
+        the folders of retrieval.
 
         Raises:
             UserError: the index or a setting cannot be used.
@@ -60,6 +61,7 @@ class Sampler:
         self._retrievers = RetrieverGroup(index_dir, config.retrieval, share)
         try:
             retriever = self._retrievers.retriever()
+            actor_options = runner_options or labelled(config.env_runners.label_selector)
             self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=actor_options)
         except BaseException:
             self._retrievers.stop()
@@ -173,26 +175,27 @@ class Sampler:
         self._retrievers.stop()
 
 
-def session_for(config: SamplerConfig, learners: LearnerSettings | None = None) -> AbstractContextManager[object]:
-    """Return a Ray session with room for every actor; a context that does nothing if all work is in the driver.
+@contextmanager
+def session_for(
+    config: SamplerConfig,
+    show: Callable[[PlacementPlan], None] = lambda plan: None,
+    say: Callable[[str], None] = logger.warning,
+) -> Iterator[None]:
+    """Be in a Ray session with room for every actor; does nothing if all work is in the driver.
 
-    ``learners`` is None if nothing is learned.
+    Args:
+        config: a ``RunConfig`` if there are learners, too.
+        show: called with the plan of what goes where.
+        say: called with one sentence if the cluster has to grow first.
+
+    Raises:
+        UserError: the actors cannot all have a place; the message has what is missing.
+        FleetError: the cluster did not grow in time.
     """
-    runners, retrieval = config.env_runners, config.retrieval
-    learners = learners or LearnerSettings(num_learners=0)
-    num_index_actors = retrieval.num_retrievers * retrieval.num_shards if needs_index(retrieval.type) else 0
-    num_encoders = retrieval.num_encoders if num_index_actors else 0
-    num_cpus = (
-        runners.num_env_runners * runners.num_cpus_per_env_runner
-        + num_index_actors * retrieval.num_cpus_per_retriever
-        + num_encoders * retrieval.num_cpus_per_encoder
-        + learners.num_learners * learners.num_cpus_per_learner
-    )
-    num_gpus = num_index_actors * retrieval.num_gpus_per_retriever + num_encoders * retrieval.num_gpus_per_encoder
-    if choose_transport(config) == "ipc":  # a runner and a learner share a bundle of one whole GPU
-        num_gpus += learners.num_learners * math.ceil(learners.num_gpus_per_learner)
-    else:
-        num_gpus += runners.num_env_runners * runners.num_gpus_per_env_runner
-        num_gpus += learners.num_learners * learners.num_gpus_per_learner
-    num_actors = runners.num_env_runners + num_index_actors + learners.num_learners
-    return ray_session(num_cpus, num_gpus) if num_actors else nullcontext()
+    demands = actor_demands(config, has_index=needs_index(config.retrieval.type))
+    if not demands:
+        yield
+        return
+    with ray_session(sum(demand.count * demand.num_cpus for demand in demands)):
+        wait_for_room(demands, show, say)
+        yield

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
-from cluster.session import Placement
+from cluster.placement import Placement
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
@@ -123,8 +123,8 @@ class Algorithm:
         if workspace.index_dir is not None and config.retrieval.num_retrievers:
             place.share(workspace.index_dir, INDEX)
         placement = Placement(config)
-        sampler = Sampler(config, policy, workspace.index_dir, placement.options, place.share)
-        learners = LearnerGroup(config, placement.options)
+        sampler = Sampler(config, policy, workspace.index_dir, placement.runner_options, place.share)
+        learners = LearnerGroup(config, placement.learner_options)
         algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
         try:
             if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts

@@ -16,8 +16,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from safetensors import SafetensorError
 
+from cluster.placement_plan import PlacementPlan
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
@@ -84,7 +86,7 @@ class TrainingRun:
         with (
             PeakMemory() as memory,
             InterruptGuard() as guard,
-            session_for(self._config, self._config.learners),
+            session_for(self._config, self._show_placement, self._console.print),
             closing(MetricsLogger(self._run_dir)) as logger,
         ):
             guard.take_over()  # Ray has installed its own handlers
@@ -114,6 +116,12 @@ class TrainingRun:
         )
         write_report(self._run_dir, report)
         return report
+
+    def _show_placement(self, plan: PlacementPlan) -> None:
+        table = Table("actors", "number", "each", "nodes", box=None, pad_edge=False)
+        for row in plan.rows:
+            table.add_row(row.demand.role, str(row.demand.count), row.demand.each, row.where)
+        self._console.print(table, highlight=False)
 
     def _restore(self, algorithm: Algorithm) -> None:
         store = self._place.checkpoints()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class ActorFleet:
         *,
         num_cpus: float = 0.0,
         num_gpus: float = 0.0,
+        label_selector: Mapping[str, str] | None = None,
     ) -> None:
         """Hold no member yet.
 
@@ -62,13 +63,19 @@ class ActorFleet:
             actor_class: of every actor.
             arguments: of the actors of a member, one tuple for each.
             num_cpus: of one actor, as ``num_gpus``.
+            label_selector: the nodes on which actors may run, by their labels.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
         """The names of all actors begin with it."""
         # Ray restarts the actors without limit, but no call: the client retries, on another replica.
-        with_options = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_task_retries=0)
-        self._actor_class: Any = with_options(actor_class)
+        self._actor_class: Any = ray.remote(actor_class).options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            label_selector=dict(label_selector or {}),
+            max_restarts=-1,
+            max_task_retries=0,
+        )
         self._arguments = arguments
         self._members: list[dict[str, ActorHandle[Any]]] = []
         self._num_started = 0
@@ -314,7 +321,14 @@ def _start_retrievers(shared: _Shared, settings: RetrievalSettings, manifest: Ma
             encodes=manifest.is_dense and not settings.num_encoders,
         )
         arguments.append((made,))
-    fleet = ActorFleet("retriever", RetrieverActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
+    fleet = ActorFleet(
+        "retriever",
+        RetrieverActor,
+        arguments,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        label_selector=settings.label_selector,
+    )
     fleet.scale_to(settings.num_retrievers)
     return fleet
 
@@ -323,7 +337,8 @@ def _start_encoders(shared: _Shared, settings: RetrievalSettings) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
     arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
-    fleet = ActorFleet("encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus)
+    labels = settings.label_selector
+    fleet = ActorFleet("encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, label_selector=labels)
     fleet.scale_to(settings.num_encoders)
     return fleet
 

@@ -1,0 +1,173 @@
+"""Where a run's actors are: room for all of them before the first starts, and bundles for learner ranks.
+
+::
+
+    wait_for_room ──► the plan of placement_plan.py over the cluster's nodes
+                      no room: a group of bundles is asked for, and Ray's autoscaler starts nodes or says that it cannot
+
+    Placement:   bundle 0: one GPU (or none)     learner rank 0, and env runner 0 where they share devices
+                 bundle 1: one GPU               learner rank 1; an actor that restarts returns to its bundle
+
+Learner ranks are packed or spread by ``learners.placement``. A bundle of a Ray placement group lies on one node, so a
+runner and a rank in it can share memory, with GPUs or without. Other actors come and go; labels say where they may run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement_plan import Demand, Node, PlacementPlan, learner_demand, plan
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import FleetError, UserError
+from ragr1_actors.core.weight_transport import choose_transport
+
+START_TIMEOUT_S = 600.0
+"""Until the cluster has grown and every bundle has its place."""
+_POLL_S = 0.5
+_REPLY_TIMEOUT_S = 10.0
+
+ActorOptions = Callable[[int], Mapping[str, Any]]
+"""Given an actor's index, returns the Ray options that say where it runs."""
+
+
+def anywhere(index: int) -> Mapping[str, Any]:
+    """``ActorOptions`` without a constraint."""
+    return {}
+
+
+def labelled(label_selector: Mapping[str, str]) -> ActorOptions:
+    """Return the ``ActorOptions`` of actors that may run on any node with these labels."""
+    return lambda index: {"label_selector": dict(label_selector)}
+
+
+class Placement:
+    """The bundles of the learner ranks, until ``remove`` or the end of the driver."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Reserve the bundles; one rank that shares no device needs none.
+
+        Raises:
+            FleetError: the cluster has no room within ``START_TIMEOUT_S``.
+        """
+        self._config = config
+        self._shares_devices = choose_transport(config) == "ipc"
+        self._group: PlacementGroup | None = None
+        demand = learner_demand(config)
+        if not self._shares_devices and demand.count < 2:
+            return
+        self._group = _reserve([demand], demand.strategy.upper())
+        try:
+            ray.get(self._group.ready(), timeout=START_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            self.remove()
+            raise FleetError(
+                f"no room for {demand.count} {demand.role}, each {demand.each}, in {START_TIMEOUT_S:g} s; start fewer, "
+                "or add nodes to the cluster"
+            ) from error
+
+    def learner_options(self, rank: int) -> Mapping[str, Any]:
+        """``ActorOptions`` of learner ranks."""
+        if self._group is None:
+            return labelled(self._config.learners.label_selector)(rank)
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank)}
+
+    def runner_options(self, index: int) -> Mapping[str, Any]:
+        """``ActorOptions`` of env runners."""
+        if self._shares_devices:
+            return self.learner_options(index)
+        return labelled(self._config.env_runners.label_selector)(index)
+
+    def remove(self) -> None:
+        """Release the bundles. Ray ends the actors that still run there."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], None], say: Callable[[str], None]) -> None:
+    """Return once the cluster has room for all these actors at the same time.
+
+    Args:
+        demands: of ``actor_demands``.
+        show: called once with the plan on the nodes that there are.
+        say: called with one sentence if the cluster has to grow, or other jobs have to end, first.
+
+    Raises:
+        UserError: the cluster cannot grow enough; the message has what is missing.
+        FleetError: it has not grown within ``START_TIMEOUT_S``.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    status = _cluster_status()
+    found = plan(demands, _nodes(status, free=True))
+    show(found)
+    if not found.missing:
+        return
+    with _room(demands) as group:
+        is_said = False
+        while not ray.wait([group.ready()], timeout=_POLL_S)[0]:
+            status = _cluster_status()
+            at_most = plan(demands, _nodes(status, free=False))
+            if at_most.missing and not _may_grow(status, group):
+                raise UserError(
+                    f"the cluster has no room and cannot grow enough: {at_most.missing}; start fewer, ask for less, or "
+                    "add nodes"
+                )
+            if time.monotonic() > deadline:
+                raise FleetError(f"no room on the cluster in {START_TIMEOUT_S:g} s: {found.missing}")
+            if not is_said:
+                cause = "the cluster grows" if at_most.missing else "other jobs on the cluster end"
+                say(f"waiting until {cause}: {found.missing}")
+                is_said = True
+
+
+@contextmanager
+def _room(demands: Sequence[Demand]) -> Iterator[PlacementGroup]:
+    """Ask for room for all actors at once, for a while; the actors take it afterwards."""
+    group = _reserve(demands, "PACK")
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _reserve(demands: Sequence[Demand], strategy: str) -> PlacementGroup:
+    wanted = [demand for demand in demands for _ in range(demand.count)]
+    selectors = [dict(demand.label_selector) for demand in wanted]
+    return placement_group([demand.bundle for demand in wanted], strategy, bundle_label_selector=selectors)
+
+
+def _cluster_status() -> GetClusterStatusReply:
+    """Return the nodes, and what the autoscaler answered to the demands that it saw last.
+
+    ``ray.autoscaler.v2.sdk.get_cluster_status`` reads the same and drops the demands that cannot be met.
+    """
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    reply = GetClusterStatusReply()
+    reply.ParseFromString(client.get_cluster_status(timeout_s=_REPLY_TIMEOUT_S))
+    return reply
+
+
+def _nodes(status: GetClusterStatusReply, *, free: bool) -> list[Node]:
+    """Return the nodes that are up: what is free of them, or all that they have."""
+    found = []
+    for state in status.cluster_resource_state.node_states:
+        if state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING):
+            has = state.available_resources if free else state.total_resources
+            name = f"{state.node_ip_address} ({state.node_id.hex()[:6]})"
+            found.append(Node(name, has.get("CPU", 0.0), has.get("GPU", 0.0), dict(state.labels)))
+    return found
+
+
+def _may_grow(status: GetClusterStatusReply, group: PlacementGroup) -> bool:
+    """Whether an autoscaler (v2) is there that has not answered that the group cannot be met."""
+    answer = status.autoscaling_state
+    refused = [request.details for request in answer.infeasible_gang_resource_requests]
+    return bool(answer.autoscaler_state_version) and not any(group.id.hex() in details for details in refused)
