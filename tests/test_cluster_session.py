@@ -15,15 +15,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import sys
 import psutil
-from cluster.session import ray_session
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.resolve import resolve
+from ragr1_actors.rollout.sampler import session_for
+num_cpus, num_gpus = map(float, sys.argv[1:])
+runners = {"num_cpus_per_env_runner": num_cpus, "num_gpus_per_env_runner": num_gpus}
+config = resolve({"env_runners": runners, "retrieval": {"num_retrievers": 0}, "learners": {"num_learners": 0}})
 try:
-    with ray_session(num_cpus=float(sys.argv[1]), num_gpus=float(sys.argv[2])):
+    with session_for(config, lambda plan: print("plan", [(row.demand.role, row.num_missing) for row in plan.rows])):
         import ray
         print("cpus", ray.cluster_resources()["CPU"])
         available = min(psutil.virtual_memory().available, psutil.disk_usage("/dev/shm").free)
         assert ray.cluster_resources()["object_store_memory"] > available / 8, "sized from the host"
-        assert ray.get(ray.remote(num_cpus=float(sys.argv[1]))(lambda: "ran").remote(), timeout=60) == "ran"
+        assert ray.get(ray.remote(num_cpus=num_cpus)(lambda: "ran").remote(), timeout=60) == "ran"
 except UserError as error:
     print("refused:", error)
 assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
@@ -65,13 +69,17 @@ def run(num_cpus: float, num_gpus: float) -> str:
 @pytest.mark.ray
 def test_actors_may_share_the_cores_of_a_small_machine() -> None:
     wanted = (os.cpu_count() or 1) + 5
-    assert f"cpus {float(wanted)}" in run(wanted - 0.5, 0)
+    printed = run(wanted - 0.5, 0)
+    assert f"cpus {float(wanted)}" in printed
+    assert "plan [('env runners', 0)]" in printed
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_gpus_that_are_not_there_are_named() -> None:
-    assert "refused: the actors ask for 4096 GPUs, this machine has" in run(1, 4096)
+    printed = run(1, 4096)
+    assert "refused: the cluster has no room and cannot grow enough: 1 of 1 env runners find no place: each" in printed
+    assert "needs 1 CPU, 4096 GPUs on one node, and of such nodes" in printed
 
 
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from small_world import SHORT, make_files
 from small_world import make_config as make_run_config
 from test_rollout_weight_sync import apply_to_the_first, make_sync, read
 
-from cluster.session import Placement
+from cluster.placement import Placement
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
@@ -61,8 +61,8 @@ class Setup:
 
     def __init__(self, config: RunConfig, policy_dir: Path) -> None:
         self.placement = Placement(config)
-        self.learners = LearnerGroup(config, self.placement.options)
-        self.fleet = EnvRunnerGroup(config, policy_dir, OnePassage(), actor_options=self.placement.options)
+        self.learners = LearnerGroup(config, self.placement.learner_options)
+        self.fleet = EnvRunnerGroup(config, policy_dir, OnePassage(), actor_options=self.placement.runner_options)
         self.transport = make_sync(self.learners, self.fleet, transport="ipc")
         self.learners.build("grpo", policy_dir)
         self.fleet.wait_until_ready()
@@ -274,8 +274,8 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
     placement = Placement(make_config(learners_on, num_gpus_per_env_runner=0.4))
     engine = {"engine": "benchmarks.rollout.fleet:PacedEngine", "weight_transport": "object_store"}
     config = make_config(learners_on, num_gpus_per_env_runner=0.4, **engine)
-    learners = LearnerGroup(config, placement.options)
-    fleet = EnvRunnerGroup(config, tmp_path, OnePassage(), actor_options=placement.options)
+    learners = LearnerGroup(config, placement.learner_options)
+    fleet = EnvRunnerGroup(config, tmp_path, OnePassage(), actor_options=placement.runner_options)
     try:
         fleet.wait_until_ready()
         learners.build(f"{__name__}:NoDevice", tmp_path)
@@ -306,11 +306,11 @@ def places(fleet: EnvRunnerGroup, learners: LearnerGroup) -> list[Any]:
 
 @pytest.mark.ray
 def test_a_placement_without_room_is_refused(by_value: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.session.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("cluster.placement.START_TIMEOUT_S", 1.0)
     config = make_config(
         {"num_gpus_per_learner": 0.5, "num_learners": 3}, num_gpus_per_env_runner=0.5, num_env_runners=3
     )
-    with pytest.raises(FleetError, match=r"no room for 3 pairs of an env runner and a learner, each .*'GPU': 1.0"):
+    with pytest.raises(FleetError, match=r"no room for 3 pairs of an env runner and a learner rank, each .*, 1 GPU in"):
         Placement(config)
 
 
