@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cluster.metrics import count, observe
 from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
@@ -200,8 +202,14 @@ class EnvRunnerActor:
 
     async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""
+        started = time.monotonic()
         group = await _or_exit(self._runner.sample_group(request))
-        return summarize(group), groups_to_record_batch([group])
+        observe("group_seconds", time.monotonic() - started)
+        summary = summarize(group)
+        count("trajectories", len(summary.rewards), failed="false")
+        count("trajectories", summary.num_failed, failed="true")
+        count("tokens", sum(trajectory.num_model_tokens for trajectory in group.trajectories))
+        return summary, groups_to_record_batch([group])
 
     async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Load the engine after a restart, with the newest weights."""

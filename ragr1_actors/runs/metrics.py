@@ -15,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,14 @@ class _Row(BaseModel):
 class MetricsLogger:
     """Appends to ``metrics.jsonl`` and ``tensorboard/`` of one run directory."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``."""
+    def __init__(self, run_dir: Path, export: Callable[[Mapping[str, float]], None] = lambda metrics: None) -> None:
+        """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``.
+
+        ``export`` gets the metrics of every line, too.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
+        self._export = export
         self._path = run_dir / METRICS_FILE
         if self._path.is_file():
             self._rewrite(read_metrics(run_dir))  # drops a last line that a crash cut off
@@ -66,6 +70,7 @@ class MetricsLogger:
         self._file.write(_line({"stage": stage, "iteration": iteration, **values}))
         self._file.flush()
         self._events[stage].write(iteration, values)
+        self._export(values)
 
     def close(self) -> None:
         """Close every file, even if writing the last bytes of one fails; may be called twice."""

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cluster.metrics import observe
 from cluster.rpc import RpcAddress, RpcServer, encode
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
@@ -94,6 +95,9 @@ class ActorLoad:
 class RpcActor(RpcServer):
     """An actor whose methods clients call over ZeroMQ, or by Ray where they cannot connect."""
 
+    fleet = "retriever"
+    """Its fleet in Prometheus: the label of ``batch_seconds`` and ``batch_queries``."""
+
     def __init__(self) -> None:
         """Start the thread that loads and answers; no client can connect before ``open``."""
         super().__init__()
@@ -133,9 +137,12 @@ class RpcActor(RpcServer):
     def _run_batch(self, method: Callable[..., Any], queries: list[str], *arguments: Any) -> Any:
         started = time.monotonic()
         found = method(queries, *arguments)
+        took_s = time.monotonic() - started
         self._num_queries += len(queries)
         self._num_batches += 1
-        self._busy_s += time.monotonic() - started
+        self._busy_s += took_s
+        observe("batch_seconds", took_s, fleet=self.fleet)
+        observe("batch_queries", len(queries), fleet=self.fleet)
         return found
 
 
@@ -194,6 +201,8 @@ class RetrieverActor(RpcActor):
 
 class EncoderActor(RpcActor):
     """Holds the encoder of an index, without the index."""
+
+    fleet = "encoder"
 
     def __init__(self, settings: ActorSettings) -> None:
         """Load the encoder and encode once.

@@ -27,6 +27,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from cluster.metrics import count, observe
 from cluster.rpc import RpcClient, decode, last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Passage
@@ -77,6 +78,7 @@ class RetrieverClient:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
+        self._counted = self._pool.load()
         self._next_look = time.monotonic() + REFRESH_S
         self._looking: asyncio.Task[None] | None = None
         self._id = uuid.uuid4().hex
@@ -95,7 +97,10 @@ class RetrieverClient:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + REFRESH_S
             self._looking = asyncio.create_task(self._look())  # the reference keeps it alive
-        return await self._pool.search(queries, k)
+        started = time.monotonic()
+        found = await self._pool.search(queries, k)
+        observe("search_seconds", time.monotonic() - started)
+        return found
 
     async def wait_for_room(self) -> None:
         """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
@@ -111,9 +116,14 @@ class RetrieverClient:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
             if found:
                 self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
+        load = self._pool.load()
+        count("queries", load.queries - self._counted.queries)
+        count("cached_queries", load.cached - self._counted.cached)
+        count("failed_attempts", load.failed_attempts - self._counted.failed_attempts)
+        self._counted = load
         first = min(self._replicas)  # one actor keeps all reports of this client
         with contextlib.suppress(RetrievalError):
-            await self._replicas[first].report(self._id, self._pool.load())
+            await self._replicas[first].report(self._id, load)
 
     def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
         """Group shard actors ``<member>.<shard>`` by member; drop members that are not complete."""
