@@ -35,7 +35,8 @@ ray.init(
 )
 config = resolve(read_yaml_file(Path(recipe), ""))
 create_run_directory(config, run_dir)
-TrainingRun(config, run_dir, Console(quiet=True)).execute()
+with (run_dir / "console.txt").open("w") as printed:
+    TrainingRun(config, run_dir, Console(file=printed, width=200)).execute()
 deadline = time.monotonic() + 60
 while True:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
@@ -140,6 +141,10 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     for sample in samples:
         values[sample.name] = values.get(sample.name, 0.0) + sample.value
     assert [name for name in wanted if not any(found.startswith(name) for found in values)] == []
+    printed = (tmp_path / "run" / "console.txt").read_text()
+    table = [re.split("  +", line.strip()) for line in printed.splitlines()[:5]]
+    assert table[0] == ["actors", "number", "each", "nodes"]
+    assert {row[0] for row in table[1:]} == {"learner ranks", "env runners", "retrievers", "encoders"}
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
     assert line["stage"] == "rl"
     exported = {s.name: s.value for s in samples if s.labels.get("run") == "run"}
