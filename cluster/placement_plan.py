@@ -51,8 +51,9 @@ class Demand:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for one actor. Ray accepts no bundle without a resource."""
-        return {"CPU": max(0.001, self.num_cpus)} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+        """What Ray reserves for one actor. Ray accepts no bundle without a resource: a byte is the least."""
+        resources = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return {name: number for name, number in resources.items() if number} or {"memory": 1.0}
 
     @property
     def each(self) -> str:

@@ -72,8 +72,9 @@ def test_a_runner_and_a_rank_that_share_a_gpu_are_one_bundle_with_the_whole_gpu(
 
 
 def test_a_bundle_is_never_empty() -> None:
-    assert Demand("env runners", 1, 0).bundle == {"CPU": 0.001}
     assert Demand("env runners", 1, 2, 0.5).bundle == {"CPU": 2, "GPU": 0.5}
+    assert Demand("env runners", 1, 0, 1).bundle == {"GPU": 1}
+    assert Demand("env runners", 1, 0).bundle == {"memory": 1}, "no CPU is taken from others"
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
