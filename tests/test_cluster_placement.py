@@ -10,57 +10,49 @@ from typing import Any
 import pytest
 from cluster_world import autoscaled_cluster
 from processes import run_python
+from small_world import make_files
 
 from cluster.placement_plan import Demand
-from ragr1_actors.core.resolve import resolve
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STATIC = """
 import json, sys
+from pathlib import Path
 import ray
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
-from cluster.placement import Placement, labelled, wait_for_room
-from cluster.placement_plan import Demand, actor_demands
+from cluster.placement import Placement, wait_for_room
+from cluster.placement_plan import actor_demands
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.resolve import resolve
-from retrieval.fleet.group import ActorFleet
+from ragr1_actors.rollout.sampler import Sampler
 
-class Where:
+class Rank:
     def node(self):
-        return ray.get_runtime_context().get_node_labels()["name"]
+        return ray.get_runtime_context().get_node_id()
 
-nodes, sections, directory = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
-cluster = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": directory, "include_dashboard": False})
+nodes, sections, temp_dir, files = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+cluster = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": temp_dir, "include_dashboard": False})
+names = {}
 for number, (num_cpus, num_gpus, labels) in enumerate(nodes):
-    labels = {**labels, "name": f"n{number}"}
-    cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, labels=labels, object_store_memory=80_000_000)
+    node = cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, labels=labels, object_store_memory=80_000_000)
+    names[node.node_id] = f"n{number}"
 ray.init(address=cluster.address, log_to_driver=False)
 config = resolve(sections)
-shown = []
 try:
-    wait_for_room(actor_demands(config, has_index=True), shown.append, print)
+    wait_for_room(actor_demands(config, has_index=True), lambda plan: print("SHOWN"), print)
     placement = Placement(config)
-    where = lambda options: ray.remote(Where).options(**options).remote()
-    actors = {
-        "learners": [
-            where({"num_gpus": config.learners.num_gpus_per_learner, **placement.learner_options(rank)})
-            for rank in range(config.learners.num_learners)
-        ],
-        "runners": [
-            where({"num_gpus": config.env_runners.num_gpus_per_env_runner, **placement.runner_options(index)})
-            for index in range(config.env_runners.num_env_runners)
-        ],
-        "retrievers": [
-            where({"num_cpus": 1, **labelled(config.retrieval.label_selector)(number)})
-            for number in range(config.retrieval.num_retrievers)
-        ],
-    }
-    found = {name: ray.get([actor.node.remote() for actor in group], timeout=120) for name, group in actors.items()}
+    options = [placement.learner_options(rank) for rank in range(config.learners.num_learners)]
+    gpus = config.learners.num_gpus_per_learner
+    ranks = [ray.remote(Rank).options(num_gpus=gpus, **where).remote() for where in options]
+    found = {"Rank": [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=120)]}
+    with Sampler(config, files / "policy", files / "index", placement.runner_options):
+        for actor in actors().values():
+            if actor["State"] == "ALIVE" and actor["ActorClassName"] != "Rank":
+                found.setdefault(actor["ActorClassName"], []).append(names[actor["Address"]["NodeID"]])
     print("RESULT", json.dumps(found))
 except UserError as error:
     print("REFUSED", error)
-print("SHOWN", len(shown))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -84,9 +76,21 @@ print("AFTER", time.monotonic() - started)
 """
 
 
-def on_nodes(directory: str, nodes: list[tuple[int, int, dict[str, str]]], **sections: dict[str, Any]) -> str:
-    resolve(sections)
-    return run_python(STATIC, json.dumps(nodes), json.dumps(sections), directory)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ragr1_actors.training.tiny_policy import make_tiny_policy
+
+    directory = make_files(tmp_path_factory.mktemp("files"))
+    sizes = {"vocab_size": 400, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    make_tiny_policy(directory / "policy", [" Riga is a city"], seed=0, **sizes)
+    return directory
+
+
+def on_nodes(
+    files: Path, temp_dir: str, nodes: list[tuple[int, int, dict[str, str]]], **sections: dict[str, Any]
+) -> str:
+    sections["env_runners"] = {"engine": "benchmarks.fleet:PacedEngine", **sections["env_runners"]}
+    return run_python(STATIC, json.dumps(nodes), json.dumps(sections), temp_dir, files)
 
 
 def result(printed: str) -> dict[str, list[str]]:
@@ -94,44 +98,41 @@ def result(printed: str) -> dict[str, list[str]]:
     return found
 
 
-def test_labels_and_bundles_place_a_run(ray_temp_dir: str) -> None:
-    """Two ranks of one GPU packed on one node, engines over two GPUs on another, retrievers where there is no GPU."""
+def test_labels_and_bundles_place_a_run(files: Path, ray_temp_dir: str) -> None:
+    """Two ranks packed on one node, runners with two GPUs on others, retrievers and encoders where the labels are."""
     nodes = [
         (2, 2, {"ragr1": "learner"}),
         (2, 2, {"ragr1": "learner"}),
         (2, 2, {"ragr1": "runner"}),
         (2, 2, {"ragr1": "runner"}),
-        (2, 0, {"ragr1": "retriever"}),
+        (3, 0, {"ragr1": "retriever"}),
     ]
-    learners: dict[str, Any] = {"num_learners": 2, "num_gpus_per_learner": 1, "label_selector": {"ragr1": "learner"}}
-    rest: dict[str, Any] = {
-        "env_runners": {
-            "num_env_runners": 2,
-            "num_gpus_per_env_runner": 2,
-            "engine": "vllm",
-            "engine_options": {"tensor_parallel_size": 2},
-            "label_selector": {"ragr1": "runner"},
-        },
-        "retrieval": {"num_retrievers": 2, "label_selector": {"ragr1": "!in(learner, runner)"}},
-    }
-    printed = on_nodes(ray_temp_dir, nodes, learners=learners, **rest)
+    printed = on_nodes(
+        files,
+        ray_temp_dir,
+        nodes,
+        learners={"num_learners": 2, "num_gpus_per_learner": 1, "label_selector": {"ragr1": "learner"}},
+        env_runners={"num_env_runners": 2, "num_gpus_per_env_runner": 2, "label_selector": {"ragr1": "runner"}},
+        retrieval={"num_retrievers": 2, "num_encoders": 1, "label_selector": {"ragr1": "!in(learner, runner)"}},
+    )
     found = result(printed)
-    assert found["learners"] in (["n0", "n0"], ["n1", "n1"])
-    assert sorted(found["runners"]) == ["n2", "n3"]
-    assert found["retrievers"] == ["n4", "n4"]
-    assert "SHOWN 1" in printed
+    assert found["Rank"] in (["n0", "n0"], ["n1", "n1"])
+    assert sorted(found["EnvRunnerActor"]) == ["n2", "n3"]
+    assert found["RetrieverActor"] == ["n4", "n4"] and found["EncoderActor"] == ["n4"]
+    assert printed.count("SHOWN") == 1
 
 
-def test_ranks_are_spread(ray_temp_dir: str) -> None:
-    nodes = [(4, 2, {}), (4, 2, {})]
+def test_ranks_are_spread(files: Path, ray_temp_dir: str) -> None:
     learners = {"num_learners": 2, "num_gpus_per_learner": 1, "placement": "spread"}
-    found = result(on_nodes(ray_temp_dir, nodes, learners=learners, env_runners={"num_cpus_per_env_runner": 0}))
-    assert Counter(found["learners"]) == {"n0": 1, "n1": 1}
+    nodes: list[tuple[int, int, dict[str, str]]] = [(4, 2, {}), (4, 2, {})]
+    found = result(on_nodes(files, ray_temp_dir, nodes, learners=learners, env_runners={"num_env_runners": 1}))
+    assert Counter(found["Rank"]) == {"n0": 1, "n1": 1}
 
 
-def test_what_a_cluster_of_fixed_nodes_lacks_is_said_at_once(ray_temp_dir: str) -> None:
+def test_what_a_cluster_of_fixed_nodes_lacks_is_said_at_once(files: Path, ray_temp_dir: str) -> None:
     runners = {"num_env_runners": 2, "num_gpus_per_env_runner": 2, "engine_options": {"tensor_parallel_size": 2}}
-    printed = on_nodes(ray_temp_dir, [(4, 1, {}), (4, 1, {})], env_runners=runners, learners={"num_learners": 0})
+    nodes: list[tuple[int, int, dict[str, str]]] = [(4, 1, {}), (4, 1, {})]
+    printed = on_nodes(files, ray_temp_dir, nodes, env_runners=runners, learners={"num_learners": 0})
     assert "REFUSED the cluster has no room and cannot grow enough: 2 of 2 env runners find no place" in printed
     assert "each needs 1 CPU, 2 GPUs on one node, and of such nodes the one with most room" in printed
 
