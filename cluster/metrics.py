@@ -6,7 +6,7 @@
     actors   observe, count           ──► histograms of latency and batch size, counters of tokens and queries
 
 The driver's gauges are the lines of ``metrics.jsonl``, once per iteration. What moves within an iteration is recorded
-where it happens, once per batch, search or group and never per token: a record takes about 3 microseconds.
+where it happens, once per batch, search or group and never per token: a record takes up to 3 microseconds.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def autoscaled_cluster(node_types: Mapping[str, Mapping[str, Any]], max_workers:
     environment in which Ray finds the cluster: address and token.
     """
     directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
-    port = _free_port()
+    port = free_port()
     environment = {
         "RAY_ADDRESS": f"127.0.0.1:{port}",
         "RAY_AUTH_MODE": "token",
@@ -111,7 +111,8 @@ def _head_node_id() -> str:
     return FAKE_HEAD_NODE_ID
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_world import free_port
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from small_world import make_files, make_recipe
@@ -128,14 +128,11 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     config["retrieval"] |= {"num_encoders": 1, "num_cpus_per_encoder": 0}
     config["environment"]["eval_tasks"] = str(tmp_path / "eval_tasks.json")
     recipe.write_text(json.dumps(config))
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     never = {"failed_attempts"}  # nothing fails here
     wanted = [f"ray_ragr1_{name}" for name in RECORDED if name not in never]
     wanted += [name for panel in panels() for target in panel["targets"] for name in _NAME.findall(target["expr"])]
     wanted = sorted({name for name in wanted if "failed_attempts" not in name})
-    text = run_python(RUN, recipe, tmp_path / "run", port, ray_temp_dir, *wanted)
+    text = run_python(RUN, recipe, tmp_path / "run", free_port(), ray_temp_dir, *wanted)
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values: dict[str, float] = {}
     for sample in samples:

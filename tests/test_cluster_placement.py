@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_world import autoscaled_cluster
+from cluster_world import autoscaled_cluster, free_port
 from processes import run_python
 from small_world import make_files
 
@@ -17,22 +17,26 @@ from cluster.placement_plan import Demand
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STATIC = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+nodes, sections, temp_dir, files = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+os.environ["RAY_TMPDIR"] = temp_dir  # where Ray notes the address of this cluster
+os.makedirs(f"{temp_dir}/ray", exist_ok=True)
 import ray
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from cluster.placement import Placement, wait_for_room
 from cluster.placement_plan import actor_demands
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.resolve import resolve
 from ragr1_actors.rollout.sampler import Sampler
 
 class Rank:
     def node(self):
         return ray.get_runtime_context().get_node_id()
 
-nodes, sections, temp_dir, files = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-cluster = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": temp_dir, "include_dashboard": False})
+ports = {"gcs_server_port": int(sys.argv[5]), "dashboard_agent_listen_port": 0}
+cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False, **ports})
 names = {}
 for number, (num_cpus, num_gpus, labels) in enumerate(nodes):
     node = cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, labels=labels, object_store_memory=80_000_000)
@@ -90,7 +94,7 @@ def on_nodes(
     files: Path, temp_dir: str, nodes: list[tuple[int, int, dict[str, str]]], **sections: dict[str, Any]
 ) -> str:
     sections["env_runners"] = {"engine": "benchmarks.fleet:PacedEngine", **sections["env_runners"]}
-    return run_python(STATIC, json.dumps(nodes), json.dumps(sections), temp_dir, files)
+    return run_python(STATIC, json.dumps(nodes), json.dumps(sections), temp_dir, files, free_port())
 
 
 def result(printed: str) -> dict[str, list[str]]:
