@@ -93,7 +93,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_nodes(
     files: Path, temp_dir: str, nodes: list[tuple[int, int, dict[str, str]]], **sections: dict[str, Any]
 ) -> str:
-    sections["env_runners"] = {"engine": "benchmarks.fleet:PacedEngine", **sections["env_runners"]}
+    sections["env_runners"] = {"engine": "benchmarks.rollout.fleet:PacedEngine", **sections["env_runners"]}
     return run_python(STATIC, json.dumps(nodes), json.dumps(sections), temp_dir, files, free_port())
 
 
