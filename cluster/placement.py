@@ -31,7 +31,7 @@ from ragr1_actors.core.weight_transport import choose_transport
 
 START_TIMEOUT_S = 600.0
 """Until the cluster has grown and every bundle has its place."""
-_POLL_S = 1  # whole seconds: Ray waits
+_POLL_S = 0.5
 _REPLY_TIMEOUT_S = 10.0
 
 ActorOptions = Callable[[int], Mapping[str, Any]]
@@ -112,7 +112,8 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
         return
     with _room(demands) as group:
         is_said = False
-        while not group.wait(_POLL_S):
+        is_ready = group.ready()  # PlacementGroup.wait does not keep its timeout
+        while not ray.wait([is_ready], timeout=_POLL_S)[0]:
             status = _cluster_status()
             at_most = plan(demands, _nodes(status, free=False))
             if at_most.missing and not _may_grow(status, group):

@@ -76,7 +76,7 @@ def autoscaled_cluster(node_types: Mapping[str, Mapping[str, Any]], max_workers:
 
 def _autoscaling_config(port: int, node_types: Mapping[str, Mapping[str, Any]], max_workers: int) -> dict[str, Any]:
     types = {name: {"node_config": {}, "min_workers": 0, **node_type} for name, node_type in node_types.items()}
-    types["head"] = {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0}
+    types["ray.head.default"] = {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0}
     empty_lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
     empty_lists += ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands")
     return {
@@ -94,7 +94,7 @@ def _autoscaling_config(port: int, node_types: Mapping[str, Mapping[str, Any]], 
             "head_node_id": _head_node_id(),
         },
         "available_node_types": types,
-        "head_node_type": "head",
+        "head_node_type": "ray.head.default",
         "file_mounts": {},
         "file_mounts_sync_continuously": False,
         "auth": {},
