@@ -91,10 +91,10 @@ def test_the_dashboard_uses_only_keys_that_rays_own_dashboards_use() -> None:
     from ray.dashboard.modules.metrics.grafana_dashboard_factory import (
         generate_data_grafana_dashboard,
         generate_default_grafana_dashboard,
-        generate_serve_llm_grafana_dashboard,
+        generate_train_grafana_dashboard,
     )
 
-    makers = (generate_data_grafana_dashboard, generate_default_grafana_dashboard, generate_serve_llm_grafana_dashboard)
+    makers = (generate_data_grafana_dashboard, generate_default_grafana_dashboard, generate_train_grafana_dashboard)
     known = [json.loads(make()[0]) for make in makers]
     assert set(dashboard()) <= set().union(*known)
     all_panels = [inner for each in known for panel in each["panels"] for inner in (panel, *panel.get("panels", []))]
