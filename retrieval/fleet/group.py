@@ -69,13 +69,14 @@ class ActorFleet:
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
         """The names of all actors begin with it."""
         # Ray restarts the actors without limit, but no call: the client retries, on another replica.
-        self._actor_class: Any = ray.remote(actor_class).options(
+        with_options = ray.remote(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             label_selector=dict(label_selector or {}),
             max_restarts=-1,
             max_task_retries=0,
         )
+        self._actor_class: Any = with_options(actor_class)
         self._arguments = arguments
         self._members: list[dict[str, ActorHandle[Any]]] = []
         self._num_started = 0
