@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, as the next module is generated
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -142,7 +143,9 @@ def _room(demands: Sequence[Demand]) -> Iterator[PlacementGroup]:
 def _reserve(demands: Sequence[Demand], strategy: str) -> PlacementGroup:
     wanted = [demand for demand in demands for _ in range(demand.count)]
     selectors = [dict(demand.label_selector) for demand in wanted]
-    return placement_group([demand.bundle for demand in wanted], strategy, bundle_label_selector=selectors)
+    bundles = [demand.bundle for demand in wanted]
+    group: PlacementGroup = placement_group(bundles, strategy, bundle_label_selector=selectors)
+    return group
 
 
 def _cluster_status() -> GetClusterStatusReply:
@@ -150,7 +153,7 @@ def _cluster_status() -> GetClusterStatusReply:
 
     ``ray.autoscaler.v2.sdk.get_cluster_status`` reads the same and drops the demands that cannot be met.
     """
-    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
     reply = GetClusterStatusReply()
     reply.ParseFromString(client.get_cluster_status(timeout_s=_REPLY_TIMEOUT_S))
     return reply

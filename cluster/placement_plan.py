@@ -229,10 +229,10 @@ def _place(demand: Demand, rooms: Sequence[_Room]) -> Placed:
     for _ in range(demand.count):
         if demand.strategy == "spread":
             suitable.sort(key=lambda room: room.num_ranks)
-        room = next((room for room in suitable if room.take(demand)), None)
-        if room is None:
+        taken = next((room for room in suitable if room.take(demand)), None)
+        if taken is None:
             return Placed(demand, nodes, _reason(suitable))
-        nodes[room.node.name] += 1
+        nodes[taken.node.name] += 1
     return Placed(demand, nodes)
 
 
