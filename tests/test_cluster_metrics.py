@@ -86,6 +86,7 @@ def test_the_dashboard_has_grafanas_form() -> None:
         assert len(set(references)) == len(references) > 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves its template open
 def test_the_dashboard_uses_only_keys_that_rays_own_dashboards_use() -> None:
     """Ray provisions Grafana with a folder of dashboards, which reads this one beside its own."""
     from ray.dashboard.modules.metrics.grafana_dashboard_factory import (
