@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 PREFIX = "ragr1_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_REPEAT_S = 5.0
+"""Half of Ray's default report interval, ``metrics_report_interval_ms``."""
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
@@ -47,8 +50,6 @@ RECORDED = {
 }
 """By name, without ``ray_ragr1_``. Prometheus adds ``_bucket``, ``_sum`` and ``_count``, or ``_total``."""
 
-OnMetrics = Callable[[Mapping[str, float]], None]
-
 
 def observe(name: str, value: float, **tags: str) -> None:
     """Add a value to a histogram of ``RECORDED``."""
@@ -61,17 +62,38 @@ def count(name: str, number: float, **tags: str) -> None:
         _counter(name).inc(number, tags)
 
 
-def gauges(run: str) -> OnMetrics:
-    """Return what exports the newest metrics of a run, with the label ``run``; does nothing without Ray."""
-    if not ray.is_initialized():
-        return lambda metrics: None
+class GaugeExport:
+    """Exports the newest metrics of a run as gauges, with the label ``run``, until ``close``; does nothing without Ray.
 
-    def export(metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                _gauge(name).set(value, {"run": run})
+    Ray exports a gauge once after it was set, and forgets it after two report intervals. An iteration takes longer, so
+    a thread sets the gauges again and again.
+    """
 
-    return export
+    def __init__(self, run: str) -> None:
+        """Start the thread, in a process that is connected to Ray."""
+        self._run = run
+        self._newest: dict[str, float] = {}
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
+        if ray.is_initialized():
+            self._thread.start()
+
+    def __call__(self, metrics: Mapping[str, float]) -> None:
+        """Export these from now on; metrics of other names keep their values."""
+        self._newest = self._newest | {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def close(self) -> None:
+        """Set the gauges a last time and end the export."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _repeat(self) -> None:
+        is_closed = False
+        while not is_closed:
+            is_closed = self._is_closed.wait(_REPEAT_S)
+            for name, value in self._newest.items():
+                _gauge(name).set(value, {"run": self._run})
 
 
 def exported_name(metric: str) -> str:

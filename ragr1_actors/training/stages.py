@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors import SafetensorError
 
-from cluster.metrics import gauges
+from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
@@ -88,7 +88,8 @@ class TrainingRun:
             PeakMemory() as memory,
             InterruptGuard() as guard,
             session_for(self._config, self._show_placement, self._console.print),
-            closing(MetricsLogger(self._run_dir, gauges(self._run_dir.name))) as logger,
+            closing(GaugeExport(self._run_dir.name)) as export,
+            closing(MetricsLogger(self._run_dir, export)) as logger,
         ):
             guard.take_over()  # Ray has installed its own handlers
             with self._console.status("starting the fleets"):
