@@ -78,7 +78,8 @@ class RetrieverClient:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
-        self._counted = self._pool.load()
+        self._num_failed = 0
+        """Failed attempts that are counted in Prometheus."""
         self._next_look = time.monotonic() + REFRESH_S
         self._looking: asyncio.Task[None] | None = None
         self._id = uuid.uuid4().hex
@@ -100,6 +101,8 @@ class RetrieverClient:
         started = time.monotonic()
         found = await self._pool.search(queries, k)
         observe("search_seconds", time.monotonic() - started)
+        count("queries", len(queries))
+        count("cached_queries", sum(isinstance(hits, Hits) and hits.is_cached for hits in found))
         return found
 
     async def wait_for_room(self) -> None:
@@ -117,10 +120,8 @@ class RetrieverClient:
             if found:
                 self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
         load = self._pool.load()
-        count("queries", load.queries - self._counted.queries)
-        count("cached_queries", load.cached - self._counted.cached)
-        count("failed_attempts", load.failed_attempts - self._counted.failed_attempts)
-        self._counted = load
+        count("failed_attempts", load.failed_attempts - self._num_failed)
+        self._num_failed = load.failed_attempts
         first = min(self._replicas)  # one actor keeps all reports of this client
         with contextlib.suppress(RetrievalError):
             await self._replicas[first].report(self._id, load)
