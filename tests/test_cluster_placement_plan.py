@@ -118,6 +118,8 @@ def test_a_gpu_of_which_a_part_is_taken_is_not_a_whole_one() -> None:
 def test_parts_are_put_together_so_that_whole_gpus_stay_free() -> None:
     demands = [Demand("encoders", 2, 0, 0.5), Demand("env runners", 1, 0, 2)]
     assert not plan(demands, [Node("a", 1, 3)]).missing
+    demands = [Demand("encoders", 1, 0, 0.6), Demand("env runners", 2, 0, 0.5)]
+    assert not plan(demands, [Node("a", 1, 1.6)]).missing, "0.6 on the GPU of which 0.6 are free"
 
 
 def test_cpus_are_counted() -> None:
