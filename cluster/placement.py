@@ -14,6 +14,7 @@ runner and a rank in it can share memory, with GPUs or without. Other actors com
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +27,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement_plan import Demand, Node, PlacementPlan, learner_demand, plan
+from cluster.session import ray_session
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.weight_transport import choose_transport
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Until the cluster has grown and every bundle has its place."""
@@ -91,6 +95,21 @@ class Placement:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+@contextmanager
+def session_with_room(
+    demands: Sequence[Demand],
+    show: Callable[[PlacementPlan], None] = lambda plan: None,
+    say: Callable[[str], None] = logger.warning,
+) -> Iterator[None]:
+    """Be in a Ray session with room for all these actors; does nothing without any. Raises as ``wait_for_room``."""
+    if not demands:
+        yield
+        return
+    with ray_session(sum(demand.count * demand.num_cpus for demand in demands)):
+        wait_for_room(demands, show, say)
+        yield
 
 
 def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], None], say: Callable[[str], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +51,8 @@ def build(
     option: OptionsOption = None,
 ) -> None:
     """Index a corpus. After an interruption the same command continues where it stopped."""
-    from cluster.session import ray_session
+    from cluster.placement import session_with_room
+    from cluster.placement_plan import Demand
     from retrieval.build import build_index, building_dir, index_info
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
@@ -60,10 +60,11 @@ def build(
     if num_gpus is not None and device == "cpu":
         raise UserError(f"--gpus-per-actor: got {num_gpus:g} with --device cpu; add --device cuda, or leave it out")
     workers = Workers(num_actors, num_cpus, num_gpus, device)
-    total = {name: num_actors * number for name, number in workers.resources.items()}
+    each = workers.resources
+    actors = [Demand("encoding actors", num_actors, each["num_cpus"], each["num_gpus"])] if num_actors else []
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
     try:
-        with ray_session(**total) if num_actors else nullcontext():
+        with session_with_room(actors):
             build_index(
                 passages,
                 out,

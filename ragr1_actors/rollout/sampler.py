@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
-from cluster.placement import ActorOptions, labelled, wait_for_room
+from cluster.placement import ActorOptions, labelled, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands
-from cluster.session import ray_session
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
@@ -175,27 +174,13 @@ class Sampler:
         self._retrievers.stop()
 
 
-@contextmanager
 def session_for(
     config: SamplerConfig,
     show: Callable[[PlacementPlan], None] = lambda plan: None,
     say: Callable[[str], None] = logger.warning,
-) -> Iterator[None]:
-    """Be in a Ray session with room for every actor; does nothing if all work is in the driver.
+) -> AbstractContextManager[None]:
+    """Return a Ray session with room for every actor of a run; see ``session_with_room``.
 
-    Args:
-        config: a ``RunConfig`` if there are learners, too.
-        show: called with the plan of what goes where.
-        say: called with one sentence if the cluster has to grow first.
-
-    Raises:
-        UserError: the actors cannot all have a place; the message has what is missing.
-        FleetError: the cluster did not grow in time.
+    ``config`` is a ``RunConfig`` if there are learners, too.
     """
-    demands = actor_demands(config, has_index=needs_index(config.retrieval.type))
-    if not demands:
-        yield
-        return
-    with ray_session(sum(demand.count * demand.num_cpus for demand in demands)):
-        wait_for_room(demands, show, say)
-        yield
+    return session_with_room(actor_demands(config, has_index=needs_index(config.retrieval.type)), show, say)
