@@ -50,7 +50,7 @@ try:
     gpus = config.learners.num_gpus_per_learner
     ranks = [ray.remote(Rank).options(num_gpus=gpus, **where).remote() for where in options]
     found = {"Rank": [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=120)]}
-    with Sampler(config, files / "policy", files / "index", placement.runner_options):
+    with Sampler(config, str(files / "policy"), files / "index", placement.runner_options):
         for actor in actors().values():
             if actor["State"] == "ALIVE" and actor["ActorClassName"] != "Rank":
                 found.setdefault(actor["ActorClassName"], []).append(names[actor["Address"]["NodeID"]])
