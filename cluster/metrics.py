@@ -65,8 +65,8 @@ def count(name: str, number: float, **tags: str) -> None:
 class GaugeExport:
     """Exports the newest metrics of a run as gauges, with the label ``run``, until ``close``; does nothing without Ray.
 
-    Ray exports a gauge once after it was set, and forgets it after two report intervals. An iteration takes longer, so
-    a thread sets the gauges again and again.
+    Ray's agent forgets a gauge that was not reported for two intervals. An iteration may take longer, so a thread sets
+    the gauges again and again.
     """
 
     def __init__(self, run: str) -> None:

@@ -310,7 +310,9 @@ def test_a_placement_without_room_is_refused(by_value: ModuleType, monkeypatch: 
     config = make_config(
         {"num_gpus_per_learner": 0.5, "num_learners": 3}, num_gpus_per_env_runner=0.5, num_env_runners=3
     )
-    with pytest.raises(FleetError, match=r"no room for 3 pairs of an env runner and a learner rank, each .*, 1 GPU in"):
+    with pytest.raises(
+        FleetError, match=r"no room for 3 pairs of an env runner and a learner rank, each 1 CPU, 1 GPU, in 1 s"
+    ):
         Placement(config)
 
 
