@@ -194,7 +194,8 @@ class Learner(ABC):
         return shared_loading(learners.zero_stage, self.dtype, on_host=part in learners.offload)
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
-        return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing)
+        trusted = self.config.policy.trust_remote_code
+        return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing, trusted)
 
     # Learning
 

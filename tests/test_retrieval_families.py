@@ -345,7 +345,7 @@ def test_damaged_folders_are_refused_in_one_sentence(
 def test_code_of_a_models_repository_is_not_run(tmp_path: Path, write: Callable[..., Path]) -> None:
     code = {"AutoConfig": "new-impl--configuration.NewConfig", "AutoModel": "new-impl--modeling.NewModel"}
     folder = write(tmp_path / "gte-base-en-v1.5", model_type="new", auto_map=code)
-    with pytest.raises(DataError, match="needs code from its repository, which is never run here"):
+    with pytest.raises(DataError, match="brings Python code from its repository, which is never run here"):
         Encoder.load(folder)
 
 

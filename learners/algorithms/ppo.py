@@ -32,7 +32,8 @@ class PPOLearner(PolicyGradientLearner):
         """Load the policy, and the critic from the same folder."""
         super().build()
         with self.loading("params"):
-            critic = ValueModel(self.policy_dir, self.dtype, self.config.learners.gradient_checkpointing)
+            settings = self.config.learners.gradient_checkpointing, self.config.policy.trust_remote_code
+            critic = ValueModel(self.policy_dir, self.dtype, *settings)
         self.critic = self.make_engine(critic, critic.backbone, rests="critic" in self.config.learners.offload)
 
     @property

@@ -21,6 +21,7 @@ from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.model_code import check_code
 
 
 class TokenOutputs(NamedTuple):
@@ -34,11 +35,16 @@ class PolicyModel(nn.Module):
     """A causal language model that scores the MODEL tokens of a packed row."""
 
     def __init__(
-        self, policy_dir: Path, dtype: torch.dtype, temperature: float, gradient_checkpointing: bool = False
+        self,
+        policy_dir: Path,
+        dtype: torch.dtype,
+        temperature: float,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load a Hugging Face folder; logits are divided by ``temperature``, the sampling temperature."""
         super().__init__()
-        self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing)
+        self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code)
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
         self.temperature = temperature
 
@@ -52,10 +58,12 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """The backbone of the policy with a scalar head: the expected return before every MODEL token."""
 
-    def __init__(self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool) -> None:
+    def __init__(
+        self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool, trust_remote_code: bool
+    ) -> None:
         """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
-        self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing).get_decoder()
+        self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code).get_decoder()
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -67,18 +75,24 @@ class ValueModel(nn.Module):
         return values
 
 
-def load_causal_lm(policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Any:
+def load_causal_lm(
+    policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False
+) -> Any:
     """Load a Hugging Face folder with packed attention and without dropout.
 
     The tokens were sampled without dropout; with dropout the policy ratios would be noise.
 
     Raises:
-        ConfigError: the model changes its logits after the head, or takes no attention function.
+        ConfigError: the model changes its logits after the head, takes no attention function, or brings code that is
+            not trusted.
     """
+    check_code(policy_dir, trusted=trust_remote_code)
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:
-        model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        model = AutoModelForCausalLM.from_pretrained(
+            policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+        )
     except KeyError as error:  # the model looks attention up in another table
         if error.args != (PACKED_ATTENTION,):
             raise

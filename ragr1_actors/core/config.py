@@ -127,6 +127,9 @@ class PolicySettings(Section):
     """Attention heads of the ``tiny`` policy. The defaults of these four keys suit two CPU cores."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
+    trust_remote_code: bool = False
+    """Whether Python code in the policy's folder or repository (``auto_map``) is run, in every learner and engine; by
+    default such a policy is refused. Code of encoders and rerankers is never run."""
 
 
 class EnvRunnerSettings(Section):

@@ -89,7 +89,7 @@ class EnvRunner:
     def load(cls, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int = 0) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy``."""
         policy_dir = on_this_node(policy)
-        tokenizer = PolicyTokenizer(policy_dir)
+        tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
         engine_class = load_object(config.env_runners.engine, ENGINES)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published
@@ -249,6 +249,7 @@ def engine_settings(config: SamplerConfig, version: int) -> EngineSettings:
         device="cuda" if settings.num_gpus_per_env_runner else "cpu",
         version=version,
         sleeps=choose_transport(config) == "ipc",
+        trust_remote_code=config.policy.trust_remote_code,
         options=settings.engine_options,
     )
 

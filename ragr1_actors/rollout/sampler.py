@@ -144,7 +144,8 @@ class Sampler:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
-        tokenizer = PolicyTokenizer(on_this_node(self._policy))
+        trusted = self._config.policy.trust_remote_code
+        tokenizer = PolicyTokenizer(on_this_node(self._policy), trust_remote_code=trusted)
         engine = ScriptedEngine(turns, tokenizer.encode)
         runner = EnvRunner(self._config, tokenizer, self._retrievers.retriever(), engine)
 

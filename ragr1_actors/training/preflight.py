@@ -13,6 +13,7 @@ from envs.base import ENVS, REWARDS, TextEnv
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.model_code import check_code
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine
 from ragr1_actors.training.plan import count_passages, make_plan, this_machine
@@ -70,6 +71,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
     _check_policy(config.policy.model)
+    check_code(config.policy.model, trusted=config.policy.trust_remote_code)
     retrieval = config.retrieval
     run = str(retrieval.options.get("run", ""))
     if retrieval.type == "replay" and is_uri(run) and "@" in run:

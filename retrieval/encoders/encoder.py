@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.model_code import find_code
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder
@@ -106,6 +107,8 @@ class Encoder:
         name = str(name_or_path)
         weights_dtype = _weights_dtype(dtype, device)
         folder = _find(name)
+        if any(find_code(part) for part in (folder, *folder.glob("*/"))):
+            raise code_refused("encoder", name)
         plan = plan_encoder(folder, name)
         try:
             with _quiet():
@@ -115,10 +118,7 @@ class Encoder:
             raise
         except _LOAD_ERRORS as error:
             if "trust_remote_code" in str(error):
-                raise DataError(
-                    f"encoder {name!r} needs code from its repository, which is never run here; give a model of an "
-                    "architecture that transformers knows"
-                ) from error
+                raise code_refused("encoder", name) from error
             raise DataError(
                 f"encoder {name!r} cannot be loaded ({one_line(error)}); give a sentence-transformers model, or copy "
                 "this one again"
@@ -276,6 +276,14 @@ def _find(name: str) -> Path:
             "the network, or give a folder"
         ) from error
     return folder
+
+
+def code_refused(kind: str, name: str) -> DataError:
+    """Return the error of an encoder or a reranker, ``kind``, that brings Python code (``auto_map``)."""
+    return DataError(
+        f"{kind} {name!r} brings Python code from its repository, which is never run here; give a model of an "
+        "architecture that transformers knows"
+    )
 
 
 def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> SentenceTransformer:

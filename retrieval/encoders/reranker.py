@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ragr1_actors.core.errors import DataError, RetrievalError, one_line
+from ragr1_actors.core.model_code import find_code
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.encoders.encoder import batch_by_length, passage_text
+from retrieval.encoders.encoder import batch_by_length, code_refused, passage_text
 
 MAX_TOKENS = 512
 """Length of a query and a passage together; longer pairs are cut, the longer text first."""
@@ -54,17 +55,21 @@ class Reranker:
         name = str(name_or_path)
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
             raise DataError(f"no reranker folder {name}; give the folder of a cross-encoder or a hub name")
+        if find_code(Path(name)):
+            raise code_refused("reranker", name)
         dtype = torch.float32 if device == "cpu" else torch.float16
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             _check_kind(name, config)
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=dtype, output_loading_info=True
+                name, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         except DataError:
             raise
         except Exception as error:  # safetensors and tokenizers raise their own exceptions for a damaged file
+            if "trust_remote_code" in str(error):
+                raise code_refused("reranker", name) from error
             raise DataError(f"reranker {name!r} cannot be loaded ({one_line(error)}); give a cross-encoder") from error
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"]))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.model_code import check_code, code_refused
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
 WakeTag = Literal["weights", "kv_cache"]
@@ -35,6 +36,8 @@ class EngineSettings:
     """Policy version of the weights in the folder."""
     sleeps: bool = False
     """Whether the engine has to give its device's memory to a learner between two batches: see ``ColocatedEngine``."""
+    trust_remote_code: bool = False
+    """Whether code in the policy's folder may be run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
@@ -42,13 +45,20 @@ class EngineSettings:
 class PolicyTokenizer:
     """A Hugging Face tokenizer with the methods that a trajectory needs."""
 
-    def __init__(self, policy_dir: str | Path) -> None:
-        """Load the tokenizer and end-of-sequence ids of a folder or hub name; ``ConfigError`` if either is missing."""
+    def __init__(self, policy_dir: str | Path, *, trust_remote_code: bool = False) -> None:
+        """Load the tokenizer and end-of-sequence ids of a folder or hub name.
+
+        Raises:
+            ConfigError: either is missing, or code in the folder would have to be trusted.
+        """
         from transformers import AutoTokenizer, GenerationConfig  # here, or a recipe would wait for torch to be checked
 
+        check_code(policy_dir, trusted=trust_remote_code)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+            self._tokenizer = AutoTokenizer.from_pretrained(policy_dir, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise code_refused(policy_dir, "for its tokenizer") from error
             raise ConfigError(f"cannot load a tokenizer from {policy_dir}: {error}") from error
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer

@@ -49,7 +49,9 @@ class TransformersEngine:
             raise EngineError(f"the transformers engine has no options, got {', '.join(settings.options)}")
         logging.disable_progress_bar()
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=_DTYPES[settings.dtype])
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                policy_dir, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code
+            )
         except (OSError, ValueError) as error:
             raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
         if model._is_stateful:

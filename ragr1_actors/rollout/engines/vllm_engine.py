@@ -250,6 +250,7 @@ def _arguments(policy_dir: str | Path, settings: EngineSettings) -> dict[str, An
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": settings.dtype,
+        "trust_remote_code": settings.trust_remote_code,
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.max_rows,
         "enable_prefix_caching": True,
