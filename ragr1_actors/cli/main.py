@@ -27,6 +27,7 @@ from ragr1_actors.cli import (
     print_line,
     print_state,
     simulate,
+    submit,
 )
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 
@@ -60,29 +61,45 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --run-dir; only learners.key=value may be changed.")
     ] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Continue the run in --run-dir if it holds one, else start it there.")
+    ] = False,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
+    from cluster.submit import stop_warning
     from ragr1_actors.runs.places import INDEX, find_place
-    from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
+    from ragr1_actors.runs.run_directory import (
+        change_learners,
+        create_run_directory,
+        holds_run,
+        open_run_directory,
+        start_again,
+    )
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.preflight import check_names, check_room
 
-    if resume:
-        if run_dir is None:
-            raise UserError("--resume needs --run-dir, the directory that the run printed when it started")
-        place = find_place(run_dir)
+    if warning := stop_warning():
+        print_error(f"warning: {warning}", "yellow")
+    if (resume or auto_resume) and run_dir is None:
+        option = "--resume" if resume else "--auto-resume"
+        raise UserError(f"{option} needs --run-dir, the directory that the run printed when it started")
+    place = find_place(run_dir or _new_run_dir(recipe))
+    if resume or (auto_resume and holds_run(place)):
         config = open_run_directory(place)
         if (place.path / "report.json").exists():
             print_line(f"{place} is finished; see it with: ragr1 report {shlex.quote(str(place))}")
             return
-        config = change_learners(place, config, overrides or [])
+        if resume:
+            config = change_learners(place, config, overrides or [])
+        else:
+            asked = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+            config = start_again(place, config, asked)
         check_names(config, has_index=place.bring(INDEX).is_dir())
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
         for warning in check_room(config, Path.cwd()):
             print_error(f"warning: {warning}", "yellow")
-        place = find_place(run_dir or _new_run_dir(recipe))
         create_run_directory(config, place)
     name = shlex.quote(str(place))
     console.print(describe_start(recipe, config, str(place)))
@@ -120,7 +137,7 @@ def claims(
         raise typer.Exit(1)
 
 
-for command in (plan.plan, simulate.simulate, evaluate.evaluate, evaluate.ask, evaluate.select):
+for command in (plan.plan, simulate.simulate, submit.submit, evaluate.evaluate, evaluate.ask, evaluate.select):
     app.command()(command)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ragr1_actors.core.config import RunConfig, Section, read_lora
+from ragr1_actors.core.credentials import refuse_secrets
 from ragr1_actors.core.errors import ConfigError, nearest, one_line, shortened
 from ragr1_actors.core.weight_transport import check_transport
 
@@ -200,12 +201,13 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting."""
+    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting, secrets."""
     level: list[tuple[str, Any]] = [(name, value)]
     for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack
         below: dict[int, tuple[str, Any]] = {}  # by identity: YAML's aliases may repeat one list a billion times
         for where, item in level:
             _check_kind(where, item)
+            refuse_secrets(item, where)
             if isinstance(item, dict):
                 below |= {id(child): (f"{where}.{key}", child) for key, child in item.items()}
             elif isinstance(item, list | tuple):

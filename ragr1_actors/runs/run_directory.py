@@ -67,7 +67,7 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
     ``ConfigError`` on a key of another section and on ``learners.lora``, which checkpoints depend on.
     """
     for name in (assignment.partition("=")[0] for assignment in assignments):
-        if not name.startswith("learners.") or name == "learners.lora":
+        if not _may_change(name):
             raise ConfigError(
                 f"got {name}; a resumed run keeps its configuration, and takes only learners.key=value without lora: "
                 "leave it out, or start another run"
@@ -76,6 +76,42 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
     if changed != config:
         _write_config(changed, find_place(run_dir))
     return changed
+
+
+def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
+    """Return the configuration of a run that is started again by the same recipe and overrides: ``asked``.
+
+    ``ConfigError`` if they differ from the stored ones in more than what ``change_learners`` may change.
+    """
+    before = stored.model_dump()
+    changed = [
+        f"{section}.{key}"
+        for section, keys in asked.model_dump().items()
+        for key, value in keys.items()
+        if value != before[section][key]
+    ]
+    fixed = [name for name in changed if not _may_change(name)]
+    if fixed:
+        raise ConfigError(
+            f"{place} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
+            "started with, or another --run-dir"
+        )
+    if changed:
+        _write_config(asked, place)
+    return asked
+
+
+def _may_change(name: str) -> bool:
+    return name.startswith("learners.") and name != "learners.lora"  # checkpoints depend on adapters
+
+
+def holds_run(place: Place) -> bool:
+    """Return whether a run was started in a place; ``UserError`` if it cannot be reached."""
+    try:
+        place.load()
+        return (place.path / CONFIG_FILE).is_file()
+    except OSError:  # the path is too long, for example: making the directory says so
+        return False
 
 
 def open_run_directory(run_dir: Path | Place) -> RunConfig:

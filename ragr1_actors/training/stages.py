@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors import SafetensorError
 
@@ -28,6 +27,7 @@ from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
+from ragr1_actors.runs.progress import show_progress
 from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
@@ -169,7 +169,7 @@ class TrainingRun:
             self._evaluate(algorithm, logger, "start", time.monotonic())
         if config.sft.num_steps and not self._has_stage("sft"):
             started = time.monotonic()
-            with self._progress("SFT", config.sft.num_steps, algorithm.sft_step) as report:
+            with show_progress(self._console, "SFT", config.sft.num_steps, algorithm.sft_step) as report:
 
                 def on_step(step: int, metrics: dict[str, float]) -> None:
                     logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
@@ -192,7 +192,8 @@ class TrainingRun:
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
         was_idle = False
-        with self._progress("RL ", config.training.num_iterations, algorithm.iteration) as report:
+        total = config.training.num_iterations
+        with show_progress(self._console, "RL", total, algorithm.iteration) as report:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
@@ -233,19 +234,6 @@ class TrainingRun:
         logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
         self._stages.append(StageReport(name, result, time.monotonic() - started))
         return self._score(result)
-
-    @contextmanager
-    def _progress(self, title: str, total: int, done: int) -> Iterator[Any]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[status]}"),
-        )
-        with Progress(*columns, console=self._console) as progress:
-            bar = progress.add_task(title, total=total, completed=done, status="")
-            yield lambda step, status: progress.update(bar, completed=step, status=status)
 
     def describe_end(self, report: RunReport) -> None:
         """Print the table of results, and the paths of what was written."""

@@ -19,10 +19,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
@@ -42,11 +42,19 @@ STRICT = ConfigDict(extra="forbid")
 """For records read from an index directory: an unknown key is an error."""
 
 
+def _inside(name: str) -> str:
+    """Refuse a name that leads out of the directory: an index may come from somebody else."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or name in ("", "."):
+        raise ValueError("it leads out of the index directory")
+    return name
+
+
 @dataclass(frozen=True, config=STRICT)
 class FileRecord:
     """A file of the directory: ``FileRecord("shard-0000.faiss", 307200045, "9f2c...")``."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_inside)]
     """Relative to the index directory, with ``/``."""
     num_bytes: int
     fingerprint: str

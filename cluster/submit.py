@@ -1,0 +1,292 @@
+"""Jobs on a Ray cluster, over the HTTP address of its head (the dashboard): submit, follow, stop and list them.
+
+::
+
+    working directory ──size check──► upload ──► job on the cluster: python -m ragr1_actors train ...
+                                                   │ logs            ▲ SIGTERM: it writes a checkpoint and ends
+                                                   ▼                 │
+                                                 follow             stop
+
+The job runs in the uploaded copy of the working directory, and so does every actor: modules in it load everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragr1_actors.core.credentials import refuse_credentials
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
+
+if TYPE_CHECKING:  # importing Ray takes a second
+    from requests import Response
+
+PACKAGES = ("cluster", "envs", "learners", "ragr1_actors", "retrieval")
+"""Uploaded beside a working directory that is no checkout, so that the cluster needs only the dependencies."""
+ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 6.0
+"""Of a request that uploads nothing; both together are less than the 15 s in which an error has to be shown."""
+UPLOAD_TIMEOUT_S = 120.0
+LOST_AFTER_S = 60.0
+"""Time for a head that does not answer any more to come back while a job is followed."""
+STOP_WAIT_S = 600
+"""Between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
+_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+_STOPPED = 143
+"""Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
+_NUM_LARGEST = 3
+_ZIP_ENTRY_BYTES = 76
+"""Headers of a file in an archive, beside its name, which is there twice."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted to the cluster."""
+
+    job_id: str
+    """``raysubmit_4LamXRuQpYdSMg7J``"""
+    status: str
+    """``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``"""
+    command: str
+    started_s: float
+    """Unix time; 0 before the start."""
+    exit_status: int | None
+    """None while it runs."""
+    problem: str
+    """Why it ended before its command could run; "" if it did run."""
+
+
+@contextmanager
+def _prefer(address: str) -> Iterator[None]:
+    """Make Ray's client take its argument: it prefers its environment variables."""
+    before = os.environ.get(ADDRESS_VARIABLE)
+    os.environ[ADDRESS_VARIABLE] = address
+    try:
+        yield
+    finally:
+        del os.environ[ADDRESS_VARIABLE]
+        if before is not None:
+            os.environ[ADDRESS_VARIABLE] = before
+
+
+class JobClient:
+    """A connection to the head of a cluster. Every method raises ``UserError`` if the head does not answer."""
+
+    def __init__(self, address: str) -> None:
+        """Connect, and compare the versions of Ray and Python.
+
+        Args:
+            address: ``http://HOST:8265``, of the dashboard.
+
+        Raises:
+            UserError: nothing answers there within 15 s, it is no Ray cluster, it refuses the token or wants one, or it
+                has another version of Ray or Python.
+        """
+        check_address(address)
+        self._address = address.rstrip("/")
+        from ray.job_submission import JobSubmissionClient
+
+        for handler in logging.getLogger("ray").handlers:
+            handler.setLevel(logging.ERROR)  # Ray logs each file that it ignores
+
+        class Client(JobSubmissionClient):
+            """Ray's own has no timeouts."""
+
+            def _do_request(self, method: str, endpoint: str, **options: Any) -> Response:
+                answer_s = UPLOAD_TIMEOUT_S if method == "PUT" else ANSWER_TIMEOUT_S
+                return super()._do_request(method, endpoint, timeout=(CONNECT_TIMEOUT_S, answer_s), **options)
+
+        with self._explained(), _prefer(self._address):
+            self._client = Client(self._address)
+            self._check_versions()
+
+    def submit(self, working_dir: Path, arguments: Sequence[str]) -> str:
+        """Upload a working directory, start ``python -m ragr1_actors ARGUMENTS`` in it, and return the job's id.
+
+        Raises:
+            DataError: the directory is larger than what Ray uploads.
+        """
+        check_size(working_dir)
+        runtime_env: dict[str, Any] = {"working_dir": str(working_dir), "env_vars": {_STOP_WAIT: str(STOP_WAIT_S)}}
+        if not (working_dir / "ragr1_actors" / "__main__.py").is_file():
+            root = Path(__file__).resolve().parent.parent
+            runtime_env["py_modules"] = [str(root / name) for name in PACKAGES]
+        entrypoint = shlex.join(["python", "-m", "ragr1_actors", *arguments])
+        with self._explained():
+            return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env))
+
+    def follow(self, job_id: str, write: Callable[[str], None], start: int = 0) -> Job:
+        """Pass the job's log to ``write``, from the character ``start`` on, and return the job when it has ended.
+
+        A lost connection is opened again.
+        """
+        return asyncio.run(self._follow(job_id, write, start))
+
+    def job(self, job_id: str) -> Job:
+        """Return a job; ``UserError`` if there is none of this id."""
+        with self._explained(job_id):
+            return _job(self._client.get_job_info(job_id))
+
+    def jobs(self) -> list[Job]:
+        """Return all jobs of the cluster, the newest last."""
+        with self._explained():
+            found = [details for details in self._client.list_jobs() if details.submission_id]
+        return sorted(map(_job, found), key=lambda job: job.started_s)
+
+    def stop(self, job_id: str) -> bool:
+        """Ask a job to end, with SIGTERM; returns at once. False if it has ended already."""
+        with self._explained(job_id):
+            return bool(self._client.stop_job(job_id))
+
+    async def _follow(self, job_id: str, write: Callable[[str], None], num_shown: int) -> Job:
+        import aiohttp
+
+        await asyncio.to_thread(self.job, job_id)
+        answered = time.monotonic()
+        while True:
+            num_read = 0
+            try:
+                async for text in self._client.tail_job_logs(job_id):  # after a new connection, from the beginning
+                    write(text[max(0, num_shown - num_read) :])
+                    num_read += len(text)
+                    num_shown = max(num_shown, num_read)
+                    answered = time.monotonic()
+                job = await asyncio.to_thread(self.job, job_id)
+                answered = time.monotonic()
+                if job.exit_status is not None:
+                    return job
+            except (UserError, RuntimeError, aiohttp.ClientError) as error:  # RuntimeError: the connection is closed
+                if time.monotonic() - answered > LOST_AFTER_S:
+                    raise UserError(
+                        f"the log of job {job_id} cannot be read ({one_line(error)}); the job goes on: follow it with "
+                        f"ragr1 submit --logs {job_id} --address {self._address}"
+                    ) from error
+            await asyncio.sleep(1)
+
+    def _check_versions(self) -> None:
+        import ray
+
+        metadata = self._client._do_request("GET", "/api/v0/cluster_metadata").json()["data"]
+        theirs = f"Ray {metadata['rayVersion']} and Python {metadata['pythonVersion']}"
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        same_python = metadata["pythonVersion"].split(".")[:2] == python.split(".")
+        if metadata["rayVersion"] != ray.__version__ or not same_python:
+            raise UserError(
+                f"the cluster at {self._address} runs {theirs}, expected Ray {ray.__version__} and Python {python} as "
+                "on this machine; install the same versions on one of the two"
+            )
+
+    @contextmanager
+    def _explained(self, job_id: str = "") -> Iterator[None]:
+        """Turn what Ray's client raises into one sentence."""
+        import requests
+        from ray.exceptions import AuthenticationError
+
+        try:
+            yield
+        except AuthenticationError as error:
+            has_token = "invalid" in str(error)
+            problem = "refuses the token" if has_token else "asks for a token"
+            raise UserError(
+                f"the cluster at {self._address} {problem}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the "
+                "cluster's token or RAY_AUTH_TOKEN_PATH to a file with it"
+            ) from error
+        except requests.Timeout as error:
+            raise UserError(
+                f"the head at {self._address} does not answer in {ANSWER_TIMEOUT_S:g} s; check that it is up, or try "
+                "again"
+            ) from error
+        except (ConnectionError, requests.ConnectionError) as error:
+            raise UserError(
+                f"no Ray head answers at {self._address}; give the address of its dashboard with --address, such as "
+                "http://10.0.0.2:8265, and check that this machine reaches it"
+            ) from error
+        except (requests.RequestException, ValueError, KeyError) as error:
+            raise UserError(
+                f"what answers at {self._address} is no Ray dashboard ({one_line(error)}); give its address with "
+                "--address, such as http://10.0.0.2:8265"
+            ) from error
+        except RuntimeError as error:
+            if job_id and "404" in str(error):
+                raise UserError(
+                    f"the cluster at {self._address} has no job {job_id}; ragr1 submit --list shows the jobs"
+                ) from error
+            raise UserError(f"the cluster at {self._address} refused the request: {one_line(error)}") from error
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no ``http://HOST:PORT`` or ``https://``, or holds a password, with a ``ConfigError``."""
+    refuse_credentials(address, "--address")
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address: got {address!r}, expected the head's dashboard, such as http://10.0.0.2:8265")
+
+
+def check_size(working_dir: Path) -> int:
+    """Return the bytes that Ray would upload of a directory, without what ``.rayignore`` and ``.gitignore`` leave out.
+
+    Raises:
+        DataError: there is no such directory, or it is larger than what Ray uploads with a job.
+    """
+    from ray._private import ray_constants
+    from ray._private.runtime_env import packaging
+
+    if not working_dir.is_dir():
+        raise DataError(f"--working-dir: there is no directory {working_dir}; give the one with your modules")
+    root = working_dir.absolute()
+    sizes: Counter[str] = Counter()
+
+    def count(path: Path) -> None:
+        if path.is_file():
+            name = path.relative_to(root)
+            sizes[name.parts[0]] += path.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name))
+
+    excludes = [packaging._get_excludes(root, ray_constants.get_runtime_env_default_excludes())]
+    with_gitignore = os.environ.get(ray_constants.RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    packaging._dir_travel(root, excludes, count, with_gitignore)
+    limit = min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
+    if sizes.total() >= limit:
+        largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(_NUM_LARGEST))
+        raise DataError(
+            f"--working-dir: {working_dir} holds {_mib(sizes.total())}, and Ray uploads less than {_mib(limit)} with a "
+            f"job; name what the run does not need in a .rayignore file there, the largest entries are {largest}"
+        )
+    return sizes.total()
+
+
+def stop_warning() -> str:
+    """Return what a run says at its start if Ray would kill it seconds after ``ray job stop``; "" otherwise."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or _STOP_WAIT in os.environ:  # not started as a job
+        return ""
+    return (
+        f"ray job stop kills this run after 3 s, perhaps before its checkpoint is written; submit it with {_STOP_WAIT}="
+        f"{STOP_WAIT_S} in env_vars of the job's runtime environment, or by ragr1 submit"
+    )
+
+
+def _job(details: Any) -> Job:
+    status = str(details.status.value)
+    exit_status = {"SUCCEEDED": 0, "FAILED": details.driver_exit_code or 1, "STOPPED": _STOPPED}.get(status)
+    is_early = status == "FAILED" and details.driver_exit_code is None
+    return Job(
+        details.submission_id,
+        status,
+        details.entrypoint,
+        (details.start_time or 0) / 1000,
+        exit_status,
+        one_line(RuntimeError(details.message)) if is_early and details.message else "",
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
