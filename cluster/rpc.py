@@ -68,6 +68,10 @@ class RpcAddress(NamedTuple):
     client_secret_key: bytes
     """Key pair of the clients of this server, which they prove to it."""
 
+    def __repr__(self) -> str:
+        """Return host and port without the keys, which must not get into a log."""
+        return f"RpcAddress({self.host!r}, {self.port})"
+
 
 class RpcServer:
     """The actor's side. One thread receives, runs methods and answers, one call at a time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 
@@ -33,7 +35,7 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
             share a core.
 
     Raises:
-        UserError: the cluster does not answer or refuses the token.
+        UserError: the cluster does not answer, refuses the token or has other versions.
         FleetError: the local session did not start.
     """
     if ray.is_initialized():
@@ -52,6 +54,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
         if address:
             ray.init(address=address, **common)
         else:
+            _protect_token()
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
@@ -61,15 +64,36 @@ def _connect(address: str | None, num_cpus: float) -> None:
                 _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
                 **common,
             )
-    except ConnectionError as error:
+    except (ConnectionError, AuthenticationError) as error:
         raise UserError(
-            f"no Ray cluster answers at {address or 'this machine'}: {error}; if the cluster requires a token, set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            f"no Ray cluster answers at {address or 'this machine'}: {one_line(error)}; if the cluster requires a "
+            "token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         ) from error
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        raise UserError(f"{one_line(error)}; run with the versions of the cluster at {address}") from error
     except Exception as error:  # Ray raises a plain Exception if a process that it starts fails
         if type(error) is not Exception:
             raise
         raise FleetError(f"Ray did not start: {one_line(error)}; try again when this machine is less busy") from error
+
+
+def _protect_token() -> None:
+    """Let no other user read the token of a local session, which Ray writes to ``~/.ray`` with usual permissions.
+
+    Where that folder cannot be written, the token is in the environment of this session's processes only.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(
+        os.environ
+    ):
+        return
+    folder = Path.home() / ".ray"
+    try:
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o700)
+    except OSError:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _python_path() -> str:

@@ -348,6 +348,12 @@ async def test_a_client_that_does_not_read_delays_no_other(actor: Actor) -> None
             assert len((await asyncio.to_thread(lazy.recv_multipart))[1]) > 2**21
 
 
+def test_an_address_prints_without_its_keys(actor: Actor) -> None:
+    for text in (repr(actor.address), f"{actor.address}", repr([actor.address])):
+        assert str(actor.address.port) in text
+        assert not any(key.decode() in text for key in actor.address[2:])
+
+
 async def test_no_server_listens_there(actor: Actor) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import ray
 from processes import run_python
 
 from cluster.session import ray_session
-from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.errors import FleetError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -98,3 +100,47 @@ def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
     found = re.findall(r"failed after ([\d.]+)", run_python(KILL, tmp_path))  # Ray prints more
     assert len(found) == 4
     assert min(map(float, found)) < 0.8  # a busy machine delays some of them; a wait of 1 s would delay all
+
+
+LOCAL = """
+import os, sys
+from pathlib import Path
+if sys.argv[1] == "read-only":  # a home in which nothing can be made, for root too
+    Path.home().joinpath(".ray").write_text("not a folder")
+from cluster.session import ray_session
+with ray_session():
+    import ray
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    token = os.environ.get("RAY_AUTH_TOKEN") or Path.home().joinpath(".ray/auth_token").read_text()
+    print("token", is_token_auth_enabled(), len(token) >= 32, flush=True)
+    print("mode", oct(Path.home().joinpath(".ray").stat().st_mode)[-3:], flush=True)
+"""
+
+
+def without_token(home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return kept | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["writable", "read-only"])
+def test_a_local_session_asks_for_a_token_that_no_other_user_can_read(tmp_path: Path, home: str) -> None:
+    command = [sys.executable, "-c", LOCAL, home]
+    done = subprocess.run(command, env=without_token(tmp_path), capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "token True True" in done.stdout, done.stderr
+    assert home == "read-only" or "mode 700" in done.stdout
+
+
+def test_a_cluster_of_another_version_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.55.0\n")  # as Ray does
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    expected = (
+        r"^Version mismatch: The cluster was started with: Ray: 2\.55\.0; run with the versions of the cluster at "
+    )
+    with pytest.raises(UserError, match=expected), ray_session():
+        pass

@@ -1,0 +1,62 @@
+"""A Ray head with a dashboard, as a cluster has one: its ports, its folder and its processes are this test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from small_world import descendants, ended, wait_for
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """Return a port of loopback on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return an environment with this Python on the path, and without the project: it comes with the job."""
+    dropped = ("PYTHONPATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"} | more
+
+
+@contextmanager
+def running_head(temp_dir: str) -> Iterator[str]:
+    """Start a head that asks for the token of ``conftest.py``; yield the address of its dashboard.
+
+    ``temp_dir`` has a short path, as a Unix socket's path may have 107 characters.
+    """
+    dashboard = free_port()
+    command = [BIN / "ray", "start", "--head", "--block", f"--port={free_port()}", f"--temp-dir={temp_dir}"]
+    command += [f"--dashboard-port={dashboard}", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
+    command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
+    command += ["--num-cpus=6", "--object-store-memory=200000000", "--disable-usage-stats"]
+    output = Path(temp_dir, "head.txt")
+    with output.open("w") as written:
+        head = subprocess.Popen(
+            command, stdout=written, stderr=written, env=clean_environment(), cwd=temp_dir, start_new_session=True
+        )
+    try:
+        assert wait_for(lambda: "Ray runtime started" in output.read_text(), 300, head), output.read_text()
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        started = descendants(head.pid)
+        head.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(60)
+        for pid in {head.pid, *started}:
+            if not ended({pid}):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        head.wait(60)

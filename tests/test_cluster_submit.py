@@ -1,0 +1,244 @@
+"""``ragr1 submit`` and ``ray job submit`` against a real head that asks for a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_head import BIN, ROOT, clean_environment, running_head
+from small_world import make_files, make_recipe, wait_for
+
+from cluster.submit import STOP_WAIT_S, JobClient
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.report import read_report
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+NUM_ITERATIONS = 8
+MODULE = """
+import os, sys
+from pathlib import Path
+from envs.search import SearchEnv
+from learners.algorithms.grpo import GRPOLearner
+import ragr1_actors
+Path({marks!r}, str(os.getpid())).write_text("\\n".join([os.getcwd(), ragr1_actors.__file__]))
+class MyEnv(SearchEnv):
+    pass
+class MyLearner(GRPOLearner):
+    pass
+def reward(task, answer):
+    return float(answer in task.golden_answers)
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="rh", dir="/tmp")
+    try:
+        with running_head(directory) as found:
+            yield found
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks and index, which every node sees."""
+    return make_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, files: Path) -> Path:
+    """A user's folder: a recipe, and a module with an environment, a reward and a learner. No checkout."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (tmp_path / "marks").mkdir()
+    (folder / "my_project.py").write_text(MODULE.format(marks=str(tmp_path / "marks")))
+    recipe = make_recipe(folder / "recipe.yaml", files, num_iterations=NUM_ITERATIONS, algorithm="my_project:MyLearner")
+    settings = json.loads(recipe.read_text())
+    settings["environment"] |= {"env": "my_project:MyEnv", "reward": "my_project:reward"}
+    settings["checkpointing"]["interval"] = NUM_ITERATIONS  # only an interrupt writes one before the end
+    recipe.write_text(json.dumps(settings))
+    return folder
+
+
+def submit(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ragr1_actors", "submit", *map(str, arguments)],
+        cwd=cwd,
+        env=clean_environment(PYTHONPATH=str(ROOT)) | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+@contextmanager
+def submitting(log: Path, *arguments: object, cwd: Path, terminal: int | None = None) -> Iterator[Any]:
+    """Start ``ragr1 submit`` with its output in a file; with ``terminal``, on that pseudo-terminal."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ragr1_actors", "submit", *map(str, arguments)],
+            cwd=cwd,
+            env=clean_environment(PYTHONPATH=str(ROOT)),
+            stdin=terminal if terminal is not None else subprocess.DEVNULL,
+            stdout=terminal if terminal is not None else output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(60)
+
+
+def job_id(text: str) -> str:
+    found = re.search(r"submitted (raysubmit_\w+)", text)
+    assert found, text
+    return found[1]
+
+
+def test_a_run_with_the_users_own_modules(address: str, project: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = submit("recipe.yaml", "--address", address, "--run-dir", run_dir, cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_id(done.stdout)
+    assert f"RL  {NUM_ITERATIONS}/{NUM_ITERATIONS}  reward" in done.stdout
+    assert f"job {job} succeeded" in done.stdout
+    assert read_report(run_dir).tasks.trained == 8 * NUM_ITERATIONS
+    marks = [path.read_text().splitlines() for path in (tmp_path / "marks").iterdir()]
+    assert len(marks) >= 3  # driver, env runner and learner
+    for folder, package in marks:
+        assert "/working_dir_files/" in folder  # the current folder is the uploaded one, and not the test's
+        assert "/py_modules_files/" in package
+
+    details = JobClient(address)._client.get_job_info(job)  # what Ray's dashboard shows
+    assert os.environ["RAY_AUTH_TOKEN"] not in details.json()
+    assert details.runtime_env["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    assert job in submit("--list", "--address", address, cwd=project).stdout
+    again = submit("recipe.yaml", "--address", address, "--run-dir", run_dir, cwd=project)
+    assert (again.returncode, "is finished" in again.stdout) == (0, True)
+
+
+def test_the_exit_status_of_a_run_that_fails(address: str, project: Path, tmp_path: Path) -> None:
+    done = submit("recipe.yaml", "environment.tasks=none.json", "--address", address, cwd=project)
+    assert done.returncode == 2
+    assert "error: environment.tasks: there is no file none.json" in done.stdout
+    assert "Ray deletes some time after the job" in done.stdout  # no --run-dir
+
+
+def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_again(
+    address: str, project: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C without a terminal detaches; ``--stop`` ends the job, which takes longer than Ray's own 3 s."""
+    run_dir, log = tmp_path / "run", tmp_path / "log.txt"
+    command = ("recipe.yaml", "--address", address, "--run-dir", run_dir)
+    with submitting(log, *command, cwd=project) as process:
+        assert wait_for(lambda: "RL  1/" in log.read_text(), 600, process), log.read_text()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    job = job_id(log.read_text())
+    assert f"the job goes on; follow it with: ragr1 submit --logs {job}" in log.read_text()
+    stopped = submit("--stop", job, "--address", address, cwd=project)
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    assert f"job {job} stopped" in stopped.stdout
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert 1 <= state["iteration"] < NUM_ITERATIONS
+
+    other = submit(*command, "training.lr=0.5", cwd=project)
+    assert (other.returncode, "holds a run with another training.lr;" in other.stdout) == (2, True)
+    done = submit(*command, cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed at SFT step 2, RL iteration {state['iteration']}" in done.stdout
+    tasks = read_report(run_dir).tasks
+    assert (tasks.trained, tasks.lost, tasks.doubled) == (8 * NUM_ITERATIONS, 0, 0)
+    logged = [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"]
+    assert logged == list(range(1, NUM_ITERATIONS + 1))
+
+
+@pytest.mark.parametrize(("answer", "status", "ends"), [("y\n", 143, True), ("n\n", 130, False)])
+def test_ctrl_c_on_a_terminal_asks(
+    address: str, project: Path, tmp_path: Path, answer: str, status: int, ends: bool
+) -> None:
+    client = JobClient(address)
+    job = client._client.submit_job(entrypoint="echo begun; exec sleep 300")
+    shown = bytearray()
+    ours, theirs = pty.openpty()
+
+    def shows(text: bytes) -> bool:
+        while select.select([ours], [], [], 0)[0]:
+            shown.extend(os.read(ours, 4096))
+        return text in shown
+
+    with submitting(tmp_path / "log.txt", "--logs", job, "--address", address, cwd=project, terminal=theirs) as process:
+        assert wait_for(lambda: shows(b"begun"), 120, process), shown
+        process.send_signal(signal.SIGINT)
+        assert wait_for(lambda: shows(b"stop the job?"), 60, process), shown
+        os.write(ours, answer.encode())
+        assert wait_for(lambda: not shows(b"\0") and process.poll() is not None, 120), shown
+        assert process.returncode == status, shown
+    assert wait_for(lambda: (client.job(job).status == "STOPPED") == ends, 60)
+    client.stop(job)
+
+
+def test_ray_job_submit_from_a_checkout(address: str, files: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "recipe.yaml", files, num_iterations=1)
+    command = [BIN / "ray", "job", "submit", "--address", address, "--working-dir", ROOT, "--"]
+    command += ["python", "-m", "ragr1_actors", "train", recipe, "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_report(tmp_path / "run").tasks.trained == 8
+    assert "ray job stop kills this run after 3 s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("0" * 64, "refuses the token"), (None, "asks for a token")],
+)
+def test_a_wrong_or_missing_token_is_one_sentence_in_time(
+    address: str, tmp_path: Path, token: str | None, message: str
+) -> None:
+    environment = clean_environment(PYTHONPATH=str(ROOT), HOME=str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        environment.pop(name)
+    if token:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ragr1_actors", "submit", "--list", "--address", address],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert time.monotonic() - started < 15
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(rf"error: the cluster at {address} {message}; set RAY_AUTH_MODE=token, .*\n", done.stderr)
+
+
+def test_a_job_that_is_not_there_is_one_sentence(address: str, tmp_path: Path) -> None:
+    for option in ("--logs", "--stop"):
+        done = submit(option, "raysubmit_none", "--address", address, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"the cluster at {address} has no job raysubmit_none; ragr1 submit --list" in done.stderr
