@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def _of_other_vectors(directory: Path) -> None:
     other.save(directory / "shard-0000.faiss")
 
 
-def _manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         content = json.loads((directory / "manifest.json").read_text())
         change(content)
@@ -230,6 +231,8 @@ def _other_encoder(directory: Path) -> None:
         (_manifest(lambda m: m.update(pages=4)), "pages: "),
         (_manifest(lambda m: m.update(shards=[])), "build the index again"),
         (_manifest(lambda m: m.update(encoder_fingerprint="0" * 64)), "it was edited"),
+        (_manifest(lambda m: m["corpus"].update(name="../other.arrow")), "leads out of the index directory"),
+        (_manifest(lambda m: m["corpus"].update(name="/etc/passwd")), "leads out of the index directory"),
         (_other_encoder, "encoder"),
         (lambda d: shutil.rmtree(d / "encoder"), "encoder"),
         (shutil.rmtree, "no index in"),
