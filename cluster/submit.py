@@ -276,7 +276,9 @@ def stop_warning() -> str:
 
 def _job(details: Any) -> Job:
     status = str(details.status.value)
-    exit_status = {"SUCCEEDED": 0, "FAILED": details.driver_exit_code or 1, "STOPPED": _STOPPED}.get(status)
+    code = details.driver_exit_code or 1
+    failed = code if code > 0 else 128 - code  # a signal ended it
+    exit_status = {"SUCCEEDED": 0, "FAILED": failed, "STOPPED": _STOPPED}.get(status)
     is_early = status == "FAILED" and details.driver_exit_code is None
     return Job(
         details.submission_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -132,7 +133,8 @@ class LogView:
             in_place = self._is_terminal and is_progress(line)
             before = _CLEAR_LINE if self._has_progress else ""
             self._has_progress = in_place
-            sys.stdout.write(f"{before}{line}" if in_place else f"{before}{line}\n")
+            shown = line[: shutil.get_terminal_size().columns - 1] if in_place else f"{line}\n"
+            sys.stdout.write(f"{before}{shown}")
         sys.stdout.flush()
 
     def close(self) -> None:
