@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile
 
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
@@ -32,7 +34,7 @@ if TYPE_CHECKING:  # importing Ray takes a second
     from requests import Response
 
 PACKAGES = ("cluster", "envs", "learners", "ragr1_actors", "retrieval")
-"""Uploaded beside a working directory that is no checkout, so that the cluster needs only the dependencies."""
+"""Uploaded with a working directory that is no checkout, so that the cluster needs only the dependencies."""
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 6.0
@@ -115,15 +117,13 @@ class JobClient:
         """Upload a working directory, start ``python -m ragr1_actors ARGUMENTS`` in it, and return the job's id.
 
         Raises:
-            DataError: the directory is larger than what Ray uploads.
+            DataError: as ``check_size``.
         """
         check_size(working_dir)
-        runtime_env: dict[str, Any] = {"working_dir": str(working_dir), "env_vars": {_STOP_WAIT: str(STOP_WAIT_S)}}
-        if not (working_dir / "ragr1_actors" / "__main__.py").is_file():
-            root = Path(__file__).resolve().parent.parent
-            runtime_env["py_modules"] = [str(root / name) for name in PACKAGES]
         entrypoint = shlex.join(["python", "-m", "ragr1_actors", *arguments])
-        with self._explained():
+        with TemporaryDirectory() as folder, self._explained():
+            package = pack(working_dir, Path(folder))
+            runtime_env = {"working_dir": str(package), "env_vars": {_STOP_WAIT: str(STOP_WAIT_S)}}
             return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env))
 
     def follow(self, job_id: str, write: Callable[[str], None], start: int = 0) -> Job:
@@ -236,13 +236,17 @@ def check_size(working_dir: Path) -> int:
     """Return the bytes that Ray would upload of a directory, without what ``.rayignore`` and ``.gitignore`` leave out.
 
     Raises:
-        DataError: there is no such directory, or it is larger than what Ray uploads with a job.
+        DataError: there is no such directory, it is larger than what Ray uploads with a job, or a folder in it has the
+            name of a package of this project.
     """
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
 
     if not working_dir.is_dir():
         raise DataError(f"--working-dir: there is no directory {working_dir}; give the one with your modules")
+    for name in () if _is_checkout(working_dir) else PACKAGES:
+        if (working_dir / name).exists():
+            raise DataError(f"--working-dir: {working_dir} holds {name!r}, the name of a package of ragr1; rename it")
     root = working_dir.absolute()
     sizes: Counter[str] = Counter()
 
@@ -252,8 +256,7 @@ def check_size(working_dir: Path) -> int:
             sizes[name.parts[0]] += path.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name))
 
     excludes = [packaging._get_excludes(root, ray_constants.get_runtime_env_default_excludes())]
-    with_gitignore = os.environ.get(ray_constants.RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    packaging._dir_travel(root, excludes, count, with_gitignore)
+    packaging._dir_travel(root, excludes, count, _reads_gitignore())
     limit = min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
     if sizes.total() >= limit:
         largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(_NUM_LARGEST))
@@ -264,6 +267,23 @@ def check_size(working_dir: Path) -> int:
     return sizes.total()
 
 
+def pack(working_dir: Path, folder: Path) -> Path:
+    """Write the archive that is uploaded into ``folder``: the directory and, if it is no checkout, ``PACKAGES``."""
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import create_package
+
+    package = folder / "working_dir.zip"
+    create_package(str(working_dir), package, _reads_gitignore(), excludes=get_runtime_env_default_excludes())
+    if not _is_checkout(working_dir):
+        root = Path(__file__).resolve().parent.parent
+        with ZipFile(package, "a", strict_timestamps=False) as archive:
+            for name in PACKAGES:
+                for file in sorted((root / name).rglob("*")):
+                    if file.is_file() and "__pycache__" not in file.parts:
+                        archive.write(file, file.relative_to(root))
+    return package
+
+
 def stop_warning() -> str:
     """Return what a run says at its start if Ray would kill it seconds after ``ray job stop``; "" otherwise."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or _STOP_WAIT in os.environ:  # not started as a job
@@ -272,6 +292,17 @@ def stop_warning() -> str:
         f"ray job stop kills this run after 3 s, perhaps before its checkpoint is written; submit it with {_STOP_WAIT}="
         f"{STOP_WAIT_S} in env_vars of the job's runtime environment, or by ragr1 submit"
     )
+
+
+def _is_checkout(working_dir: Path) -> bool:
+    return (working_dir / "ragr1_actors" / "__main__.py").is_file()
+
+
+def _reads_gitignore() -> bool:
+    """Return whether files in ``.gitignore`` stay here, as they do unless Ray's variable says otherwise."""
+    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
+
+    return os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
 
 
 def _job(details: Any) -> Job:

@@ -18,11 +18,11 @@ import pytest
 import ray
 from ray._private import ray_constants
 from ray._private.runtime_env.packaging import create_package
-from ray_head import free_port
+from ray_head import ROOT, free_port
 from rich.console import Console
 from small_world import invoke
 
-from cluster.submit import JobClient, check_size, stop_warning
+from cluster.submit import JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.runs.progress import is_progress, show_progress
@@ -52,6 +52,20 @@ def test_the_size_is_that_of_what_ray_uploads(tmp_path: Path) -> None:
         assert sorted(package.namelist()) == [".rayignore", "data/.gitignore", "data/tasks.json", "my_env.py"]
     size = (tmp_path / "package.zip").stat().st_size
     assert size - 200 <= check_size(project) <= size
+
+
+def test_the_project_travels_with_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+    sparse(tmp_path / "project/my_env.py", 10)
+    with zipfile.ZipFile(pack(tmp_path / "project", tmp_path)) as package:
+        names = set(package.namelist())
+    assert {"my_env.py", "ragr1_actors/__main__.py", "ragr1_actors/recipes/quickstart.yaml", "envs/base.py"} <= names
+    assert not any("__pycache__" in name for name in names)
+    (tmp_path / "checkout").mkdir()
+    with zipfile.ZipFile(pack(ROOT, tmp_path / "checkout")) as package:
+        assert len(package.namelist()) == len(set(package.namelist()))
+    sparse(tmp_path / "project/envs/mine.py", 10)
+    with pytest.raises(DataError, match="holds 'envs', the name of a package of ragr1; rename it"):
+        check_size(tmp_path / "project")
 
 
 def test_a_directory_above_rays_limit_names_its_largest_entries(tmp_path: Path) -> None:
