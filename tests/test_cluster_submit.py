@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.job_submission import JobSubmissionClient
 from ray_head import BIN, ROOT, clean_environment, running_head
 from small_world import make_files, make_recipe, wait_for
 
@@ -129,8 +130,8 @@ def test_a_run_with_the_users_own_modules(address: str, project: Path, tmp_path:
         assert "/working_dir_files/" in folder  # the current folder is the uploaded one, and not the test's
         assert package.startswith(folder)  # and so is the project's
 
-    details = JobClient(address)._client.get_job_info(job)  # what Ray's dashboard shows
-    assert os.environ["RAY_AUTH_TOKEN"] not in details.json()
+    details = JobSubmissionClient(address).get_job_info(job)  # what Ray's dashboard shows
+    assert os.environ["RAY_AUTH_TOKEN"] not in details.model_dump_json()
     assert details.runtime_env["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     assert job in submit("--list", "--address", address, cwd=project).stdout
     again = submit("recipe.yaml", "--address", address, "--run-dir", run_dir, cwd=project)
@@ -179,7 +180,7 @@ def test_ctrl_c_on_a_terminal_asks(
     address: str, project: Path, tmp_path: Path, answer: str, status: int, ends: bool
 ) -> None:
     client = JobClient(address)
-    job = client._client.submit_job(entrypoint="echo begun; exec sleep 300")
+    job = JobSubmissionClient(address).submit_job(entrypoint="echo begun; exec sleep 300")
     shown = bytearray()
     ours, theirs = pty.openpty()
 
