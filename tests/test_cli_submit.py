@@ -25,6 +25,7 @@ from small_world import invoke
 from cluster.submit import JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.progress import is_progress, show_progress
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -219,16 +220,16 @@ def test_progress_in_a_log_is_a_line_at_a_time() -> None:
 
 
 def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None:
-    config = AlgorithmConfig().freeze()
-    assert not holds_run(tmp_path)
-    create_run_directory(config, tmp_path)
-    assert holds_run(tmp_path)
-    assert start_again(tmp_path, config, config) == config
+    config, place = AlgorithmConfig().freeze(), find_place(tmp_path)
+    assert not holds_run(place)
+    create_run_directory(config, place)
+    assert holds_run(place)
+    assert start_again(place, config, config) == config
     more_ranks = AlgorithmConfig().learners(num_learners=2).freeze()
-    assert start_again(tmp_path, config, more_ranks) == more_ranks == open_run_directory(tmp_path)
+    assert start_again(place, config, more_ranks) == more_ranks == open_run_directory(tmp_path)
     for other in (AlgorithmConfig().training(lr=0.5), AlgorithmConfig().learners(lora={"rank": 2})):
         with pytest.raises(ConfigError, match=r"holds a run with another (training\.lr|learners\.lora)"):
-            start_again(tmp_path, more_ranks, other.learners(num_learners=2).freeze())
+            start_again(place, more_ranks, other.learners(num_learners=2).freeze())
     assert open_run_directory(tmp_path) == more_ranks
     assert "--auto-resume needs --run-dir" in invoke("train", "quickstart", "--auto-resume")
 
