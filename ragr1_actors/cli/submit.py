@@ -36,7 +36,7 @@ def submit(
     ] = DEFAULT_ADDRESS,
     run_dir: Annotated[
         str | None,
-        typer.Option("--run-dir", help="Directory of the run on the cluster; a run that it holds is continued."),
+        typer.Option("--run-dir", help="Directory or URI of the run on the cluster; a run there is continued."),
     ] = None,
     working_dir: Annotated[
         Path, typer.Option("--working-dir", help="Directory with your modules and recipe; it is uploaded.")
@@ -99,8 +99,8 @@ def train_arguments(recipe: str, overrides: list[str], run_dir: str | None, work
     refuse_credentials(run_dir, "--run-dir")
     if not run_dir.startswith("/") and "://" not in run_dir:
         raise UserError(
-            f"--run-dir: got {run_dir!r}, expected an absolute path that every node of the cluster sees; a relative "
-            "one would lie in the job's folder, which Ray deletes"
+            f"--run-dir: got {run_dir!r}, expected an absolute path that every node of the cluster sees, or a URI such "
+            "as s3://bucket/runs/mine; a relative path would lie in the job's folder, which Ray deletes"
         )
     return [*arguments, "--run-dir", run_dir, "--auto-resume"]
 
