@@ -100,14 +100,18 @@ class Placement:
 @contextmanager
 def session_with_room(
     demands: Sequence[Demand],
+    most: Sequence[Demand] = (),
     show: Callable[[PlacementPlan], None] = lambda plan: None,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[None]:
-    """Be in a Ray session with room for all these actors; does nothing without any. Raises as ``wait_for_room``."""
+    """Be in a Ray session with room for all these actors; does nothing without any. Raises as ``wait_for_room``.
+
+    A local session has CPUs for ``most``, what the fleets may grow to.
+    """
     if not demands:
         yield
         return
-    with ray_session(sum(demand.count * demand.num_cpus for demand in demands)):
+    with ray_session(sum(demand.count * demand.num_cpus for demand in most or demands)):
         wait_for_room(demands, show, say)
         yield
 

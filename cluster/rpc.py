@@ -42,7 +42,10 @@ from ragr1_actors.core.errors import RpcError
 _CONNECT_TIMEOUT_S = 5.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 _DEAD_AFTER_S = 10.0
-_DRAIN_TIMEOUT_S = 5.0
+_DRAIN_TIMEOUT_S = 60.0
+"""For the calls that have arrived at a server that ends. A client may go on calling, so there is a limit."""
+_LINGER_S = 5.0
+"""For answers to leave a server that ends: a client may be gone."""
 _MAX_MESSAGE_BYTES = 2**31
 _NEVER_MS = 2**31 - 1
 _ARRAY = 1
@@ -140,7 +143,7 @@ class RpcServer:
         router = _open_socket(self._context, zmq.ROUTER, host)
         router.curve_server = True
         router.curve_secretkey = server_secret_key
-        router.linger = round(_DRAIN_TIMEOUT_S * 1000)
+        router.linger = round(_LINGER_S * 1000)
         try:
             port = router.bind_to_random_port(f"tcp://{_bracketed(host)}")
         except zmq.ZMQError:
@@ -167,7 +170,7 @@ class RpcServer:
         if self._router is None:
             return
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-        while self._router.poll(0) and time.monotonic() < deadline:  # clients may go on calling
+        while self._router.poll(0) and time.monotonic() < deadline:
             self._answer()
         self._poller.unregister(self._router)
         self._router.close()

@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
+WAIT_INTERVAL_S = 1.0
+"""Between two calls of ``LearnerGroup.on_wait``."""
 MAX_HELD_CALLS = 256
 """Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
 
@@ -126,6 +128,8 @@ class LearnerGroup:
         self._actor_options = actor_options
         self.num_restarts = 0
         """Number of restarts of the group, at most ``learners.max_restarts``."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
         self._actors: list[Any] = []
         self._history: CallHistory | None = None
@@ -174,6 +178,13 @@ class LearnerGroup:
             batch_refs = [ref if isinstance(ref, ray.ObjectRef) else ray.put(ref) for ref in batch_refs]
         metrics: dict[str, float] = self._call("update", batch_refs)[0]
         return metrics
+
+    def find_lost(self, batch_refs: list[Any]) -> list[int]:
+        """Return the positions of the batches that are lost, because the node that had them ended.
+
+        The others are then on the nodes of all ranks, where ``update`` reads them.
+        """
+        return sorted({index for found in self._call("find_lost", batch_refs) for index in found})
 
     def foreach_learner(self, function: Callable[[Learner], T]) -> list[T]:
         """Call a function with the learner of every rank and return the results, by rank.
@@ -288,7 +299,8 @@ class LearnerGroup:
         if not self._actors:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
-            return self._wait([getattr(actor, method).remote(*arguments) for actor in self._actors])
+            on_wait = self.on_wait if method == "update" else lambda: None
+            return self._wait([getattr(actor, method).remote(*arguments) for actor in self._actors], on_wait)
         results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self._actors]
         self._wait([first for first, *_ in results])
         return [last for *_, last in results]
@@ -317,14 +329,17 @@ class LearnerGroup:
             self._kill_actors()
             raise
 
-    def _wait(self, refs: list[Any]) -> list[Any]:
+    def _wait(self, refs: list[Any], on_wait: Callable[[], None] = lambda: None) -> list[Any]:
         """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective."""
         import ray
 
         pending = list(refs)
         results: dict[Any, Any] = {}
         while pending:
-            done, pending = ray.wait(pending)
+            done, pending = ray.wait(pending, timeout=WAIT_INTERVAL_S)
+            if not done:
+                on_wait()
+                continue
             try:
                 results[done[0]] = ray.get(done[0])
             except ray.exceptions.RayError as error:
@@ -432,6 +447,19 @@ class LearnerWorker:
         found = [ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
         groups = [group for batch in found for group in groups_from_record_batch(batch, decode_texts=False)]
         return self.learner.update(groups)
+
+    def find_lost(self, batches: list[Any]) -> list[int]:
+        """Return the positions of references to batches that no node has any more."""
+        import ray
+
+        lost = []
+        for index, batch in enumerate(batches):
+            try:
+                if isinstance(batch, ray.ObjectRef):
+                    ray.get(batch)
+            except ray.exceptions.ObjectLostError:
+                lost.append(index)
+        return lost
 
     def answer_probe(self, probe: Path) -> str:
         """Return ``files.answer_probe`` of this rank."""

@@ -18,8 +18,9 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError, Retriev
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
+from retrieval.fleet.actor_fleet import find_actors
 from retrieval.fleet.batching import PoolSettings
-from retrieval.fleet.client import RetrieverClient, find_actors
+from retrieval.fleet.client import RetrieverClient
 from retrieval.fleet.group import RetrieverGroup
 from retrieval.local import LocalRetriever
 

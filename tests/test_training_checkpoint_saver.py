@@ -67,11 +67,11 @@ class SlowDisk:
         self.is_free = threading.Event()
         self.error: OSError | None = None
 
-    def write(self, path: Path, parts: Mapping[str, Part]) -> None:
+    def write(self, path: Path, parts: Mapping[str, Part], source: str) -> None:
         assert self.is_free.wait(60)
         if self.error is not None:
             raise self.error
-        write_parts(path, parts)
+        write_parts(path, parts, source)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path) -> 
 def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
     learners: LearnerGroup, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_group, "write_parts", lambda path, parts: None)  # as on a disk of another node
+    monkeypatch.setattr(learner_group, "write_parts", lambda *arguments: None)  # as on a disk of another node
     saver = CheckpointSaver(store, learners)
     saver.begin(1, {"iteration": 1}, None)
     with pytest.raises(UserError, match="file system that its node and this one share"):

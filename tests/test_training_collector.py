@@ -25,6 +25,10 @@ class InstantFleet:
     def num_unfinished(self) -> int:
         return len(self.finished)
 
+    @property
+    def num_finished(self) -> int:
+        return len(self.finished)
+
     def submit(self, request: GroupRequest) -> None:
         self.num_sampled += 1
         self.finished.append(FinishedGroup(request, GroupSummary((1.0, 0.0), 0, (), self.version, {}), None))
@@ -54,3 +58,16 @@ def test_nothing_is_sampled_in_vain(lag: int) -> None:
     assert fleet.num_sampled == BATCH * (10 + lag)
     assert max(lags) == lag
     assert collector.tasks.counts() == {"issued": 40 + lag * BATCH, "trained": 40, "failed": 0, "lost": 0, "doubled": 0}
+
+
+def test_groups_that_a_node_took_with_it_are_sampled_again() -> None:
+    training = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2)
+    tasks = [Task(f"t/{number}", "?", ("a",)) for number in range(100)]
+    fleet = InstantFleet()
+    collector = BatchCollector(training.freeze(), tasks, fleet)
+    lost = [[0, 2], [1], []]
+    batch, num_stale = collector.next_batch(0, lambda batches: lost.pop(0))
+    assert (len(batch), num_stale, lost) == (BATCH, 0, [])
+    assert fleet.num_sampled == BATCH + 3
+    collector.trained(batch)
+    assert collector.tasks.counts() == {"issued": BATCH, "trained": BATCH, "failed": 0, "lost": 0, "doubled": 0}

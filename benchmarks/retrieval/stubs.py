@@ -64,7 +64,7 @@ def make_stub_index(directory: Path) -> Path:
 
 def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
     """Return an ``ActorFleet`` of stubs that a ``RetrieverClient`` searches as any other."""
-    from retrieval.fleet.group import ActorFleet
+    from retrieval.fleet.actor_fleet import ActorFleet
 
     fleet = ActorFleet("retriever", StubActor, [(str(index_dir), service_s)])
     fleet.scale_to(num_actors)

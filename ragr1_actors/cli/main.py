@@ -26,6 +26,7 @@ from ragr1_actors.cli import (
     print_error,
     print_line,
     print_state,
+    scale,
     simulate,
     submit,
 )
@@ -137,7 +138,15 @@ def claims(
         raise typer.Exit(1)
 
 
-for command in (plan.plan, simulate.simulate, submit.submit, evaluate.evaluate, evaluate.ask, evaluate.select):
+for command in (
+    scale.scale,
+    plan.plan,
+    simulate.simulate,
+    submit.submit,
+    evaluate.evaluate,
+    evaluate.ask,
+    evaluate.select,
+):
     app.command()(command)
 
 

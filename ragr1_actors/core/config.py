@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ragr1_actors.core.errors import ConfigError, first_problem, nearest
 
@@ -166,6 +166,9 @@ class EnvRunnerSettings(Section):
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).
     ``auto`` (default) picks the fastest way that fits. ``broadcast`` and ``ipc`` have not been run on GPUs yet."""
+    autoscaling: dict[str, Any] = {}
+    """Let the number of env runners follow the load: ``{min_replicas: 1, max_replicas: 8}``, the keys of
+    ``RunnerAutoscaling``; ``{}`` (default) keeps ``num_env_runners``, which is the number at the start otherwise."""
 
 
 class RetrievalSettings(Section):
@@ -202,6 +205,11 @@ class RetrievalSettings(Section):
     """GPUs that Ray reserves per encoder actor."""
     label_selector: LabelSelector = {}
     """Nodes that retriever and encoder actors may run on, as ``env_runners.label_selector``."""
+    autoscaling: dict[str, Any] = {}
+    """Let the number of retriever replicas follow the load: the keys of ``RetrieverAutoscaling``; ``{}`` (default)
+    keeps ``num_retrievers``, which is the number at the start otherwise."""
+    encoder_autoscaling: dict[str, Any] = {}
+    """As ``autoscaling``, for the encoder actors and ``num_encoders``."""
     cache_size: int = Field(16384, ge=0)
     """Queries whose results each searching process keeps; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
@@ -328,6 +336,75 @@ class LoraSettings(Section):
 def read_lora(options: dict[str, Any]) -> LoraSettings | None:
     """Return the settings in ``learners.lora``, None if it is empty; ``ConfigError`` on a wrong key or value."""
     return LoraSettings.read(options, "learners.lora") if options else None
+
+
+class AutoscalingSettings(Section):
+    """How a fleet follows its load. Names and meaning are those of Ray Serve's ``autoscaling_config`` where it has the
+    key; its ``initial_replicas`` is the fleet's own size in the recipe, such as ``num_env_runners``."""
+
+    min_replicas: int = Field(1, ge=1)
+    """Fewest replicas. Default: Serve."""
+    max_replicas: int = Field(ge=1)
+    """Most replicas."""
+    target_ongoing_requests: float | None = Field(None, gt=0)
+    """Requests, running and waiting, that occupy one replica: trajectories of an env runner, queries of a retriever or
+    encoder. null takes ``env_runners.max_concurrent_trajectories``, and 512 queries, which are one batch."""
+    look_back_period_s: float = Field(30.0, gt=0)
+    """Seconds over which the signals are averaged; for env runners at least one iteration. Default: Serve."""
+    upscale_delay_s: float = Field(30.0, ge=0)
+    """Seconds for which more replicas must be wanted before they are started. Default: Serve."""
+    downscale_delay_s: float = Field(600.0, ge=0)
+    """Seconds for which fewer replicas must be wanted before some are ended. Default: Serve."""
+    upscaling_factor: float = Field(1.0, gt=0)
+    """Share of the replicas that are missing which one decision starts. Default: Serve."""
+    downscaling_factor: float = Field(1.0, gt=0)
+    """Share of the replicas that are too many which one decision ends. Default: Serve."""
+    cooldown_s: float = Field(60.0, ge=0)
+    """Seconds after a decision in which none in the other direction is made."""
+    tolerance: float = Field(0.1, ge=0, lt=1)
+    """Hysteresis: a fleet keeps its size while the wanted size differs by up to this share. Default: Kubernetes'
+    Horizontal Pod Autoscaler."""
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _allow_the_minimum(cls, maximum: int, info: ValidationInfo) -> int:
+        if maximum < (minimum := info.data.get("min_replicas", 1)):
+            raise ValueError(f"expected at least min_replicas, which is {minimum}")
+        return maximum
+
+
+class RunnerAutoscaling(AutoscalingSettings):
+    """The keys of ``env_runners.autoscaling``."""
+
+    target_starvation: float | None = Field(None, gt=0, lt=1)
+    """Share of its time that the learner may wait for samples; more runners are started above it. null takes 0.05 if
+    ``training.max_policy_lag`` lets runners and learner work at the same time, else 0.5: equal times."""
+
+
+class RetrieverAutoscaling(AutoscalingSettings):
+    """The keys of ``retrieval.autoscaling`` and ``retrieval.encoder_autoscaling``."""
+
+    target_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of their time that the replicas should work."""
+    target_queue_time_s: float = Field(10.0, gt=0)
+    """Seconds within which the fleet should answer the queries that wait."""
+
+
+def read_runner_autoscaling(settings: EnvRunnerSettings) -> RunnerAutoscaling | None:
+    """Return ``env_runners.autoscaling``, None if it is empty; ``ConfigError`` on a wrong key or value."""
+    found = settings.autoscaling
+    return RunnerAutoscaling.read(found, "env_runners.autoscaling") if found else None
+
+
+def read_retriever_autoscaling(settings: RetrievalSettings) -> RetrieverAutoscaling | None:
+    """Return ``retrieval.autoscaling``, None if it is empty; ``ConfigError`` on a wrong key or value."""
+    return RetrieverAutoscaling.read(settings.autoscaling, "retrieval.autoscaling") if settings.autoscaling else None
+
+
+def read_encoder_autoscaling(settings: RetrievalSettings) -> RetrieverAutoscaling | None:
+    """Return ``retrieval.encoder_autoscaling``, None if it is empty; ``ConfigError`` on a wrong key or value."""
+    found = settings.encoder_autoscaling
+    return RetrieverAutoscaling.read(found, "retrieval.encoder_autoscaling") if found else None
 
 
 class EvaluationSettings(Section):

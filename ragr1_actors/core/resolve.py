@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ragr1_actors.core.config import RunConfig, Section, read_lora
+from ragr1_actors.core.config import (
+    RunConfig,
+    Section,
+    read_encoder_autoscaling,
+    read_lora,
+    read_retriever_autoscaling,
+    read_runner_autoscaling,
+)
 from ragr1_actors.core.credentials import refuse_secrets
 from ragr1_actors.core.errors import ConfigError, nearest, one_line, shortened
 from ragr1_actors.core.weight_transport import check_transport
@@ -123,6 +130,7 @@ def _check_settings(config: RunConfig) -> None:
             "pair is of one group"
         )
     _check_offload(config)
+    _check_autoscaling(config)
     check_transport(config)
     _check_gpus(config)
 
@@ -175,6 +183,26 @@ def _check_gpus(config: RunConfig) -> None:
             f"tensor_parallel_size={sizes[0]} and pipeline_parallel_size={sizes[1]} in env_runners.engine_options, "
             f"expected {num_devices}: an engine's GPUs are those of its runner"
         )
+
+
+def _check_autoscaling(config: RunConfig) -> None:
+    """Refuse a fleet that cannot follow its load: it has no actors, or starts outside its bounds."""
+    runners, retrieval = config.env_runners, config.retrieval
+    fleets = [
+        ("env_runners.autoscaling", "env_runners.num_env_runners", read_runner_autoscaling(runners)),
+        ("retrieval.autoscaling", "retrieval.num_retrievers", read_retriever_autoscaling(retrieval)),
+        ("retrieval.encoder_autoscaling", "retrieval.num_encoders", read_encoder_autoscaling(retrieval)),
+    ]
+    for (key, size_key, settings), size in zip(
+        fleets, (runners.num_env_runners, retrieval.num_retrievers, retrieval.num_encoders), strict=True
+    ):
+        if settings is None:
+            continue
+        if not settings.min_replicas <= size <= settings.max_replicas:
+            raise ConfigError(
+                f"{size_key}: got {size} with {key}, expected {settings.min_replicas} to {settings.max_replicas}, its "
+                "min_replicas and max_replicas: it is the number at the start"
+            )
 
 
 def read_yaml_file(path: Path, instead: str) -> Any:

@@ -92,6 +92,8 @@ def _against_ipc(config: RunConfig) -> str:
     parts = f"num_gpus_per_env_runner={gpus[0]:g} and learners.num_gpus_per_learner={gpus[1]:g}"
     if not runners.num_env_runners == learners.num_learners > 0:
         return f"{actors}, expected actors on both sides, as many of each: runner and learner rank share a device"
+    if runners.autoscaling:
+        return "env_runners.autoscaling, expected none: each runner shares its device with a learner rank for good"
     if lag := config.training.max_policy_lag:
         return f"training.max_policy_lag={lag}, expected 0: runners sleep while learners work"
     if (gpus[0] > 0) != (gpus[1] > 0):

@@ -196,9 +196,10 @@ class EnvRunnerActor:
             _exit("it has no engine yet")
         return self._loaded
 
-    async def ping(self) -> None:
-        """Return if the engine is loaded and alive; else raise ``EngineDeadError``."""
+    async def ping(self) -> str:
+        """Return the id of the actor's node if the engine is loaded and alive; else raise ``EngineDeadError``."""
         await self._runner.engine.check()
+        return _node_id()
 
     async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""
@@ -211,11 +212,12 @@ class EnvRunnerActor:
         count("tokens", sum(trajectory.num_model_tokens for trajectory in group.trajectories))
         return summary, groups_to_record_batch([group])
 
-    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Load the engine after a restart, with the newest weights."""
+    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> str:
+        """Give the engine the newest weights, after loading it if need be; return the id of the actor's node."""
         if self._loaded is None:
             self._loaded = self._load()
         await self.call_engine("update_weights", weights, version)
+        return _node_id()
 
     async def call_engine(self, method: str, *arguments: Any) -> None:
         """Call one of the engine's methods for weights and memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
@@ -224,6 +226,12 @@ class EnvRunnerActor:
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
         return func(self._runner)
+
+
+def _node_id() -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
 
 
 async def _or_exit(work: Awaitable[T]) -> T:

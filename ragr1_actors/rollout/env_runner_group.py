@@ -8,22 +8,27 @@
 
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
+
+``scale_to`` changes the number of runners meanwhile. A runner that is added gets the newest weights before its first
+request, as one that restarts does. A runner that is removed takes no request any more and is ended once it has
+returned those it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
 from ragr1_actors.core.config import SamplerConfig
@@ -68,6 +73,10 @@ class _Runner:
     is_healthy: bool = True
     is_lost: bool = False
     """It cannot start again."""
+    is_draining: bool = False
+    """It takes no request any more, and is ended once it has none."""
+    node_id: str = ""
+    """Of Ray; empty before the first answer."""
     num_deaths: int = 0
     num_failed_loads: int = 0
     num_in_flight: int = 0
@@ -83,6 +92,20 @@ class _Runner:
     @property
     def life(self) -> str:
         return f"{self.name}, life {1 + self.num_deaths}"
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_healthy and not self.is_draining
+
+
+@dataclass(slots=True)
+class _Newest:
+    """The policy version published last."""
+
+    version: int
+    fetch: Callable[[], Any]
+    """Returns its weights, once."""
+    weights: Any = None
 
 
 class EnvRunnerGroup:
@@ -105,10 +128,16 @@ class EnvRunnerGroup:
             FleetError: a runner did not start.
         """
         settings = config.env_runners
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called about once a second while ``collect`` waits."""
         self._pending: deque[GroupRequest] = deque()
         self._in_flight: dict[Any, tuple[GroupRequest, _Runner, Any]] = {}  # the last is the reference of the batch
+        self._finished: list[FinishedGroup] = []
         self._runners: list[_Runner] = []
-        self._newest: tuple[int, Callable[[], Any]] | None = None  # version, and what fetches its weights once
+        self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
+        self._num_started = 0
+        self._newest: _Newest | None = None
+        self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._last_loss = "none came back in time"
         self.num_restarts = 0
         self._local: EnvRunner | None = None
@@ -119,36 +148,95 @@ class EnvRunnerGroup:
             self._local = EnvRunner.load(config, policy, retriever, version)
             self._loop = asyncio.new_event_loop()
             return
+        self._fixed_options: dict[str, Any] = {
+            "num_cpus": settings.num_cpus_per_env_runner,
+            "num_gpus": settings.num_gpus_per_env_runner,
+            "max_restarts": -1,
+            "max_task_retries": 0,  # the group gives the request to another runner
+            "max_concurrency": 2 * self._max_in_flight,
+        }
+        self._actor_options, self._arguments = actor_options, (config, policy, retriever, version)
+        for _ in range(settings.num_env_runners):
+            self._start(is_healthy=True)  # all have the same weights: requests may wait at a runner that still loads
+
+    def _start(self, *, is_healthy: bool) -> None:
+        index, self._num_started = self._num_started, self._num_started + 1
         actor_class: Any = ray.remote(EnvRunnerActor)
-        for index in range(settings.num_env_runners):
-            placed = actor_class.options(
-                num_cpus=settings.num_cpus_per_env_runner,
-                num_gpus=settings.num_gpus_per_env_runner,
-                max_restarts=-1,
-                max_task_retries=0,  # the group gives the request to another runner
-                max_concurrency=2 * self._max_in_flight,
-                **actor_options(index),
-            )
-            self._runners.append(_Runner(index, placed.remote(config, policy, retriever, version)))
+        options = {**self._fixed_options, **self._actor_options(index)}
+        handle = actor_class.options(**options).remote(*self._arguments)
+        # one that is not healthy yet is probed at once
+        probed_at = time.monotonic() if is_healthy else -math.inf
+        self._runners.append(_Runner(index, handle, is_healthy, probed_at=probed_at))
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if not self._runners:
             return
         try:
-            ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+            node_ids = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
+        for runner, node_id in zip(self._runners, node_ids, strict=True):
+            runner.node_id = node_id
 
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not collected."""
-        return len(self._pending) + len(self._in_flight)
+        return len(self._pending) + len(self._in_flight) + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that are finished and not collected."""
+        return len(self._finished)
 
     @property
     def num_healthy(self) -> int:
         """Runners that take requests."""
-        return 1 if self._local is not None else sum(runner.is_healthy for runner in self._runners)
+        return 1 if self._local is not None else sum(runner.takes_requests for runner in self._runners)
+
+    @property
+    def num_starting(self) -> int:
+        """Runners that load, after a restart or at their first start, or for which Ray has no room yet."""
+        return sum(not (r.is_healthy or r.is_lost or r.is_draining) for r in self._runners)
+
+    def state(self) -> FleetState:
+        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        self._account()
+        queued = sum(request.num_trajectories for request in self._pending)
+        return FleetState(
+            time.monotonic(),
+            self.num_healthy,
+            self.num_starting,
+            ongoing=float(sum(runner.num_in_flight for runner in self._runners)),
+            queued=float(queued),
+            busy_s=self._busy_s,
+            num_answered=float(self._num_sampled),
+        )
+
+    def scale_to(self, num_env_runners: int) -> None:
+        """Add runners, or let some drain, while the others sample; a runner that drains is not counted.
+
+        Removes those first that are lost or still start, and then those with the least to do.
+        """
+        assert self._local is None and num_env_runners >= 1, num_env_runners
+        members = [runner for runner in self._runners if not runner.is_draining]
+        for _ in range(num_env_runners - len(members)):
+            self._start(is_healthy=False)
+        members.sort(key=lambda r: (not r.is_lost, r.is_healthy, r.num_in_flight, -r.index))
+        for runner in members[: max(0, len(members) - num_env_runners)]:
+            runner.is_draining = True
+        self._end_drained()
+
+    def drain_nodes(self, node_ids: Collection[str]) -> int:
+        """Let the runners on these nodes of Ray drain, and return their number; ``scale_to`` replaces them."""
+        leaving = [r for r in self._runners if r.node_id in node_ids and not r.is_draining]
+        for runner in leaving:
+            runner.is_draining = True
+        return len(leaving)
+
+    def unplaced(self) -> list[Any]:
+        """Return the actors of the runners that load or wait for room."""
+        return [r.handle for r in self._runners if not (r.is_healthy or r.is_lost or r.is_draining)]
 
     def metrics(self) -> dict[str, float]:
         """Health and load of the fleet; ``num_restarts`` counts the deaths since the start.
@@ -161,6 +249,7 @@ class EnvRunnerGroup:
             "num_healthy": float(self.num_healthy),
             "num_restarts": float(self.num_restarts),
             "num_lost": float(sum(runner.is_lost for runner in self._runners)),
+            "num_draining": float(sum(runner.is_draining for runner in self._runners)),
             "load": sum(load for load, _ in loads) / len(loads),
             "queue": sum(queue for _, queue in loads) / len(loads),
         }
@@ -189,25 +278,56 @@ class EnvRunnerGroup:
         """
         if self._local is not None:
             self._loads.append((float(sum(request.num_trajectories for request in self._pending)), 0))
+            self.on_wait()
             return self._loop.run_until_complete(self._collect_local(self._local))
-        loads = [runner.num_in_flight for runner in self._runners if runner.is_healthy]
+        loads = [runner.num_in_flight for runner in self._runners if runner.takes_requests]
         self._loads.append((sum(loads) / max(1, len(loads)), len(self._pending)))
         deadline = time.monotonic() + RESTART_TIMEOUT_S
         while self.num_unfinished:
-            self._probe()
-            self._dispatch()
+            self.poll()
+            self.on_wait()
+            if self._error is not None:
+                raise self._error
+            if self._finished:
+                finished, self._finished = self._finished, []
+                return finished
             if self._in_flight:
                 deadline = time.monotonic() + RESTART_TIMEOUT_S
-                done, _ = ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
-                more, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
-                finished = [group for ref in {*done, *more} if (group := self._finish(ref)) is not None]
-                if finished:
-                    return finished
+                ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
             elif time.monotonic() > deadline or all(runner.is_lost for runner in self._runners):
                 raise FleetError(f"none of {len(self._runners)} env runners is left; {self._last_loss}")
             else:
                 time.sleep(PROBE_INTERVAL_S / 10)
         return []
+
+    def poll(self, *, learners_are_busy: bool = False) -> None:
+        """Do without waiting what ``collect`` does: note finished groups, give out requests, look after runners.
+
+        Weights that must be fetched from the learners first are not, while those are busy.
+        """
+        if self._local is not None:
+            return
+        self._account()
+        self._probe(can_fetch=not learners_are_busy)
+        if self._in_flight:
+            done, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
+            try:
+                self._finished += [group for ref in done if (group := self._finish(ref)) is not None]
+            except RagR1Error as error:  # of an environment: ``collect`` raises it
+                self._error = error
+        self._dispatch()
+        self._end_drained()
+
+    def _account(self) -> None:
+        """Count the seconds since the last call for each runner that had work."""
+        now = time.monotonic()
+        self._busy_s += (now - self._accounted_at) * sum(runner.num_in_flight > 0 for runner in self._runners)
+        self._accounted_at = now
+
+    def _end_drained(self) -> None:
+        for runner in [r for r in self._runners if r.is_draining and not r.num_in_flight]:
+            ray.kill(runner.handle, no_restart=True)
+            self._runners.remove(runner)
 
     async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
         requests, self._pending = list(self._pending), deque()
@@ -224,7 +344,10 @@ class EnvRunnerGroup:
 
     def expect(self, version: int, fetch: Callable[[], Any]) -> None:
         """Note a version that a transport publishes; ``fetch`` returns its weights for runners that come back."""
-        self._newest = version, cache(fetch)
+        self._newest = _Newest(version, fetch)
+        self._forget_probes()
+
+    def _forget_probes(self) -> None:
         for runner in self._runners:
             if not runner.is_healthy:
                 runner.probe = None  # it may carry older weights
@@ -239,7 +362,8 @@ class EnvRunnerGroup:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
             self._loop.run_until_complete(self._local.engine.update_weights(found, version))
             return
-        self.expect(version, lambda: weights)
+        self._newest = _Newest(version, lambda: weights, weights)
+        self._forget_probes()
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
     def wait_for_restarts(self) -> None:
@@ -280,10 +404,11 @@ class EnvRunnerGroup:
         self._runners = []
         self._in_flight.clear()
         self._pending.clear()
+        self._finished.clear()
 
     def _dispatch(self) -> None:
         while self._pending:
-            free = [r for r in self._runners if r.is_healthy and r.num_in_flight < self._max_in_flight]
+            free = [r for r in self._runners if r.takes_requests and r.num_in_flight < self._max_in_flight]
             if not free:
                 return
             runner = min(free, key=lambda r: r.num_in_flight)
@@ -305,6 +430,7 @@ class EnvRunnerGroup:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+        self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, batch)
 
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:
@@ -318,24 +444,25 @@ class EnvRunnerGroup:
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
         if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
             runner.is_lost = True
-            self._last_loss = f"{runner.name} did not start again: {last_line(error)}"
+            again = " again" if runner.num_deaths else ""
+            self._last_loss = f"{runner.name} did not start{again}: {last_line(error)}"
             logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
 
-    def _probe(self) -> None:
-        """Ping the healthy runners, and use those that came back again once they have the newest weights."""
-        now = time.monotonic()
+    def _probe(self, *, can_fetch: bool) -> None:
+        """Ping the healthy runners, and use new ones and those that came back once they have the newest weights."""
+        now, newest = time.monotonic(), self._newest
         for runner in self._runners:
             if runner.is_lost:
                 continue
             interval = PING_INTERVAL_S if runner.is_healthy else PROBE_INTERVAL_S
             if runner.probe is None and now - runner.probed_at > interval:
-                runner.probed_at = now
-                if self._newest is not None and not runner.is_healthy:
-                    version, fetch = self._newest
-                    weights = fetch()  # before the call: it may have to put the other engines to sleep
-                    runner.probe = runner.handle.catch_up.remote(weights, version)
-                else:
+                if newest is None or runner.is_healthy:
                     runner.probe = runner.handle.ping.remote()
+                elif newest.weights is not None or can_fetch:
+                    if newest.weights is None:  # before the call: it may have to put the other engines to sleep
+                        newest.weights = newest.fetch()
+                    runner.probe = runner.handle.catch_up.remote(newest.weights, newest.version)
+                runner.probed_at = now
             if runner.probe is not None:
                 self._read_probe(runner, now)
 
@@ -347,7 +474,7 @@ class EnvRunnerGroup:
             return
         probe, runner.probe = runner.probe, None
         try:
-            ray.get(probe)
+            runner.node_id = ray.get(probe)
         except RayError as error:  # dead, or still restarting: it is probed again
             if isinstance(error, RayTaskError):  # the actor is alive, without an engine
                 runner.num_failed_loads += not runner.is_healthy

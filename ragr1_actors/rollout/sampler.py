@@ -16,7 +16,12 @@ from typing import Self
 
 from cluster.placement import ActorOptions, labelled, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands
-from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.config import (
+    SamplerConfig,
+    read_encoder_autoscaling,
+    read_retriever_autoscaling,
+    read_runner_autoscaling,
+)
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
@@ -57,13 +62,13 @@ class Sampler:
         """
         self._config = config
         self._policy, self._index_dir = policy, index_dir
-        self._retrievers = RetrieverGroup(index_dir, config.retrieval, share)
+        self.retrievers = RetrieverGroup(index_dir, config.retrieval, share)
         try:
-            retriever = self._retrievers.retriever()
+            retriever = self.retrievers.retriever()
             actor_options = runner_options or labelled(config.env_runners.label_selector)
             self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=actor_options)
         except BaseException:
-            self._retrievers.stop()
+            self.retrievers.stop()
             raise
 
     def __enter__(self) -> Self:
@@ -81,7 +86,7 @@ class Sampler:
 
     def wait_until_ready(self) -> None:
         """Return once every actor has loaded its index or engine; ``FleetError`` if one did not start."""
-        self._retrievers.wait_until_ready()
+        self.retrievers.wait_until_ready()
         self.env_runners.wait_until_ready()
 
     def sample_tasks(
@@ -147,7 +152,7 @@ class Sampler:
         trusted = self._config.policy.trust_remote_code
         tokenizer = PolicyTokenizer(on_this_node(self._policy), trust_remote_code=trusted)
         engine = ScriptedEngine(turns, tokenizer.encode)
-        runner = EnvRunner(self._config, tokenizer, self._retrievers.retriever(), engine)
+        runner = EnvRunner(self._config, tokenizer, self.retrievers.retriever(), engine)
 
         async def play() -> list[TrajectoryGroup]:
             return await asyncio.gather(*(runner.sample_group(request) for request in requests))
@@ -162,17 +167,17 @@ class Sampler:
         """
         if self._index_dir is None or not any(task.supporting_ids for task in tasks):
             return {}
-        return asyncio.run(supporting_recall(self._retrievers.retriever(), Corpus.open(self._index_dir), tasks))
+        return asyncio.run(supporting_recall(self.retrievers.retriever(), Corpus.open(self._index_dir), tasks))
 
     def metrics(self) -> dict[str, float]:
         """Health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/retriever_busy": 0.3, ...}``."""
         runners = {f"env_runners/{name}": value for name, value in self.env_runners.metrics().items()}
-        return runners | self._retrievers.metrics()
+        return runners | self.retrievers.metrics()
 
     def stop(self) -> None:
         """End all actors. Groups in flight are lost."""
         self.env_runners.stop()
-        self._retrievers.stop()
+        self.retrievers.stop()
 
 
 def session_for(
@@ -184,4 +189,24 @@ def session_for(
 
     ``config`` is a ``RunConfig`` if there are learners, too.
     """
-    return session_with_room(actor_demands(config, has_index=needs_index(config.retrieval.type)), show, say)
+    has_index = needs_index(config.retrieval.type)
+    most = actor_demands(_largest(config), has_index=has_index)
+    return session_with_room(actor_demands(config, has_index=has_index), most, show, say)
+
+
+def _largest(config: SamplerConfig) -> SamplerConfig:
+    """Return the configuration with every fleet at its largest; a person may choose more on a live run."""
+    runners, retrieval = config.env_runners, config.retrieval
+    sizes = {
+        "num_env_runners": (runners.num_env_runners, read_runner_autoscaling(runners)),
+        "num_retrievers": (retrieval.num_retrievers, read_retriever_autoscaling(retrieval)),
+        "num_encoders": (retrieval.num_encoders, read_encoder_autoscaling(retrieval)),
+    }
+    most = {name: size if found is None else found.max_replicas for name, (size, found) in sizes.items()}
+    num_env_runners = most.pop("num_env_runners")
+    return config.model_copy(
+        update={
+            "env_runners": runners.model_copy(update={"num_env_runners": num_env_runners}),
+            "retrieval": retrieval.model_copy(update=most),
+        }
+    )

@@ -4,6 +4,8 @@
 
     {"iteration": 3, "loop/tokens": 81920.0, "rollout/reward": 0.61, "stage": "rl", "time/iteration_s": 4.2}
 
+A line of an iteration in which fleets got other sizes has them, with the reasons, as ``scaling/decisions``.
+
 A metric's name is ``group/name``, with the groups ``rollout``, ``learner``, ``eval``, ``loop`` and others. Names that
 start with ``time/`` are wall times in seconds. Two runs with the same seed agree in all metrics but these.
 """
@@ -15,21 +17,25 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
 from ragr1_actors.core.files import write_file
+from ragr1_actors.runs.scaling import ScalingDecision
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 TIME_PREFIX = "time/"
-TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/")
-"""Prefixes of metrics that depend on timing: wall times, and load and health of the fleets."""
+TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/", "scaling/")
+"""Prefixes of metrics that depend on timing: wall times, and load, health and sizes of the fleets."""
+DECISIONS = "scaling/decisions"
+"""Key of the list of ``ScalingDecision``, in lines that have any."""
 
 
 class _Row(BaseModel):
@@ -39,6 +45,7 @@ class _Row(BaseModel):
     __pydantic_extra__: dict[str, float]
     stage: str
     iteration: int
+    decisions: list[ScalingDecision] = Field(default=[], alias=DECISIONS)
 
 
 class MetricsLogger:
@@ -58,8 +65,12 @@ class MetricsLogger:
         self._file = self._path.open("a", encoding="utf-8")
         self._events: dict[str, _EventFile] = {}
 
-    def log(self, stage: str, iteration: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self, stage: str, iteration: int, metrics: Mapping[str, float], decisions: Sequence[ScalingDecision] = ()
+    ) -> None:
         """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
+
+        ``decisions`` are those since the call before.
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
@@ -67,10 +78,13 @@ class MetricsLogger:
         values = {name: float(value) for name, value in metrics.items()}
         if stage not in self._events:
             self._begin(stage, iteration)
-        self._file.write(_line({"stage": stage, "iteration": iteration, **values}))
+        made = {DECISIONS: [asdict(decision) for decision in decisions]} if decisions else {}
+        self._file.write(_line({"stage": stage, "iteration": iteration, **values, **made}))
         self._file.flush()
         self._events[stage].write(iteration, values)
         self._export(values)
+        if decisions:
+            self._events[stage].write_text(iteration, DECISIONS, "\n\n".join(map(str, decisions)))
 
     def close(self) -> None:
         """Close every file, even if writing the last bytes of one fails; may be called twice."""
@@ -126,6 +140,18 @@ class _EventFile:
         self._add(step=step, summary=Summary(value=scalars))
         self._file.flush()
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Append a Markdown text, which TensorBoard shows on its page of texts."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        metadata = create_summary_metadata(display_name="", description="")
+        self._add(step=step, summary=Summary(value=[Summary.Value(tag=name, tensor=tensor, metadata=metadata)]))
+        self._file.flush()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -145,12 +171,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     # the text after the last newline is empty or cut off
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            rows.append(_Row.model_validate_json(line).model_dump())
+            rows.append(_Row.model_validate_json(line).model_dump(by_alias=True, exclude_defaults=True))
         except ValidationError as error:
             name, found, problem = first_problem(error)
             where = f"{path}, line {number}: {name or 'the whole line'}"
             raise RunDirectoryError(f"{where}: got {shortened(repr(found))}; {problem}; delete the line") from error
     return rows
+
+
+def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:
+    """Return the decisions about the fleets' sizes in ``metrics.jsonl``; ``RunDirectoryError`` on a damaged line."""
+    return tuple(ScalingDecision(**made) for row in read_metrics(run_dir) for made in row.get(DECISIONS, ()))
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:

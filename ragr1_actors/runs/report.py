@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
+from ragr1_actors.runs.scaling import ScalingDecision
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
@@ -84,6 +86,8 @@ class RunReport:
     tasks: TaskCounts
     ratios: dict[str, float] = field(default_factory=dict)
     """Further figures, such as ``{"recall@3": 0.61}``."""
+    decisions: tuple[ScalingDecision, ...] = ()
+    """Sizes that the fleets got while the run was under way, those of ``metrics.jsonl``."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
@@ -206,6 +210,7 @@ svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
 {table}
 <p>{summary}</p>
 {curves}
+{decisions}
 </body></html>
 """
 
@@ -220,8 +225,20 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
         title=html.escape(title),
         table=f"<table><tr><th>{_num_tasks(report)}</th>{head}</tr>{body}</table>",
         summary=summary,
+        decisions=_decisions(report),
         curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
     )
+
+
+def _decisions(report: RunReport) -> str:
+    """Return a table of the sizes that the fleets got; empty if they kept theirs."""
+    if not report.decisions:
+        return ""
+    rows = "".join(
+        f"<tr><td>{time.strftime('%F %T', time.localtime(made.time_s))}</td><td>{html.escape(str(made))}</td></tr>"
+        for made in report.decisions
+    )
+    return f"<h2>fleets</h2><table>{rows}</table>"
 
 
 def _curve(name: str, stage: str, rows: list[dict[str, Any]]) -> str:

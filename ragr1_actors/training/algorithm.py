@@ -52,6 +52,7 @@ from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation import eval_result
+from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.preflight import check_names
 
 OnProgress = Callable[[int, dict[str, float]], None]
@@ -99,6 +100,9 @@ class Algorithm:
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
         self._transport = WeightSync(config, learners, self._env_runners)
+        self.fleets = FleetController(config, sampler, place, self._collector.num_finished_batches)
+        self._env_runners.on_wait = self.fleets.tick
+        learners.on_wait = self._while_learning
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
@@ -223,13 +227,16 @@ class Algorithm:
         with self._held():
             self._saver.commit_if_written()
         self._build_learner(training.algorithm, self._stage_policy)
-        batch, num_stale = self._collector.next_batch(self.policy_version)
+        with self.fleets.learner.waits():
+            find_lost = self._learners.find_lost
+            batch, num_stale = self._collector.next_batch(self.policy_version, find_lost)
+        self.fleets.learner.num_stale += num_stale
         sampled = time.perf_counter()
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self.policy_version)
         # learner, task sampler and logs change together: else a resumed run trains a task twice, or logs no metrics
-        with self._held():
+        with self._held(), self.fleets.learner.works():
             self._transport.make_room()
             learner_metrics = self._learners.update([group.batch for group in batch])
             learned = time.perf_counter()
@@ -243,6 +250,7 @@ class Algorithm:
                 **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
                 **self._sampler.metrics(),
+                **self.fleets.metrics(),
                 "loop/policy_lag": lag,
                 "loop/stale_groups": float(num_stale),
                 "loop/set_aside_groups": float(len(set_aside)),
@@ -258,6 +266,12 @@ class Algorithm:
             if on_progress is not None:
                 on_progress(self.iteration, metrics)
         return metrics
+
+    def _while_learning(self) -> None:
+        """Look after the fleets while the learners work."""
+        if not self._transport.shares_devices:  # else the runners sleep
+            self._env_runners.poll(learners_are_busy=True)
+        self.fleets.tick()
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
@@ -279,9 +293,10 @@ class Algorithm:
         every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
         """
         groups: list[FinishedGroup] = []
-        num_failed = self._sampler.sample_tasks(
-            self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
-        )
+        with self.fleets.learner.waits():
+            num_failed = self._sampler.sample_tasks(
+                self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
+            )
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         return eval_result([group.summary for group in groups], num_failed)

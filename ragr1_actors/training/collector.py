@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,11 @@ class GroupFleet(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not collected."""
+        ...
+
+    @property
+    def num_finished(self) -> int:
+        """Those of them that are finished."""
         ...
 
     def submit(self, request: GroupRequest) -> None:
@@ -61,10 +66,17 @@ class BatchCollector:
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
             self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature))
 
-    def next_batch(self, policy_version: int) -> tuple[list[FinishedGroup], int]:
+    def num_finished_batches(self) -> float:
+        """Return how many batches of finished groups wait for the learner, such as 1.5."""
+        return (len(self._buffer) + self._fleet.num_finished) / self._config.training.train_batch_size
+
+    def next_batch(
+        self, policy_version: int, find_lost: Callable[[list[Any]], Collection[int]] = lambda batches: ()
+    ) -> tuple[list[FinishedGroup], int]:
         """Sample until a batch is complete, and return it with the number of groups that were too old for it.
 
-        The tasks of failed and stale groups are issued again.
+        The tasks of failed, stale and lost groups are issued again. ``find_lost`` returns the positions of references
+        to groups that no node has any more.
 
         Raises:
             FleetError: every task failed, or all of the first ``HOPELESS_TASKS``.
@@ -76,7 +88,14 @@ class BatchCollector:
                 num_stale += 1
                 self.tasks.again(group.request.issue)
             if len(self._buffer) >= size:
-                return sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id), num_stale
+                batch = sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id)
+                if not (lost := find_lost([group.batch for group in batch])):
+                    return batch, num_stale
+                for index, group in enumerate(batch):
+                    if index in lost:
+                        self.tasks.again(group.request.issue)
+                    else:
+                        self._buffer.add(group)
             self.keep_busy()
             for group in self._fleet.collect():
                 self.sort(group)

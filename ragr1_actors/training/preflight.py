@@ -79,6 +79,11 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
             f"retrieval.options: the URI {without_secrets(run)} has credentials, which would be stored with the run; "
             "put them into the environment"
         )
+    if not needs_index(retrieval.type) and (retrieval.autoscaling or retrieval.encoder_autoscaling):
+        raise ConfigError(
+            f"retrieval.autoscaling: got settings with retrieval.type={retrieval.type}, which has no actors to scale; "
+            "leave autoscaling and encoder_autoscaling empty"
+        )
     if retrieval.type in SHARED_KEYS:  # it reads its options when it is made
         shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
         load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)

@@ -25,7 +25,7 @@ from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
-from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.metrics import MetricsLogger, read_decisions
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.progress import show_progress
 from ragr1_actors.runs.report import (
@@ -39,6 +39,7 @@ from ragr1_actors.runs.report import (
     write_report,
 )
 from ragr1_actors.runs.run_directory import only_process_in
+from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.data import Workspace, prepare
 
@@ -115,6 +116,7 @@ class TrainingRun:
             peak_rss_bytes=memory.peak_bytes,
             tasks=TaskCounts(**algorithm.task_counts()),
             ratios=recall,
+            decisions=read_decisions(self._run_dir),
         )
         write_report(self._run_dir, report)
         return report
@@ -172,7 +174,8 @@ class TrainingRun:
             with show_progress(self._console, "SFT", config.sft.num_steps, algorithm.sft_step) as report:
 
                 def on_step(step: int, metrics: dict[str, float]) -> None:
-                    logger.log("sft", step, {f"learner/{name}": value for name, value in metrics.items()})
+                    values = {f"learner/{name}": value for name, value in metrics.items()}
+                    logger.log("sft", step, values, self._decisions(algorithm))
                     report(step, f"loss {metrics['loss']:.3f}")
                     if self._is_due(step, SFT_CHECKPOINT_STEPS) and step < config.sft.num_steps:
                         self._save(algorithm, wait=False)
@@ -197,7 +200,7 @@ class TrainingRun:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
-                logger.log("rl", iteration, metrics)
+                logger.log("rl", iteration, metrics, self._decisions(algorithm))
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
@@ -222,6 +225,13 @@ class TrainingRun:
                 if (is_due or is_best) and not is_last and not is_stuck:
                     self._save(algorithm, score, wait=False)
 
+    def _decisions(self, algorithm: Algorithm) -> list[ScalingDecision]:
+        """Return and print the sizes that the fleets got since the last call."""
+        taken = algorithm.fleets.take_decisions()
+        for decision in taken:
+            self._console.print(str(decision), highlight=False, markup=False)
+        return taken
+
     def _has_stage(self, name: StageName) -> bool:
         return any(stage.stage == name for stage in self._stages)
 
@@ -231,7 +241,8 @@ class TrainingRun:
             return None
         with self._console.status("evaluating"):
             result = algorithm.evaluate(name)
-        logger.log(f"eval_{name}", algorithm.iteration, {f"eval/{key}": value for key, value in asdict(result).items()})
+        values = {f"eval/{key}": value for key, value in asdict(result).items()}
+        logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm))
         self._stages.append(StageReport(name, result, time.monotonic() - started))
         return self._score(result)
 

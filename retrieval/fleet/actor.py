@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import ray
 from numpy.typing import NDArray
 
 from cluster.metrics import observe
@@ -90,6 +91,8 @@ class ActorLoad:
     batches: int
     clients: Mapping[str, tuple[float, ClientLoad]]
     """The last report of each client that reports to this actor, and its age in seconds."""
+    node_id: str
+    """Of Ray."""
 
 
 class RpcActor(RpcServer):
@@ -128,6 +131,7 @@ class RpcActor(RpcServer):
             self._num_queries,
             self._num_batches,
             {client: (now - at, report) for client, (at, report) in self._reports.items()},
+            ray.get_runtime_context().get_node_id(),
         )
 
     def serve(self, *methods: Callable[..., Any]) -> None:

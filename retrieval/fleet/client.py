@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import ray
@@ -33,12 +33,10 @@ from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.fleet.actor import CODEC, PackedHits, RowHits
+from retrieval.fleet.actor_fleet import REFRESH_S, find_actors
 from retrieval.fleet.batching import Batcher, ClientLoad, PooledRetriever, PoolSettings
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
-
-REFRESH_S = 2.0
-"""Between two looks at the members of the fleet, while queries come."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,19 +67,21 @@ class RetrieverClient:
         self._fleet, self._num_shards, self._encoder_fleet = fleet, num_shards, encoder_fleet
         self._encoders: Batcher[Vector] | None = None
         if encoder_fleet:
-            encoders = {name: _RemoteEncoder(name) for name in find_actors(encoder_fleet)}
+            encoders = {name: _RemoteEncoder(name) for name in find_actors(encoder_fleet, only_running=True)}
             if not encoders:
                 raise RetrievalError(f"the fleet {encoder_fleet} has no actor that runs")
             self._encoders = Batcher(encoders, settings)
-        replicas = self._find_replicas(find_actors(fleet), {})
+            self._first_encoder = min(encoders)
+        replicas = self._find_replicas(find_actors(fleet, only_running=True), {})
         if not replicas:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
         self._num_failed = 0
         """Failed attempts that are counted in Prometheus."""
-        self._next_look = time.monotonic() + REFRESH_S
+        self._seen_at = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._id = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[type[RetrieverClient], tuple[Any, ...]]:
@@ -95,10 +95,13 @@ class RetrieverClient:
             ValueError: ``k`` is less than 1.
             RetrievalError: every attempt failed; the message has the number of attempts and the last cause.
         """
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + REFRESH_S
-            self._looking = asyncio.create_task(self._look())  # the reference keeps it alive
         started = time.monotonic()
+        age_s = started - self._seen_at
+        if age_s >= REFRESH_S:
+            if not _is_running(self._looking):
+                self._looking = asyncio.create_task(self._look())
+            if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
+                await asyncio.wait([self._looking])
         found = await self._pool.search(queries, k)
         observe("search_seconds", time.monotonic() - started)
         count("queries", len(queries))
@@ -110,7 +113,7 @@ class RetrieverClient:
         await self._pool.batcher.wait_for_room()
 
     async def _look(self) -> None:
-        """Update the replicas and encoders in use, and report the load of this client to the fleet."""
+        """Update the replicas and encoders in use, and have the load of this client reported to the fleets."""
         replicas = self._find_replicas(await asyncio.to_thread(find_actors, self._fleet), self._replicas)
         if replicas:
             self._replicas = replicas
@@ -118,13 +121,21 @@ class RetrieverClient:
         if self._encoders is not None:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
             if found:
+                self._first_encoder = found[0]
                 self._encoders.set_replicas({name: _RemoteEncoder(name) for name in found})
+        self._seen_at = time.monotonic()
+        if not _is_running(self._reporting):
+            self._reporting = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
+        """One actor of each fleet keeps all reports of this client."""
         load = self._pool.load()
         count("failed_attempts", load.failed_attempts - self._num_failed)
         self._num_failed = load.failed_attempts
-        first = min(self._replicas)  # one actor keeps all reports of this client
         with contextlib.suppress(RetrievalError):
-            await self._replicas[first].report(self._id, load)
+            await self._replicas[min(self._replicas)].report(self._id, load)
+            if self._encoders is not None:
+                await _NamedActor(self._first_encoder).ray_call("report", self._id, self._encoders.load(0))
 
     def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
         """Group shard actors ``<member>.<shard>`` by member; drop members that are not complete."""
@@ -242,6 +253,11 @@ def unpack(shards: Sequence[PackedHits], k: int) -> list[Hits]:
     return answers
 
 
+def _is_running(task: asyncio.Task[None] | None) -> TypeGuard[asyncio.Task[None]]:
+    """Whether a task runs in this event loop; one of an earlier loop was abandoned with it."""
+    return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+
+
 def _open_corpus(index_dir: str) -> tuple[Corpus, str] | None:
     """Map the passages of the fleet's index, and return its version too; None: this node has no complete copy."""
     try:
@@ -250,8 +266,3 @@ def _open_corpus(index_dir: str) -> tuple[Corpus, str] | None:
         return Corpus.open(index_dir), manifest.version
     except (DataError, OSError):
         return None
-
-
-def find_actors(fleet_name: str) -> list[str]:
-    """Return the sorted names of a fleet's actors. Blocks for a call to the head node."""
-    return sorted(name for name in ray.util.list_named_actors() if name.startswith(f"{fleet_name}-"))

@@ -1,135 +1,30 @@
-"""RetrieverGroup: the retrieval of a run: a fleet of actors, an index in this process, or a custom retriever.
-
-::
-
-    fleet.scale_to(3)          retriever-5f0c-0.0   retriever-5f0c-1.0   retriever-5f0c-2.0
-                                       ▲                ▲
-    find_actors("retriever-5f0c") ─────┴────────────────┘   from any process of the job
-
-A member of a fleet is one actor, or one for each shard of the index. Ray restarts a dead actor under its name.
-"""
+"""RetrieverGroup: the retrieval of a run: a fleet of actors, an index in this process, or a custom retriever."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
-from cluster.rpc import last_line
 from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError, DataError, FleetError
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import RETRIEVERS, SHARED_KEYS, Retriever
-from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor, RpcActor
+from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor
+from retrieval.fleet.actor_fleet import REPORT_EXPIRES_S, ActorFleet, client_reports
 from retrieval.fleet.batching import ClientLoad, PoolSettings
-from retrieval.fleet.client import REFRESH_S, RetrieverClient
+from retrieval.fleet.client import RetrieverClient
 from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
 
 START_TIMEOUT_S = 600.0
 """For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
-_ANSWER_TIMEOUT_S = 5.0
-_REPORT_EXPIRES_S = 5 * REFRESH_S
-"""A client that has not reported for this long has no queries out."""
-
-
-class ActorFleet:
-    """Actors of one kind whose number may change while they are used. Clients find them by name."""
-
-    def __init__(
-        self,
-        kind: str,
-        actor_class: type[RpcActor],
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        num_cpus: float = 0.0,
-        num_gpus: float = 0.0,
-        label_selector: Mapping[str, str] | None = None,
-    ) -> None:
-        """Hold no member yet.
-
-        Args:
-            kind: one word for names and messages: ``retriever``.
-            actor_class: of every actor.
-            arguments: of the actors of a member, one tuple for each.
-            num_cpus: of one actor, as ``num_gpus``.
-            label_selector: the nodes on which actors may run, by their labels.
-        """
-        self.kind = kind
-        self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
-        """The names of all actors begin with it."""
-        # Ray restarts the actors without limit, but no call: the client retries, on another replica.
-        with_options = ray.remote(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            label_selector=dict(label_selector or {}),
-            max_restarts=-1,
-            max_task_retries=0,
-        )
-        self._actor_class: Any = with_options(actor_class)
-        self._arguments = arguments
-        self._members: list[dict[str, ActorHandle[Any]]] = []
-        self._num_started = 0
-
-    @property
-    def handles(self) -> dict[str, ActorHandle[Any]]:
-        """All actors by name: the fleet's, the number of the member, and that of the actor in it."""
-        return {name: handle for actors in self._members for name, handle in actors.items()}
-
-    def scale_to(self, num_members: int) -> None:
-        """Start members, or end the newest: an actor answers the calls it has before it ends."""
-        while len(self._members) < num_members:
-            member = f"{self.name}-{self._num_started}"
-            self._num_started += 1
-            actors = {}
-            for number, arguments in enumerate(self._arguments):
-                name = f"{member}.{number}"
-                actors[name] = self._actor_class.options(name=name).remote(*arguments)
-            self._members.append(actors)
-        while len(self._members) > num_members:
-            for handle in self._members.pop().values():
-                handle.drain.remote()
-                handle.__ray_terminate__.remote()
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once every actor has answered a ping.
-
-        Raises:
-            FleetError: an actor did not start.
-        """
-        try:
-            ray.get([handle.ping.remote() for handle in self.handles.values()], timeout=timeout_s)
-        except RayError as error:
-            raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
-
-    def loads(self) -> dict[str, ActorLoad]:
-        """Return the load of each actor that answers within 5 seconds, by name."""
-        calls: dict[str, Any] = {name: handle.load.remote() for name, handle in self.handles.items()}
-        if not calls:
-            return {}
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)
-        found: dict[str, ActorLoad] = {}
-        for name, call in calls.items():
-            if call in ready:
-                with contextlib.suppress(RayError):
-                    found[name] = ray.get(call)
-        return found
-
-    def stop(self) -> None:
-        """End all actors, without a restart. Their calls fail."""
-        for handle in self.handles.values():
-            ray.kill(handle, no_restart=True)
-        self._members = []
 
 
 class RetrieverGroup:
@@ -169,6 +64,11 @@ class RetrieverGroup:
             self._fleets.append(_start_retrievers(shared, settings, manifest))
             if settings.num_encoders:
                 self._fleets.append(_start_encoders(shared, settings))
+
+    @property
+    def fleets(self) -> tuple[ActorFleet, ...]:
+        """The retrievers, and then the encoders if they are separate actors; empty if there is no actor."""
+        return tuple(self._fleets)
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
@@ -212,7 +112,7 @@ class RetrieverGroup:
         return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
-        """Grow or shrink the fleets while they are used; clients follow within ``client.REFRESH_S``.
+        """Grow or shrink the fleets while they are used; clients follow within ``actor_fleet.REFRESH_S``.
 
         A new replica is searched once it has answered a ping; one that ends answers its calls first.
 
@@ -231,20 +131,19 @@ class RetrieverGroup:
         """Return the health and load of the fleets, named as in docs/metrics.md; ``{}`` without a fleet.
 
         Waits up to 5 seconds for lost actors. Restarts are counted as far as calls of this method saw them. Clients
-        report every ``client.REFRESH_S`` while they search.
+        report every ``actor_fleet.REFRESH_S`` while they search.
         """
         metrics: dict[str, float] = {}
-        clients: dict[str, tuple[float, ClientLoad]] = {}
+        reports: list[tuple[float, ClientLoad]] = []
         for fleet in self._fleets:
             loads = fleet.loads()
             for name, load in loads.items():
                 started = self._incarnations.setdefault(name, load.started)
                 self._num_restarts[fleet.kind] += started != load.started
                 self._incarnations[name] = load.started
-                for client, report in load.clients.items():
-                    clients[client] = min(report, clients.get(client, report), key=lambda report: report[0])
+            reports = reports or client_reports(loads.values())
             metrics |= _fleet_metrics(fleet, list(loads.values()), self._num_restarts[fleet.kind])
-        return metrics | _client_metrics(list(clients.values())) if metrics else {}
+        return metrics | _client_metrics(reports) if metrics else {}
 
     def stop(self) -> None:
         """End all actors, without a restart. Searches in flight fail."""
@@ -364,7 +263,7 @@ def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad], num_restarts: 
 
 
 def _client_metrics(reports: Sequence[tuple[float, ClientLoad]]) -> dict[str, float]:
-    searching = [load for age_s, load in reports if age_s < _REPORT_EXPIRES_S]
+    searching = [load for age_s, load in reports if age_s < REPORT_EXPIRES_S]
     num_queries = sum(load.queries for _, load in reports)
     return {
         "retrieval/waiting": float(sum(load.waiting for load in searching)),

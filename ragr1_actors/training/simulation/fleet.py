@@ -23,8 +23,8 @@ from ragr1_actors.training.simulation.engine import LoadAt, SimulatedEngine, Sim
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import CACHED, CHARACTERS_PER_TOKEN, CountingTokenizer, Workload
 from retrieval.base import Hits, Passage
+from retrieval.fleet.actor_fleet import REFRESH_S
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
-from retrieval.fleet.client import REFRESH_S
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +206,11 @@ class SimulatedRunners:
     def num_unfinished(self) -> int:
         """Requests submitted and not collected."""
         return len(self._pending) + self._num_in_flight + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that are finished and not collected."""
+        return len(self._finished)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group."""

@@ -1,0 +1,273 @@
+"""How many replicas a fleet should have: a pure function of what was measured. Does not import Ray, reads no clock.
+
+::
+
+    FleetState, about once a second ──► Autoscaler.decide ──► Decision(num_replicas, reason)
+                                          │
+         demand: the size that the load wants, from runner_demand or retriever_demand
+         tolerance, scaling factors, minimum and maximum: the size that is desired
+         delays and cool-down: when the fleet takes it
+
+The number of requests out says little about env runners: a synchronous trainer always issues all that its batch allows.
+So their demand is measured in work: runner-seconds of sampling per second of learning. That quotient does not depend
+on how many runners there are, so the fleet does not swing around its size. Retrievers are measured alike: the seconds
+of work that the arriving queries need per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ragr1_actors.core.config import AutoscalingSettings, RetrieverAutoscaling, RunnerAutoscaling
+
+STARVATION_WITH_LAG, STARVATION_IN_TURNS = 0.05, 0.5
+"""``target_starvation`` if runners and learner work at the same time, and if they take turns: then each waits for the
+other, and equal times are the middle between idle runners and an idle learner."""
+_MOST = 1e9
+"""A quotient of times that are nearly 0 may be infinite."""
+QUERIES_PER_REPLICA = 512.0
+"""``target_ongoing_requests`` of retrievers and encoders: one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """What env runners are scaled by. Counts and seconds are sums since the start of the run."""
+
+    num_batches: int = 0
+    """Batches that the learner has taken."""
+    busy_s: float = 0.0
+    """Seconds in which the learner worked: updates and weight syncs."""
+    waited_s: float = 0.0
+    """Seconds in which it waited for samples."""
+    num_finished_batches: float = 0.0
+    """Finished groups that wait for the learner now, in batches: 1.5."""
+    num_stale: int = 0
+    """Groups that were dropped because their policy lag was above ``training.max_policy_lag``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """A fleet at one moment. A replica is an env runner, an encoder, or all the shards of one copy of the index."""
+
+    time_s: float
+    """Of any clock that does not go back."""
+    num_running: int
+    """Replicas that take requests."""
+    num_starting: int = 0
+    """Replicas that were asked for and do not take requests yet; also those that Ray has no room for yet."""
+    ongoing: float = 0.0
+    """Requests that replicas work on now: trajectories, or queries."""
+    queued: float = 0.0
+    """Requests that wait for a replica now."""
+    busy_s: float = 0.0
+    """Replica-seconds with work since the start: 2 replicas that both had work for 3 s count 6."""
+    num_answered: float = 0.0
+    """Requests answered since the start."""
+    learner: LearnerState = field(default_factory=LearnerState)
+    """Only for env runners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The size that a fleet should have from now on, and why: for the log, the metrics and the report."""
+
+    num_replicas: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The size that the load wants, such as 3.4, before bounds and delays."""
+
+    num_replicas: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was measured lately."""
+
+    states: tuple[FleetState, ...]
+    """From ``look_back_period_s`` ago until now, at least one."""
+    iterations: tuple[FleetState, ...]
+    """The states in which the learner had just taken a batch: the last two, if there are, and all within the period.
+    The first state of all counts as one."""
+    most_requests: float
+    """Running and waiting at the same time, in the states since the first of both."""
+
+    @property
+    def now(self) -> FleetState:
+        """The newest state."""
+        return self.states[-1]
+
+
+DemandOf = Callable[[Window, int], Demand]
+"""Given what was measured and the size that the fleet should have so far."""
+
+
+class Autoscaler:
+    """Decides for one fleet. The same states give the same decisions."""
+
+    def __init__(self, settings: AutoscalingSettings, demand: DemandOf, num_replicas: int) -> None:
+        """Begin with the number of replicas that were started."""
+        self.num_replicas = num_replicas
+        """The size decided last; a caller that sizes the fleet by hand sets it, so that decisions go on from there."""
+        self._settings = settings
+        self._demand = demand
+        self._states: deque[FleetState] = deque()
+        self._iterations: deque[FleetState] = deque()
+        self._peaks: deque[tuple[float, float]] = deque()  # time and requests, falling: each is a maximum since then
+        self._wanted: deque[tuple[float, int]] = deque()  # time and desired size, all on the same side of the size
+        self._changed_s, self._was_up = -math.inf, False
+
+    def decide(self, state: FleetState) -> Decision:
+        """Return the size from now on, often the one before; ``time_s`` must be later than in the call before."""
+        window = self._observe(state)
+        demand = self._demand(window, self.num_replicas)
+        desired = self._desired(demand.num_replicas)
+        if desired == self.num_replicas:
+            self._wanted.clear()
+            return Decision(self.num_replicas, demand.reason)
+        is_up = desired > self.num_replicas
+        if self._wanted and (self._wanted[0][1] > self.num_replicas) != is_up:
+            self._wanted.clear()
+        self._wanted.append((state.time_s, desired))
+        waits_for = self._waits_for(is_up, state.time_s)
+        if waits_for:
+            return Decision(self.num_replicas, f"{demand.reason}; {desired} after {waits_for}")
+        # up to what is wanted now; down only to the most that was wanted meanwhile
+        chosen = desired if is_up else max(size for _, size in self._wanted)
+        self.num_replicas, self._changed_s, self._was_up = chosen, state.time_s, is_up
+        self._wanted.clear()
+        return Decision(chosen, demand.reason + self._bound(demand.num_replicas))
+
+    def _observe(self, state: FleetState) -> Window:
+        states, iterations, peaks = self._states, self._iterations, self._peaks
+        start_s = state.time_s - self._settings.look_back_period_s
+        if not states or state.learner.num_batches > states[-1].learner.num_batches:
+            iterations.append(state)
+        states.append(state)
+        while len(states) > 2 and states[1].time_s <= start_s:
+            states.popleft()
+        while len(iterations) > 2 and iterations[1].time_s <= start_s:
+            iterations.popleft()
+        requests = state.ongoing + state.queued
+        while peaks and peaks[-1][1] <= requests:
+            peaks.pop()
+        peaks.append((state.time_s, requests))
+        while peaks[0][0] < min(states[0].time_s, iterations[0].time_s):
+            peaks.popleft()
+        return Window(tuple(states), tuple(iterations), peaks[0][1])
+
+    def _desired(self, wanted: float) -> int:
+        """Return the size that a wanted one means: the same within the tolerance, else scaled as Serve does."""
+        size, settings = self.num_replicas, self._settings
+        wanted = min(wanted, _MOST)
+        if abs(wanted - size) > settings.tolerance * size:
+            factor = settings.upscaling_factor if wanted > size else settings.downscaling_factor
+            scaled = math.ceil(size + factor * (wanted - size) - 1e-9)
+            if scaled == size and math.ceil(wanted - 1e-9) < size:  # a small factor must not stop it
+                scaled -= 1
+            size = scaled
+        return min(max(size, settings.min_replicas), settings.max_replicas)
+
+    def _waits_for(self, is_up: bool, now_s: float) -> str:
+        settings = self._settings
+        delay_s = settings.upscale_delay_s if is_up else settings.downscale_delay_s
+        if (left_s := delay_s - (now_s - self._wanted[0][0])) > 1e-6:
+            return f"{left_s:.0f} s of delay"
+        if is_up != self._was_up and (left_s := settings.cooldown_s - (now_s - self._changed_s)) > 1e-6:
+            return f"{left_s:.0f} s of cool-down"
+        return ""
+
+    def _bound(self, wanted: float) -> str:
+        settings = self._settings
+        if math.ceil(wanted - 1e-9) > self.num_replicas == settings.max_replicas:
+            return f"; max_replicas allows {settings.max_replicas} of {math.ceil(wanted)}"
+        return ""
+
+
+def autoscale_runners(
+    settings: RunnerAutoscaling, num_replicas: int, max_concurrent_trajectories: int, max_policy_lag: int
+) -> Autoscaler:
+    """Return the autoscaler of a fleet of env runners; the last two arguments are keys of the recipe."""
+    with_lag = max_policy_lag > 0
+    starvation = settings.target_starvation or (STARVATION_WITH_LAG if with_lag else STARVATION_IN_TURNS)
+    occupied_by = settings.target_ongoing_requests or float(max_concurrent_trajectories)
+
+    def demand(window: Window, size: int) -> Demand:
+        return runner_demand(window, size, starvation, occupied_by, with_lag=with_lag)
+
+    return Autoscaler(settings, demand, num_replicas)
+
+
+def autoscale_retrievers(settings: RetrieverAutoscaling, num_replicas: int) -> Autoscaler:
+    """Return the autoscaler of a fleet of retrievers or encoders."""
+    return Autoscaler(settings, lambda window, size: retriever_demand(window, size, settings), num_replicas)
+
+
+def runner_demand(window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool) -> Demand:
+    """Return how many env runners keep the learner's waiting at ``target_starvation`` of its time.
+
+    Sampling takes ``work`` runner-seconds per second of learning. With a lag both go on at the same time, and ``work``
+    runners would keep up exactly; in turns the learner waits ``work / size`` seconds per second of learning. Starvation
+    gives the direction, work the amount: a learner that waits too much gets no fewer runners, one that does not gets no
+    more. There are never more runners than ``occupied_by`` requests each would occupy.
+    """
+    first, last, now = window.iterations[0], window.iterations[-1], window.now
+    num_batches = last.learner.num_batches - first.learner.num_batches
+    learned_s = last.learner.busy_s - first.learner.busy_s
+    if learned_s <= 0:
+        most = max(state.ongoing + state.queued for state in window.states) / occupied_by
+        return Demand(most, f"nothing learned yet; the requests occupy {most:.1f} runners")
+    sampled_s, waited_s = last.busy_s - first.busy_s, last.learner.waited_s - first.learner.waited_s
+    # the batch that is sampled now counts as soon as it has taken more than those before
+    since_s = now.busy_s - last.busy_s
+    if since_s > sampled_s / num_batches:
+        sampled_s, waited_s = since_s, now.learner.waited_s - last.learner.waited_s
+        learned_s /= num_batches
+    work, starvation = sampled_s / learned_s, waited_s / (waited_s + learned_s)
+    is_starved = starvation > target_starvation
+    wanted = work * (1 - target_starvation) / (1.0 if with_lag else target_starvation)
+    wanted = max(wanted, size) if is_starved else min(wanted, size)
+    why = f"the learner waits {starvation:.0%} of its time, target {target_starvation:.0%}; sampling takes {work:.1f} "
+    why += "runners per learner"
+    most = window.most_requests / occupied_by
+    if most < wanted:
+        return Demand(most, f"{why}; the requests occupy only {most:.1f} runners")
+    if wanted > size and now.learner.num_finished_batches >= 1:
+        return Demand(size, f"{why}; a whole batch of finished groups waits")
+    if wanted < size and first.learner.num_stale < now.learner.num_stale:
+        return Demand(size, f"{why}; groups became too old, which fewer runners would make worse")
+    return Demand(wanted, why)
+
+
+def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> Demand:
+    """Return how many replicas answer the queries that arrive, and those that wait within ``target_queue_time_s``.
+
+    Each replica works ``target_utilization`` of its time, and has at most ``target_ongoing_requests``.
+    """
+    first, now = window.states[0], window.now
+    passed_s, num_answered = now.time_s - first.time_s, now.num_answered - first.num_answered
+    out = _mean(state.ongoing + state.queued for state in window.states)
+    by_requests = out / (settings.target_ongoing_requests or QUERIES_PER_REPLICA)
+    if num_answered <= 0 or passed_s <= 0:
+        return Demand(max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out")
+    more = now.ongoing + now.queued - first.ongoing - first.queued
+    arriving, queued = max(0.0, num_answered + more) / passed_s, _mean(state.queued for state in window.states)
+    each_s = (now.busy_s - first.busy_s) / num_answered
+    by_work = each_s * (arriving + queued / settings.target_queue_time_s) / settings.target_utilization
+    busy = (now.busy_s - first.busy_s) / passed_s
+    why = (
+        f"{arriving:.1f} queries/s arrive and keep {busy:.1f} replicas busy, {queued / max(arriving, 1e-9):.2f} s of "
+        f"queue, {out:.1f} out"
+    )
+    return Demand(max(by_work, by_requests), why)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = tuple(values)
+    return sum(found) / len(found)

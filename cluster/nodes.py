@@ -1,0 +1,28 @@
+"""What Ray says about nodes: which go away, and which actors have no place yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray._private.state import state  # no public function says which nodes drain; Ray Data reads them here too
+from ray.actor import ActorHandle
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that Ray takes back: idle ones, and ones that are about to be lost."""
+    return set(state.get_draining_nodes())
+
+
+def num_without_room(actors: Iterable[ActorHandle[Any]]) -> int:
+    """Return how many of these actors Ray has not placed on a node yet."""
+    nil = ray.NodeID.nil().hex()
+    infos = [state.actor_table(actor._actor_id.hex()) for actor in actors]
+    return sum(info["State"] == "PENDING_CREATION" and info["Address"]["NodeID"] in ("", nil) for info in infos)
+
+
+def free_resources() -> str:
+    """Return the CPUs and GPUs that no actor reserves: ``0.5 of 4 CPU, 0 of 2 GPU``."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

@@ -1,0 +1,52 @@
+"""``ragr1 scale``: other sizes for the fleets of a run that is under way, from another shell."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated
+
+import typer
+
+from ragr1_actors.cli import print_line
+from ragr1_actors.core.errors import UserError
+
+_LOOK_INTERVAL_S = 0.2
+SizeOption = Annotated[int | None, typer.Option(min=1, help="Replicas from now on.")]
+
+
+def scale(
+    run: Annotated[str, typer.Argument(help="The directory or URI of a run that is under way.")],
+    runners: SizeOption = None,
+    retrievers: SizeOption = None,
+    encoders: SizeOption = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Let all fleets follow their load again.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="How long to wait for the run.")] = 120.0,
+) -> None:
+    """Change how many env runners, retrievers and encoders a live run has; the sizes hold until --auto."""
+    from ragr1_actors.runs.places import find_place
+    from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.runs.scale_order import ScaleOrder, read_answer, withdraw_order, write_order
+
+    sizes = {"runners": runners, "retrievers": retrievers, "encoders": encoders}
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    if bool(chosen) == auto:
+        raise UserError("got no size or --auto with one; give --runners, --retrievers or --encoders, or only --auto")
+    place = find_place(run)
+    open_run_directory(place)
+    if (place.path / "report.json").exists():
+        raise UserError(f"{place} is finished; scale a run that is under way")
+    order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), "sizes": chosen})
+    write_order(place, order)
+    deadline = time.monotonic() + timeout_s
+    while (answer := read_answer(place)) is None or answer.order_id != order.order_id:
+        if time.monotonic() > deadline:
+            withdraw_order(place)
+            raise UserError(
+                f"no answer from the run in {place} within {timeout_s:g} s, and the order is withdrawn: it is not "
+                "under way, still starts, or writes a checkpoint; try again when its progress line moves"
+            )
+        time.sleep(_LOOK_INTERVAL_S)
+    if answer.is_refused:
+        raise UserError(f"the run refused: {answer.message}")
+    print_line(answer.message if auto else f"{answer.message}; until ragr1 scale {place} --auto")

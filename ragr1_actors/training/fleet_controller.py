@@ -1,0 +1,278 @@
+"""FleetController: gives the fleets of a live run other sizes, as their load or a person wants.
+
+::
+
+    signals of the fleets, LearnerClock ──► Autoscaler ──┐
+                                                         ├──► scale_to ──► log, metrics, report
+    scale.json of the run directory (ragr1 scale) ───────┘
+
+``tick`` is called about once a second by whatever waits: ``EnvRunnerGroup.collect`` and ``LearnerGroup.update``. So all
+of it runs in the driver's one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
+from cluster.nodes import draining_nodes, free_resources, num_without_room
+from ragr1_actors.core.config import (
+    RetrieverAutoscaling,
+    RunConfig,
+    read_encoder_autoscaling,
+    read_retriever_autoscaling,
+    read_runner_autoscaling,
+)
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.runs.places import Place
+from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
+from ragr1_actors.runs.scaling import FleetName, ScalingDecision
+
+TICK_S = 1.0
+"""Between two looks at the fleets and at the orders."""
+NO_ROOM_AFTER_S = 60.0
+"""After this time without a place for a new actor, the decision says so. Adding a node takes Ray about this long."""
+
+logger = logging.getLogger(__name__)
+
+
+class ScalableFleet(Protocol):
+    """What ``EnvRunnerGroup`` and ``ActorFleet`` have in common."""
+
+    def state(self) -> FleetState:
+        """Return what the fleet does now."""
+        ...
+
+    def scale_to(self, num_replicas: int, /) -> None:
+        """Start replicas, or let some drain."""
+        ...
+
+    def drain_nodes(self, node_ids: Collection[str], /) -> int:
+        """Let the replicas on these nodes drain, and return their number; the next ``scale_to`` replaces them."""
+        ...
+
+    def unplaced(self) -> list[Any]:
+        """Return the actors that do not serve yet."""
+        ...
+
+
+class LearnerClock:
+    """What the learner does over time: the signals by which env runners are scaled."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with a learner that has done nothing yet; ``clock`` returns seconds."""
+        self._clock = clock
+        self.num_batches = self.num_stale = 0
+        """As of ``LearnerState``."""
+        self._sums = {"busy": 0.0, "waited": 0.0}
+        self._doing: tuple[str, float] | None = None
+
+    @contextmanager
+    def works(self) -> Iterator[None]:
+        """Count the seconds of the block as those of the learner's work on a batch that it takes now."""
+        self.num_batches += 1
+        with self._count("busy"):
+            yield
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Count the seconds of the block as those in which the learner waits for samples."""
+        with self._count("waited"):
+            yield
+
+    @contextmanager
+    def _count(self, what: str) -> Iterator[None]:
+        self._doing = what, self._clock()
+        try:
+            yield
+        finally:
+            self._sums = self._sums_now()
+            self._doing = None
+
+    def _sums_now(self) -> dict[str, float]:
+        if self._doing is None:
+            return self._sums
+        what, since_s = self._doing
+        return self._sums | {what: self._sums[what] + self._clock() - since_s}
+
+    def state(self, num_finished_batches: float) -> LearnerState:
+        """Return the sums up to now."""
+        sums = self._sums_now()
+        return LearnerState(self.num_batches, sums["busy"], sums["waited"], num_finished_batches, self.num_stale)
+
+
+@dataclass
+class _Controlled:
+    """A fleet, its size, and what decides about it."""
+
+    name: FleetName
+    prefix: str
+    """Of its metrics."""
+    fleet: ScalableFleet
+    num_replicas: int
+    """The size that is wanted."""
+    make_scaler: Callable[[int], Autoscaler] | None
+    """Given the size; None if the fleet has no settings for autoscaling."""
+    scaler: Autoscaler | None = None
+    """None also while a person has chosen the size."""
+    state: FleetState | None = None
+    replica_s: float = 0.0
+    """Replicas that took requests or started, times seconds."""
+    has_no_room_since_s: float | None = None
+    said_no_room: bool = False
+
+    def note(self, state: FleetState) -> None:
+        """Keep the newest state."""
+        if self.state is not None:
+            num_held = self.state.num_running + self.state.num_starting
+            self.replica_s += num_held * (state.time_s - self.state.time_s)
+        self.state = state
+
+    def metrics(self) -> dict[str, float]:
+        """Return its sizes and what it has cost so far."""
+        running, starting = (self.state.num_running, self.state.num_starting) if self.state else (0, 0)
+        values = {"target": self.num_replicas, "running": running, "starting": starting, "replica_s": self.replica_s}
+        return {f"{self.prefix}{name}": float(value) for name, value in values.items()}
+
+
+class FleetController:
+    """Decides about the fleets of one run while it is under way."""
+
+    def __init__(
+        self, config: RunConfig, sampler: Sampler, place: Place, num_finished_batches: Callable[[], float]
+    ) -> None:
+        """Begin with the fleets as they were started.
+
+        ``num_finished_batches`` returns how many batches of finished groups wait for the learner.
+        """
+        self.learner = LearnerClock()
+        self._place = place
+        self._num_finished_batches = num_finished_batches
+        self._refusals: dict[FleetName, str] = {}
+        self._fleets = {fleet.name: fleet for fleet in self._find_fleets(config, sampler)}
+        self._decisions: list[ScalingDecision] = []
+        self._order_id = ""
+        self._ticked_at = 0.0
+
+    def _find_fleets(self, config: RunConfig, sampler: Sampler) -> list[_Controlled]:
+        runners, retrieval, found = config.env_runners, config.retrieval, []
+        if not runners.num_env_runners:
+            self._refusals["runners"] = "the driver samples itself (env_runners.num_env_runners is 0)"
+        elif choose_transport(config) == "ipc":
+            self._refusals["runners"] = "each runner shares its GPU with a learner rank for good"
+        else:
+            make = _runner_scaler(config)
+            found.append(_Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
+        names: tuple[FleetName, ...] = ("retrievers", "encoders")
+        sizes = (retrieval.num_retrievers, retrieval.num_encoders)
+        settings = (read_retriever_autoscaling(retrieval), read_encoder_autoscaling(retrieval))
+        fleets = sampler.retrievers.fleets
+        for name, fleet, size, keys in zip(names, fleets, sizes, settings, strict=False):
+            found.append(_Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, _retriever_scaler(keys)))
+        for name in names[len(fleets) :]:
+            self._refusals[name] = f"the run has no actors of this kind (retrieval.num_{name} or retrieval.type)"
+        for controlled in found:
+            controlled.scaler = controlled.make_scaler and controlled.make_scaler(controlled.num_replicas)
+        return found
+
+    def tick(self) -> None:
+        """Look at the fleets and at the orders, and act; at most once in ``TICK_S``."""
+        if time.monotonic() - self._ticked_at < TICK_S:
+            return
+        self._ticked_at = time.monotonic()
+        self._take_order()
+        leaving = draining_nodes() if self._fleets else set()
+        for controlled in self._fleets.values():
+            state = controlled.fleet.state()
+            if controlled.name == "runners":
+                state = replace(state, learner=self.learner.state(self._num_finished_batches()))
+            controlled.note(state)
+            if leaving and (num_moved := controlled.fleet.drain_nodes(leaving)):
+                self._resize(controlled, controlled.num_replicas, f"Ray takes back the nodes of {num_moved}")
+            if controlled.scaler is not None:
+                decision = controlled.scaler.decide(state)
+                if decision.num_replicas != controlled.num_replicas:
+                    self._resize(controlled, decision.num_replicas, decision.reason)
+            self._look_for_room(controlled)
+
+    def _resize(self, controlled: _Controlled, size: int, reason: str) -> None:
+        made = ScalingDecision(time.time(), controlled.name, controlled.num_replicas, size, reason)
+        self._decisions.append(made)
+        logger.info("%s", made)
+        controlled.fleet.scale_to(size)
+        controlled.num_replicas = size
+        controlled.has_no_room_since_s, controlled.said_no_room = None, False
+
+    def _look_for_room(self, controlled: _Controlled) -> None:
+        """Say once after a decision that new replicas have no place."""
+        if controlled.said_no_room or not (waiting := controlled.fleet.unplaced()):
+            controlled.has_no_room_since_s = None
+            return
+        now = time.monotonic()
+        controlled.has_no_room_since_s = controlled.has_no_room_since_s or now
+        if now - controlled.has_no_room_since_s < NO_ROOM_AFTER_S or not (num := num_without_room(waiting)):
+            return
+        controlled.said_no_room = True
+        reason = (
+            f"no room for {num} actors in {NO_ROOM_AFTER_S:g} s, free are {free_resources()}; add nodes to the "
+            "cluster, raise the limits of its autoscaler, or lower max_replicas"
+        )
+        self._decisions.append(
+            ScalingDecision(time.time(), controlled.name, controlled.num_replicas, controlled.num_replicas, reason)
+        )
+        logger.warning("%s: %s", controlled.name, reason)
+
+    def _take_order(self) -> None:
+        try:
+            order = read_order(self._place)
+            if order is None or order.order_id == self._order_id:
+                return
+            self._order_id = order.order_id
+            write_answer(self._place, self._obey(order))
+        except UserError as error:  # of a person's file, or of the storage: the run goes on
+            logger.warning("an order of ragr1 scale is left out: %s", error)
+
+    def _obey(self, order: ScaleOrder) -> ScaleAnswer:
+        refused = [f"{name}: {why}" for name in order.sizes if (why := self._refusals.get(name, ""))]
+        if refused:
+            return ScaleAnswer(order_id=order.order_id, message="; ".join(refused), is_refused=True)
+        before = {name: controlled.num_replicas for name, controlled in self._fleets.items()}
+        if not order.sizes:
+            for controlled in self._fleets.values():
+                controlled.scaler = controlled.scaler or (
+                    controlled.make_scaler and controlled.make_scaler(controlled.num_replicas)
+                )
+            names = ", ".join(controlled.name for controlled in self._fleets.values() if controlled.scaler)
+            message = f"{names} follow their load" if names else "no fleet of this run has settings for autoscaling"
+            return ScaleAnswer(order_id=order.order_id, message=message, is_refused=not names)
+        for name, size in order.sizes.items():
+            self._fleets[name].scaler = None
+            self._resize(self._fleets[name], size, "ragr1 scale")
+        changes = [f"{name} {before[name]} -> {size}" for name, size in order.sizes.items()]
+        return ScaleAnswer(order_id=order.order_id, message=", ".join(changes))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sizes of the fleets: ``{"env_runners/target": 4.0, "env_runners/starting": 1.0, ...}``."""
+        return {name: value for fleet in self._fleets.values() for name, value in fleet.metrics().items()}
+
+    def take_decisions(self) -> list[ScalingDecision]:
+        """Return the decisions since the last call."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+
+def _runner_scaler(config: RunConfig) -> Callable[[int], Autoscaler] | None:
+    settings, runners = read_runner_autoscaling(config.env_runners), config.env_runners
+    most, lag = runners.max_concurrent_trajectories, config.training.max_policy_lag
+    return None if settings is None else lambda size: autoscale_runners(settings, size, most, lag)
+
+
+def _retriever_scaler(settings: RetrieverAutoscaling | None) -> Callable[[int], Autoscaler] | None:
+    return None if settings is None else lambda size: autoscale_retrievers(settings, size)

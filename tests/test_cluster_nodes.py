@@ -1,0 +1,133 @@
+"""A cluster of several nodes on this machine: one is taken back by Ray, and actors wait for room."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from processes import ROOT, run_python
+
+from ragr1_actors.training.tiny_policy import make_tiny_policy
+
+CLUSTER = """
+    import subprocess, sys, tempfile, time
+    sys.path.insert(0, "tests")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    def until(holds, timeout_s=180):
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def node_of(actor):
+        return ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+
+    def drain(node_id):  # what Ray's autoscaler does before it takes a node back
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+        subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True, capture_output=True)
+
+    store = {"object_store_memory": 100_000_000}
+    with tempfile.TemporaryDirectory(prefix="rr", dir="/tmp") as folder:
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **store}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            environment = {"env_vars": {"PYTHONPATH": "ROOT:ROOT/tests"}}
+            ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
+            SCRIPT
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+"""
+
+
+def run_on_cluster(script: str, *arguments: object) -> str:
+    """Run a script that has ``ray``, ``cluster`` and the functions above, and return what it prints."""
+    body = textwrap.indent(textwrap.dedent(script).strip(), " " * 8).lstrip()
+    return run_python(textwrap.dedent(CLUSTER).replace("SCRIPT", body).replace("ROOT", str(ROOT)), *arguments)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_actors_without_room_are_counted() -> None:
+    script = """
+    from cluster.nodes import draining_nodes, free_resources, num_without_room
+    cluster.add_node(num_cpus=1, **store)
+    class Thing:
+        def ping(self): return None
+    make = ray.remote(num_cpus=1)(Thing)
+    placed, waiting = make.remote(), make.remote()
+    ray.get(placed.ping.remote())
+    until(lambda: num_without_room([placed, waiting]) == 1)
+    print(sorted(draining_nodes()), free_resources())
+    """
+    assert run_on_cluster(script) == "[] 0 of 1 CPU, 0 of 0 GPU\n"
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.slow
+def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path) -> None:
+    make_tiny_policy(tmp_path, [" Riga"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+    script = """
+    from cluster.nodes import draining_nodes
+    from fakes import OnePassage
+    from fleet_world import drain as collect_all, request
+    from test_rollout_scaling import make_config
+    from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+    from retrieval.fleet.actor import RpcActor
+    from retrieval.fleet.actor_fleet import ActorFleet, find_actors
+
+    first = cluster.add_node(num_cpus=1, **store)
+    runners = EnvRunnerGroup(make_config(1), sys.argv[1], OnePassage())
+    class Stub(RpcActor): pass
+    retrievers = ActorFleet("retriever", Stub, [()], num_cpus=0.5)
+    retrievers.scale_to(1)
+    runners.wait_until_ready()
+    retrievers.wait_until_ready(60)
+    until(lambda: retrievers.state().num_running == 1)
+    before = find_actors(retrievers.name)
+    runners.submit(request(0))
+    second = cluster.add_node(num_cpus=1, **store)
+    drain(first.node_id)
+    until(lambda: draining_nodes() == {first.node_id})
+    assert (runners.drain_nodes(draining_nodes()), retrievers.drain_nodes(draining_nodes())) == (1, 1)
+    assert runners.drain_nodes(draining_nodes()) == 0
+    assert find_actors(retrievers.name) == before  # until there is another
+    runners.scale_to(1)
+    retrievers.scale_to(1)
+    runners.submit(request(1))
+    print(sorted(one.request.issue.issue_id for one in collect_all(runners)))
+    assert runners.drain_nodes({second.node_id}) == 1
+    until(lambda: retrievers.state().num_running == 1 and len(find_actors(retrievers.name)) == 1)
+    (actor,) = retrievers.handles.values()
+    assert node_of(actor) == second.node_id
+    assert find_actors(retrievers.name) != before
+    """
+    assert run_on_cluster(script, tmp_path) == "['t/0#0', 't/1#0']\n"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_batches_on_a_node_that_was_killed_are_found_lost() -> None:
+    script = """
+    import numpy as np
+    from learners.learner_group import LearnerGroup
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+
+    node = cluster.add_node(num_cpus=1, **store)
+    class Maker:
+        def make(self, size): return np.zeros(size, np.uint8)
+    maker = ray.remote(num_cpus=1)(Maker).remote()
+    batches = [maker.make.remote(size) for size in (10, 1_000_000, 2_000_000)]
+    ray.wait(batches, num_returns=3)
+    batches.append(ray.put(np.zeros(1_000_000)))
+    learners = LearnerGroup(AlgorithmConfig().learners(num_learners=0).freeze())
+    print(learners.find_lost(batches[:2]))  # which copies the second to the driver's node
+    cluster.remove_node(node, allow_graceful=False)
+    print(learners.find_lost(batches))
+    """
+    assert run_on_cluster(script) == "[]\n[2]\n"
