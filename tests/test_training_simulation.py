@@ -201,6 +201,28 @@ def test_more_runners_help_where_sampling_limits_and_not_where_learning_does() -
     assert many.trajectories_per_s == pytest.approx(few.trajectories_per_s)
 
 
+def test_fleets_follow_their_load() -> None:
+    """Both start with one replica; the policy of a run gives them more, which serve after their start."""
+    config = configured(1)
+    more = {"max_replicas": 8, "upscale_delay_s": 5}
+    runners = config.env_runners.model_copy(update={"max_concurrent_trajectories": 4, "autoscaling": more})
+    retrieval = config.retrieval.model_copy(update={"autoscaling": more})
+    pace = Pace(
+        EnginePace(0.1, 0.0, start_s=20), SearchPace(partial(batch_s, 1.0, 1.0), start_s=20), LearnerPace(1.0, 1.0)
+    )
+    fixed = config.model_copy(update={"env_runners": runners.model_copy(update={"autoscaling": {}})})
+    scaled = config.model_copy(update={"env_runners": runners, "retrieval": retrieval})
+    slow, fast = (simulated(one, pace, Size(1, 1), 12) for one in (fixed, scaled))
+    assert slow.resized == ()
+    assert {change.fleet for change in fast.resized} == {"runners", "retrievers"}
+    assert all(1 <= change.after <= 8 for change in fast.resized)
+    assert all(change.reason for change in fast.resized)
+    assert fast.trajectories_per_s > 2 * slow.trajectories_per_s
+    assert slow.total("runner_s") == pytest.approx(slow.wall_s)
+    assert fast.total("runner_s") > 2 * fast.wall_s
+    assert fast.tasks["lost"] == fast.tasks["doubled"] == 0
+
+
 def test_littles_law_holds() -> None:
     """Trajectories in flight are the rate at which they end times the time that each takes."""
     config, num_in_flight, num_trajectories = configured(), 20, 400

@@ -1,15 +1,21 @@
-"""``ragr1 bench scale``: a learner that does not wait, and a driver for hundreds of runners.
+"""``ragr1 bench scale``: fleets that follow their load, a learner that does not wait, a driver for hundreds of runners.
 
-================ ======================================================================= =======
-metric           ratio                                                                   goal
-================ ======================================================================= =======
-learner_wait     share of its time that the learner waits at lag 1, 64 runners           <= 0.03
-driver_cores     cores of a driver for 512 runners of 8 trajectories, 64 retrievers      <= 1
-simulate_1000    seconds in which 1,000 runners are simulated ÷ 120                      <= 1
-================ ======================================================================= =======
+======================== =================================================================== =======
+metric                   ratio                                                               goal
+======================== =================================================================== =======
+autoscaled_throughput    batches/h ÷ those of the best fixed size, sawtooth load             >= 0.9
+autoscaled_hours         runner-hours ÷ those of the best fixed size, sawtooth load          <= 0.6
+throughput_step          as autoscaled_throughput, load of a step; _ramp, _spike alike       >= 0.9
+hours_step               as autoscaled_hours; _ramp, _spike alike
+reversals                changes of direction of the fleet ÷ steps of the load               <= 1
+learner_wait             share of its time that the learner waits at lag 1, 64 runners       <= 0.03
+driver_cores             cores of a driver for 512 runners of 8 trajectories, 64 retrievers  <= 1
+simulate_1000            seconds of ``simulate`` for 1,000 runners ÷ 120                      <= 1
+======================== =================================================================== =======
 
-The fleets are simulated (``ragr1_actors/training/simulation``). ``driver_cores`` is CPU seconds per group of a driver
-with real actors and as many groups in flight, times the groups per second of the simulated fleet.
+All but ``driver_cores`` is simulated (``ragr1_actors/training/simulation``) and repeats to the bit, but for the seconds
+of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads. ``driver_cores`` is CPU seconds per group of a
+driver with real actors and as many groups in flight, times the groups per second of the simulated fleet.
 """
 
 from __future__ import annotations
@@ -20,18 +26,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.scale import loads
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.pace import LearnerPace
 from ragr1_actors.training.plan import GPUS, Machine, make_pace
 from ragr1_actors.training.simulation.run import Size, simulate
 from ragr1_actors.training.simulation.workload import DrawnWorkload
 
+_THROUGHPUT, _HOURS = Goal(0.9, at_least=True), Goal(0.6, at_least=False)
+_BY_LOAD = {
+    "sawtooth": ("autoscaled_throughput", "autoscaled_hours"),
+    "step": ("throughput_step", "hours_step"),
+    "ramp": ("throughput_ramp", "hours_ramp"),
+    "spike": ("throughput_spike", "hours_spike"),
+}
 GOALS: dict[str, Goal | None] = {
+    "autoscaled_throughput": _THROUGHPUT,
+    "autoscaled_hours": _HOURS,
+    **{f"throughput_{name}": _THROUGHPUT for name in ("step", "ramp", "spike")},
+    **{f"hours_{name}": None for name in ("step", "ramp", "spike")},
+    "reversals": Goal(1.0, at_least=False),
     "learner_wait": Goal(0.03, at_least=False),
     "driver_cores": Goal(1.0, at_least=False),
     "simulate_1000": Goal(1.0, at_least=False),
 }
 METRICS = tuple(GOALS)
+NUM_PERIODS, NUM_PERIODS_QUICK = 2.0, 0.05
 NUM_PASSAGES = 21_015_324
 """Search-R1's corpus."""
 LIMIT_S = 120.0
@@ -41,7 +61,7 @@ LEARNER_SHARE = 0.8
 
 def describe() -> str:
     """The workload, in one line."""
-    return "scale: simulated fleets, the 7B run of Search-R1 on H200s; a driver with 8 real actors"
+    return "scale: simulated fleets; loads of 0.1 to 1 over four hours, batches of 24 groups of 4"
 
 
 def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:
@@ -51,6 +71,9 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
         UserError: ``only`` is no metric.
     """
     wanted = choose(only, METRICS)
+    for name, metrics in _BY_LOAD.items():
+        if wanted & {*metrics, "reversals"} and (wanted & set(metrics) or name == "step"):
+            yield from (found for found in _autoscaled(name, quick) if found.metric in wanted)
     if "learner_wait" in wanted:
         yield _measured("learner_wait", learner_wait(1 if quick else 4), "s")
     if "driver_cores" in wanted:
@@ -63,6 +86,22 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
 
 def _measured(metric: str, sample: Sample, unit: str) -> Measurement:
     return measure(metric, [sample], unit, GOALS[metric])
+
+
+def _autoscaled(name: str, quick: bool) -> Iterator[Measurement]:
+    num_periods = NUM_PERIODS_QUICK if quick else NUM_PERIODS
+    fixed = loads.best_fixed(loads.LOADS[name], num_periods)
+    ours = loads.run(loads.LOADS[name], fixed.sizes[0], num_periods, is_autoscaled=True)
+    log(
+        f"{name}: {fixed.batches_per_h:.1f} batches/h with {fixed.sizes[0]} runners; "
+        f"{ours.batches_per_h:.1f} autoscaled, with {ours.runner_h:.1f} in the mean, sizes {ours.sizes}"
+    )
+    throughput, hours = _BY_LOAD[name]
+    yield _measured(throughput, quotient(ours.batches_per_h, fixed.batches_per_h), "batches/h")
+    yield _measured(hours, quotient(ours.runner_h, fixed.runner_h), "runners")
+    if name == "step":
+        num_steps = max(1, round(2 * num_periods))
+        yield _measured("reversals", quotient(ours.num_reversals, num_steps), "changes")
 
 
 def learner_wait(num_iterations: int) -> Sample:

@@ -39,6 +39,9 @@ def simulate(
     passages: Annotated[
         int | None, typer.Option(min=1, help="Passages of the index; default: those of retrieval.index or .corpus.")
     ] = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="Let both fleets follow their load, up to the sizes given.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the loop of a recipe in virtual time: throughput, what limits it, and how many actors it needs.
@@ -49,7 +52,7 @@ def simulate(
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.simulation.recorded import read_recording
     from ragr1_actors.training.simulation.run import Size
-    from ragr1_actors.training.simulation.study import study
+    from ragr1_actors.training.simulation.study import study, with_autoscaling
 
     seeds = [] if seed is None else [f"debugging.seed={seed}"]
     config = AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze()
@@ -58,6 +61,8 @@ def simulate(
     size = Size(
         runners or max(1, config.env_runners.num_env_runners), retrievers or max(1, config.retrieval.num_retrievers)
     )
+    if autoscale:
+        config = with_autoscaling(config, size)
     started = time.monotonic()
     found = study(config, pace, workload, size, iterations)
     if as_json:
@@ -100,8 +105,10 @@ def print_study(found: Study) -> None:
     console.print(render_curve(found.by_runners, "runners"))
     console.print(render_curve(found.by_retrievers, "retrievers"))
     asked, needed = found.asked, found.needed
+    print_decisions(asked)
+    load = asked.load
     print_line(
-        f"{asked.size.num_runners} runners, {asked.size.num_retrievers} retrievers: "
+        f"{load.num_runners} runners, {load.num_retrievers} retrievers: "
         f"{asked.trajectories_per_s:.2f} trajectories/s, an iteration {asked.wall_s / len(asked.iterations):.1f} s"
     )
     print_line(f"limited by: {asked.verdict.limit}; {asked.verdict.advice}")
@@ -111,6 +118,12 @@ def print_study(found: Study) -> None:
     )
     tasks = ", ".join(f"{count:,} {name}" for name, count in asked.tasks.items())
     print_line(f"tasks: {tasks}; record batches: {asked.num_batch_bytes / 2**20:,.0f} MiB")
+
+
+def print_decisions(simulation: Simulation) -> None:
+    """Print what the autoscaling policy did, if anything."""
+    for change in simulation.resized:
+        print_line(f"{change.time_s:8.0f} s  {change.fleet} {change.before} -> {change.after}: {change.reason}")
 
 
 def render_curve(curve: tuple[Simulation, ...], fleet: str) -> Table:
@@ -161,6 +174,7 @@ def point(simulation: Simulation) -> dict[str, Any]:
         "trajectories_per_s": simulation.trajectories_per_s,
         **{name: simulation.total(name) / count for name in names},
         "load": asdict(simulation.load),
+        "resized": [asdict(change) for change in simulation.resized],
         "verdict": asdict(simulation.verdict),
     }
 

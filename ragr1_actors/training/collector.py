@@ -55,6 +55,10 @@ class BatchCollector:
         self._fleet = fleet
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
 
+    def num_finished_batches(self) -> float:
+        """Return how many batches of finished groups wait for the learner, such as 1.5."""
+        return (len(self._buffer) + self._fleet.num_finished) / self._config.training.train_batch_size
+
     def keep_busy(self, *, while_learning: bool = False) -> None:
         """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows.
 
@@ -65,10 +69,6 @@ class BatchCollector:
         temperature = self._config.env_runners.temperature
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
             self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature))
-
-    def num_finished_batches(self) -> float:
-        """Return how many batches of finished groups wait for the learner, such as 1.5."""
-        return (len(self._buffer) + self._fleet.num_finished) / self._config.training.train_batch_size
 
     def next_batch(
         self, policy_version: int, find_lost: Callable[[list[Any]], Collection[int]] = lambda batches: ()

@@ -14,6 +14,7 @@ from math import fsum
 
 import pyarrow as pa
 
+from cluster.autoscaler import FleetState
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
@@ -74,6 +75,20 @@ class SimulatedRetrievers:
 
     def _all(self) -> list[SimulatedReplica]:
         return [*self._left, *(replica for replica, _ in self._replicas.values())]
+
+    def state(self) -> FleetState:
+        """Return what the fleet's autoscaler reads; requests are queries."""
+        loads = [client.pool.load() for client in self._clients.values()]
+        waiting, outstanding = sum(load.waiting for load in loads), sum(load.outstanding for load in loads)
+        return FleetState(
+            self._loop.time(),
+            self.num_running,
+            self.num_starting,
+            ongoing=float(outstanding),
+            queued=float(waiting),
+            busy_s=self.busy_s,
+            num_answered=float(sum(replica.num_queries for replica in self._all()) - outstanding),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return what ``RetrieverGroup.metrics`` counts: queries, queries per batch, and seconds of work."""
@@ -240,6 +255,27 @@ class SimulatedRunners:
     def num_starting(self) -> int:
         """Runners that still load."""
         return len(self._runners) - self.num_running
+
+    def state(self) -> FleetState:
+        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        return FleetState(
+            self._loop.time(),
+            self.num_running,
+            self.num_starting,
+            ongoing=float(sum(runner.num_in_flight for runner in [*self._runners, *self._draining])),
+            queued=float(sum(request.num_trajectories for request in self._pending)),
+            busy_s=self.busy_s,
+            num_answered=float(self.num_sampled),
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Runner-seconds with trajectories since the start."""
+        now_s = self._loop.time()
+        busy = [
+            r.busy_s + (now_s - r.busy_since_s if r.num_in_flight else 0.0) for r in [*self._runners, *self._draining]
+        ]
+        return self._ended_busy_s + sum(busy)
 
     def take_load(self) -> float:
         """Return the trajectories in flight per runner, over the calls of ``collect`` since the last call of this."""

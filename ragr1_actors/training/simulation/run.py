@@ -21,9 +21,11 @@ from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, mean_lag
+from ragr1_actors.training.fleet_controller import TICK_S, LearnerClock
 from ragr1_actors.training.pace import Pace
 from ragr1_actors.training.simulation.engine import LoadAt
 from ragr1_actors.training.simulation.fleet import SimulatedRetrievers, SimulatedRunners
+from ragr1_actors.training.simulation.scaling import Resized, SimulatedController
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import Workload, made_up_task
 
@@ -75,6 +77,8 @@ class Simulation:
     """Of the record batches of all groups, those of the warm-up included."""
     load: Load
     verdict: Verdict
+    resized: tuple[Resized, ...]
+    """The decisions of the autoscaling policy, those in the warm-up included."""
 
     @property
     def wall_s(self) -> float:
@@ -122,6 +126,7 @@ def simulate(
         num_batch_bytes=simulator.runners.num_batch_bytes,
         load=load,
         verdict=find_bottleneck(load),
+        resized=tuple(simulator.resized),
     )
 
 
@@ -139,6 +144,21 @@ class Simulator:
         self.runners = SimulatedRunners(loop, config, pace, workload, self.retrievers, load_at)
         self.runners.scale_to(size.num_runners, 0.0)
         self.collector = BatchCollector(config, [made_up_task(number) for number in range(NUM_TASKS)], self.runners)
+        self._learner = LearnerClock(loop.time)
+        self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
+        self._ticking = loop.create_task(self._tick())
+
+    @property
+    def resized(self) -> list[Resized]:
+        """The decisions of the autoscaling policy so far."""
+        return self._controller.resized
+
+    async def _tick(self) -> None:
+        """Do what the driver does about once a second, whatever it waits for."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.runners.poll()
+            self._controller.tick()
 
     def train(self, on_batch: Callable[[list[FinishedGroup]], None] = lambda batch: None) -> Iteration:
         """Collect a batch, learn from it and publish; the calls and their order are those of ``Algorithm.train``.
@@ -146,21 +166,24 @@ class Simulator:
         ``on_batch`` is called with the groups that the learner takes.
         """
         started_s, before = self._loop.time(), self._counts()
-        batch, num_stale = self.collector.next_batch(self._version)
+        with self._learner.waits():
+            batch, num_stale = self.collector.next_batch(self._version)
+        self._learner.num_stale += num_stale
         sampled_s = self._loop.time()
         if self._config.training.max_policy_lag:
             self.collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self._version)
         on_batch(batch)
         num_trajectories = sum(group.request.num_trajectories for group in batch)
-        if self._takes_turns:
-            self.runners.pause()
-        self._pass(self._pace.learner.trajectory_s * num_trajectories)
-        learned_s = self._loop.time()
-        set_aside = self.collector.trained(batch)
-        self._publish()
-        published_s = self._loop.time()
-        self._pass(self._pace.learner.other_s)
+        with self._learner.works():
+            if self._takes_turns:
+                self.runners.pause()
+            self._pass(self._pace.learner.trajectory_s * num_trajectories)
+            learned_s = self._loop.time()
+            set_aside = self.collector.trained(batch)
+            self._publish()
+            published_s = self._loop.time()
+            self._pass(self._pace.learner.other_s)
         counts = {name: value - before[name] for name, value in self._counts().items()}
         return Iteration(
             sample_s=sampled_s - started_s,

@@ -40,11 +40,12 @@ class Study:
 
 
 def study(config: RunConfig, pace: Pace, workload: Workload, size: Size, num_iterations: int) -> Study:
-    """Simulate a size and the curves around it, as many at a time as there are cores."""
-    runs = partial(simulate, config, pace, workload)
+    """Simulate a size, and without autoscaling the curves around it, as many at a time as there are cores."""
+    fixed = with_autoscaling(config, None)
+    runs = partial(simulate, fixed, pace, workload)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        asked = pool.submit(runs, size, num_iterations)
+        asked = pool.submit(simulate, config, pace, workload, size, num_iterations)
         sizes = [Size(count, size.num_retrievers) for count in around(size.num_runners)]
         by_runners = tuple(pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes))
         needed = smallest_enough(by_runners).size.num_runners
@@ -62,3 +63,16 @@ def smallest_enough(curve: Sequence[Simulation]) -> Simulation:
     """Return the first of a curve whose throughput is ``ENOUGH`` of the best."""
     best = max(simulation.trajectories_per_s for simulation in curve)
     return next(simulation for simulation in curve if simulation.trajectories_per_s >= ENOUGH * best)
+
+
+def with_autoscaling(config: RunConfig, largest: Size | None) -> RunConfig:
+    """Let both fleets follow their load, from one replica to a size, if the recipe says nothing; None: neither."""
+    runners, retrieval = config.env_runners, config.retrieval
+    by_runners = {} if largest is None else runners.autoscaling or {"max_replicas": largest.num_runners}
+    by_queries = {} if largest is None else retrieval.autoscaling or {"max_replicas": largest.num_retrievers}
+    return config.model_copy(
+        update={
+            "env_runners": runners.model_copy(update={"autoscaling": by_runners}),
+            "retrieval": retrieval.model_copy(update={"autoscaling": by_queries}),
+        }
+    )
