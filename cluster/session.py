@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RpcError
 
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 
+CONNECT_TIMEOUT_S = 5.0
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts."""
@@ -52,6 +55,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
+            _check_head(address)
             ray.init(address=address, **common)
         else:
             _protect_token()
@@ -64,10 +68,15 @@ def _connect(address: str | None, num_cpus: float) -> None:
                 _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
                 **common,
             )
-    except (ConnectionError, AuthenticationError) as error:
+    except AuthenticationError as error:
         raise UserError(
-            f"no Ray cluster answers at {address or 'this machine'}: {one_line(error)}; if the cluster requires a "
-            "token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            f"the cluster at {address} asks for a token, or refuses this one; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to a file with it"
+        ) from error
+    except ConnectionError as error:
+        raise UserError(
+            f"no Ray cluster answers at {address or 'this machine'}: {one_line(error)}; check RAY_ADDRESS and the "
+            "network"
         ) from error
     except RuntimeError as error:
         if "Version mismatch" not in str(error):
@@ -77,6 +86,20 @@ def _connect(address: str | None, num_cpus: float) -> None:
         if type(error) is not Exception:
             raise
         raise FleetError(f"Ray did not start: {one_line(error)}; try again when this machine is less busy") from error
+
+
+def _check_head(address: str) -> None:
+    """Raise ``ConnectionError`` or ``AuthenticationError`` where ``ray.init`` would try for 20 s and not say why."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not host or not port.isdecimal():  # "auto", ray://...: ray.init finds the head
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        GcsClient(address=address)
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+    except RpcError as error:
+        raise ConnectionError(f"what listens there is no Ray head: {error}") from error
 
 
 def _protect_token() -> None:

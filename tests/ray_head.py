@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from small_world import descendants, ended, wait_for
 
@@ -31,14 +32,21 @@ def clean_environment(**more: str) -> dict[str, str]:
     return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"} | more
 
 
+class Head(NamedTuple):
+    """The addresses of a head: ``http://127.0.0.1:8265`` and ``127.0.0.1:6379``."""
+
+    dashboard: str
+    gcs: str
+
+
 @contextmanager
-def running_head(temp_dir: str) -> Iterator[str]:
-    """Start a head that asks for the token of ``conftest.py``; yield the address of its dashboard.
+def running_head(temp_dir: str) -> Iterator[Head]:
+    """Start a head that asks for the token of ``conftest.py``.
 
     ``temp_dir`` has a short path, as a Unix socket's path may have 107 characters.
     """
-    dashboard = free_port()
-    command = [BIN / "ray", "start", "--head", "--block", f"--port={free_port()}", f"--temp-dir={temp_dir}"]
+    dashboard, gcs = free_port(), free_port()
+    command = [BIN / "ray", "start", "--head", "--block", f"--port={gcs}", f"--temp-dir={temp_dir}"]
     command += [f"--dashboard-port={dashboard}", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
     command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
     command += ["--num-cpus=6", "--object-store-memory=200000000", "--disable-usage-stats"]
@@ -49,7 +57,7 @@ def running_head(temp_dir: str) -> Iterator[str]:
         )
     try:
         assert wait_for(lambda: "Ray runtime started" in output.read_text(), 300, head), output.read_text()
-        yield f"http://127.0.0.1:{dashboard}"
+        yield Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}")
     finally:
         started = descendants(head.pid)
         head.terminate()

@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,13 +134,28 @@ def test_a_local_session_asks_for_a_token_that_no_other_user_can_read(tmp_path: 
     assert home == "read-only" or "mode 700" in done.stdout
 
 
+def test_a_cluster_that_is_not_there_is_one_sentence_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        started = time.monotonic()
+        with (
+            pytest.raises(UserError, match=f"^no Ray cluster answers at {address}: .*; check RAY_ADDRESS"),
+            ray_session(),
+        ):
+            pass
+    assert time.monotonic() - started < 15
+
+
 def test_a_cluster_of_another_version_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.55.0\n")  # as Ray does
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     expected = (
         r"^Version mismatch: The cluster was started with: Ray: 2\.55\.0; run with the versions of the cluster at "
     )

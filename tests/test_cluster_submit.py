@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 from ray.job_submission import JobSubmissionClient
-from ray_head import BIN, ROOT, clean_environment, running_head
+from ray_head import BIN, ROOT, Head, clean_environment, running_head
 from small_world import make_files, make_recipe, wait_for
 
 from cluster.submit import STOP_WAIT_S, JobClient
+from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import read_report
 
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow, pytest.mark
 
 NUM_ITERATIONS = 8
 MODULE = """
-import os, sys
+import os, time
 from pathlib import Path
 from envs.search import SearchEnv
 from learners.algorithms.grpo import GRPOLearner
@@ -40,20 +41,43 @@ Path({marks!r}, str(os.getpid())).write_text("\\n".join([os.getcwd(), ragr1_acto
 class MyEnv(SearchEnv):
     pass
 class MyLearner(GRPOLearner):
-    pass
+    def update(self, *arguments):
+        time.sleep(float(Path({pace!r}).read_text()))
+        return super().update(*arguments)
 def reward(task, answer):
     return float(answer in task.golden_answers)
 """
 
 
+JOIN = """
+from cluster.session import ray_session
+from ragr1_actors.core.errors import UserError
+try:
+    with ray_session():
+        print("joined")
+except UserError as error:
+    print("refused:", error)
+"""
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def head() -> Iterator[Head]:
     directory = tempfile.mkdtemp(prefix="rh", dir="/tmp")
     try:
         with running_head(directory) as found:
             yield found
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def address(head: Head) -> str:
+    return head.dashboard
+
+
+def without_token(home: Path) -> dict[str, str]:
+    kept = clean_environment(PYTHONPATH=str(ROOT), HOME=str(home))
+    return {name: value for name, value in kept.items() if not name.startswith("RAY_AUTH")}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +92,8 @@ def project(tmp_path: Path, files: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     (tmp_path / "marks").mkdir()
-    (folder / "my_project.py").write_text(MODULE.format(marks=str(tmp_path / "marks")))
+    (tmp_path / "pace").write_text("0")
+    (folder / "my_project.py").write_text(MODULE.format(marks=str(tmp_path / "marks"), pace=str(tmp_path / "pace")))
     recipe = make_recipe(folder / "recipe.yaml", files, num_iterations=NUM_ITERATIONS, algorithm="my_project:MyLearner")
     settings = json.loads(recipe.read_text())
     settings["environment"] |= {"env": "my_project:MyEnv", "reward": "my_project:reward"}
@@ -148,8 +173,9 @@ def test_the_exit_status_of_a_run_that_fails(address: str, project: Path, tmp_pa
 def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_again(
     address: str, project: Path, tmp_path: Path
 ) -> None:
-    """Ctrl-C without a terminal detaches; ``--stop`` ends the job, which takes longer than Ray's own 3 s."""
+    """Ctrl-C without a terminal detaches; ``--stop`` ends the job after its update, which is longer than Ray's 3 s."""
     run_dir, log = tmp_path / "run", tmp_path / "log.txt"
+    (tmp_path / "pace").write_text("6")
     command = ("recipe.yaml", "--address", address, "--run-dir", run_dir)
     with submitting(log, *command, cwd=project) as process:
         assert wait_for(lambda: "RL  1/" in log.read_text(), 600, process), log.read_text()
@@ -160,15 +186,17 @@ def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     stopped = submit("--stop", job, "--address", address, cwd=project)
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     assert f"job {job} stopped" in stopped.stdout
-    (checkpoint,) = (run_dir / "checkpoints").iterdir()
-    state = json.loads((checkpoint / "state.json").read_text())
-    assert 1 <= state["iteration"] < NUM_ITERATIONS
+    newest = CheckpointStore(run_dir / "checkpoints").latest()
+    assert newest is not None
+    iteration = read_state(newest).iteration
+    assert 1 <= iteration < NUM_ITERATIONS
+    (tmp_path / "pace").write_text("0")
 
     other = submit(*command, "training.lr=0.5", cwd=project)
     assert (other.returncode, "holds a run with another training.lr;" in other.stdout) == (2, True)
     done = submit(*command, cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"resumed at SFT step 2, RL iteration {state['iteration']}" in done.stdout
+    assert f"resumed at SFT step 2, RL iteration {iteration}" in done.stdout
     tasks = read_report(run_dir).tasks
     assert (tasks.trained, tasks.lost, tasks.doubled) == (8 * NUM_ITERATIONS, 0, 0)
     logged = [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"]
@@ -217,9 +245,7 @@ def test_ray_job_submit_from_a_checkout(address: str, files: Path, tmp_path: Pat
 def test_a_wrong_or_missing_token_is_one_sentence_in_time(
     address: str, tmp_path: Path, token: str | None, message: str
 ) -> None:
-    environment = clean_environment(PYTHONPATH=str(ROOT), HOME=str(tmp_path))
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        environment.pop(name)
+    environment = without_token(tmp_path)
     if token:
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     started = time.monotonic()
@@ -236,6 +262,19 @@ def test_a_wrong_or_missing_token_is_one_sentence_in_time(
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(rf"error: the cluster at {address} {message}; set RAY_AUTH_MODE=token, .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("token", ["0" * 64, None])
+def test_joining_with_a_wrong_or_missing_token_is_one_sentence_in_time(
+    head: Head, tmp_path: Path, token: str | None
+) -> None:
+    environment = without_token(tmp_path) | {"RAY_ADDRESS": head.gcs}
+    if token:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", JOIN], env=environment, capture_output=True, text=True, check=False)
+    assert time.monotonic() - started < 15
+    assert re.search(rf"^refused: the cluster at {head.gcs} asks for a token, or refuses this one; set", done.stdout)
 
 
 def test_a_job_that_is_not_there_is_one_sentence(address: str, tmp_path: Path) -> None:
