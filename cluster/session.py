@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
 from ray.exceptions import AuthenticationError, RpcError
 
 from ragr1_actors.core.errors import FleetError, UserError, one_line
