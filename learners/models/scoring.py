@@ -59,7 +59,7 @@ class ValueModel(nn.Module):
     """The backbone of the policy with a scalar head: the expected return before every MODEL token."""
 
     def __init__(
-        self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool, trust_remote_code: bool
+        self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool, trust_remote_code: bool = False
     ) -> None:
         """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
