@@ -16,10 +16,10 @@ def draining_nodes() -> set[str]:
 
 
 def num_without_room(actors: Iterable[ActorHandle[Any]]) -> int:
-    """Return how many of these actors Ray has not placed on a node yet."""
-    nil = ray.NodeID.nil().hex()
+    """Return how many of these actors wait for a worker process: Ray has no room for them yet."""
     infos = [state.actor_table(actor._actor_id.hex()) for actor in actors]
-    return sum(info["State"] == "PENDING_CREATION" and info["Address"]["NodeID"] in ("", nil) for info in infos)
+    # a waiting actor already has an address: that of the raylet which queues it
+    return sum(info["State"] == "PENDING_CREATION" and not info["Pid"] for info in infos)
 
 
 def free_resources() -> str:

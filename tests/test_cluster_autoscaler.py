@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ragr1_actors.core.config import RetrieverAutoscaling, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError
 
 HOURS = 3600
+TRACE = Path(__file__).parent / "autoscaling_trace.jsonl"
 
 
 def step(before: float, after: float, at_s: float) -> Load:
@@ -272,3 +275,12 @@ def test_wrong_settings_are_one_sentence(settings: dict[str, Any], message: str)
     with pytest.raises(ConfigError) as caught:
         RunnerAutoscaling.read(settings, "env_runners.autoscaling")
     assert message in str(caught.value)
+
+
+def test_a_recorded_run_gets_the_decisions_that_it_got() -> None:
+    """The trace is of a real run on two cores; see its first line."""
+    head, *lines = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    settings = RunnerAutoscaling.model_validate(head["settings"])
+    scaler = autoscale_runners(settings, head["num_replicas"], head["per_runner"], head["lag"])
+    states = [FleetState(**{**line, "learner": LearnerState(**line["learner"])}) for line in lines]
+    assert list(decide(scaler, states).values()) == head["decided"]

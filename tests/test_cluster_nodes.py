@@ -11,9 +11,11 @@ from processes import ROOT, run_python
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 CLUSTER = """
-    import subprocess, sys, tempfile, time
+    import os, shutil, subprocess, sys, tempfile, time
     sys.path.insert(0, "tests")
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr", dir="/tmp")  # read when Ray is imported
     import ray
+    from cluster_world import free_port
     from ray.cluster_utils import Cluster
 
     def until(holds, timeout_s=180):
@@ -21,6 +23,9 @@ CLUSTER = """
         while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+    def tell(*values):
+        print("TOLD", *values, flush=True)
 
     def node_of(actor):
         return ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
@@ -31,23 +36,25 @@ CLUSTER = """
         subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True, capture_output=True)
 
     store = {"object_store_memory": 100_000_000}
-    with tempfile.TemporaryDirectory(prefix="rr", dir="/tmp") as folder:
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **store}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            environment = {"env_vars": {"PYTHONPATH": "ROOT:ROOT/tests"}}
-            ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
-            SCRIPT
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    ports = {"gcs_server_port": free_port(), "dashboard_agent_listen_port": 0}
+    cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False, **ports, **store})
+    try:
+        environment = {"env_vars": {"PYTHONPATH": "ROOT:ROOT/tests"}}
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
+        SCRIPT
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 """
 
 
 def run_on_cluster(script: str, *arguments: object) -> str:
-    """Run a script that has ``ray``, ``cluster`` and the functions above, and return what it prints."""
-    body = textwrap.indent(textwrap.dedent(script).strip(), " " * 8).lstrip()
-    return run_python(textwrap.dedent(CLUSTER).replace("SCRIPT", body).replace("ROOT", str(ROOT)), *arguments)
+    """Run a script that has ``ray``, ``cluster`` and the functions above, and return what it tells."""
+    body = textwrap.indent(textwrap.dedent(script).strip(), " " * 4).lstrip()
+    program = textwrap.dedent(CLUSTER).replace("SCRIPT", body).replace("ROOT", str(ROOT))
+    lines = run_python(program, *arguments).splitlines()  # Ray prints, too
+    return "\n".join(line.removeprefix("TOLD ") for line in lines if line.startswith("TOLD "))
 
 
 @pytest.mark.ray
@@ -62,9 +69,9 @@ def test_actors_without_room_are_counted() -> None:
     placed, waiting = make.remote(), make.remote()
     ray.get(placed.ping.remote())
     until(lambda: num_without_room([placed, waiting]) == 1)
-    print(sorted(draining_nodes()), free_resources())
+    tell(sorted(draining_nodes()), free_resources())
     """
-    assert run_on_cluster(script) == "[] 0 of 1 CPU, 0 of 0 GPU\n"
+    assert run_on_cluster(script) == "[] 0 of 1 CPU, 0 of 0 GPU"
 
 
 @pytest.mark.ray
@@ -100,14 +107,14 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     runners.scale_to(1)
     retrievers.scale_to(1)
     runners.submit(request(1))
-    print(sorted(one.request.issue.issue_id for one in collect_all(runners)))
+    tell(sorted(one.request.issue.issue_id for one in collect_all(runners)))
     assert runners.drain_nodes({second.node_id}) == 1
     until(lambda: retrievers.state().num_running == 1 and len(find_actors(retrievers.name)) == 1)
     (actor,) = retrievers.handles.values()
     assert node_of(actor) == second.node_id
     assert find_actors(retrievers.name) != before
     """
-    assert run_on_cluster(script, tmp_path) == "['t/0#0', 't/1#0']\n"
+    assert run_on_cluster(script, tmp_path) == "['t/0#0', 't/1#0']"
 
 
 @pytest.mark.ray
@@ -123,11 +130,11 @@ def test_batches_on_a_node_that_was_killed_are_found_lost() -> None:
         def make(self, size): return np.zeros(size, np.uint8)
     maker = ray.remote(num_cpus=1)(Maker).remote()
     batches = [maker.make.remote(size) for size in (10, 1_000_000, 2_000_000)]
-    ray.wait(batches, num_returns=3)
+    ray.wait(batches, num_returns=3, fetch_local=False)
     batches.append(ray.put(np.zeros(1_000_000)))
     learners = LearnerGroup(AlgorithmConfig().learners(num_learners=0).freeze())
-    print(learners.find_lost(batches[:2]))  # which copies the second to the driver's node
+    tell(learners.find_lost(batches[:2]))  # which copies the second to the driver's node
     cluster.remove_node(node, allow_graceful=False)
-    print(learners.find_lost(batches))
+    tell(learners.find_lost(batches))
     """
-    assert run_on_cluster(script) == "[]\n[2]\n"
+    assert run_on_cluster(script) == "[]\n[2]"

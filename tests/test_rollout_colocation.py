@@ -179,7 +179,7 @@ def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: Module
         deadline = time.monotonic() + 120
         while fleet._runners[1].is_healthy or fleet._runners[1].probe is None:
             assert time.monotonic() < deadline, "the runner was not called again"
-            fleet._probe()
+            fleet.poll()
             time.sleep(0.05)
         setup.transport.make_room()
         assert all(runner.is_healthy or runner.probe is None for runner in fleet._runners), "an engine loads"

@@ -5,8 +5,12 @@ metric                   ratio                                                  
 ======================== =================================================================== =======
 autoscaled_throughput    batches/h ÷ those of the best fixed size, sawtooth load             >= 0.9
 autoscaled_hours         runner-hours ÷ those of the best fixed size, sawtooth load          <= 0.6
-throughput_step          as autoscaled_throughput, load of a step; _ramp, _spike alike       >= 0.9
-hours_step               as autoscaled_hours; _ramp, _spike alike
+throughput_step          as autoscaled_throughput, load of a step                            >= 0.9
+throughput_ramp          as autoscaled_throughput, load of a ramp                            >= 0.9
+throughput_spike         as autoscaled_throughput, load of a spike                           >= 0.9
+hours_step               as autoscaled_hours, load of a step
+hours_ramp               as autoscaled_hours, load of a ramp
+hours_spike              as autoscaled_hours, load of a spike
 reversals                changes of direction of the fleet ÷ steps of the load               <= 1
 learner_wait             share of its time that the learner waits at lag 1, 64 runners       <= 0.03
 driver_cores             cores of a driver for 512 runners of 8 trajectories, 64 retrievers  <= 1
