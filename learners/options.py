@@ -6,7 +6,7 @@ paper; the docstring of a learner states where its code differs from the paper.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -25,6 +25,9 @@ Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
 
 class LearnerOptions(Section):
     """Options of an algorithm without options, and the base of all options."""
+
+    min_group_size: ClassVar[int] = 1
+    """Least ``training.group_size``."""
 
 
 class PolicyGradientOptions(LearnerOptions):
@@ -65,6 +68,7 @@ class PPOOptions(PolicyGradientOptions):
 class GroupOptions(PolicyGradientOptions):
     """Options of GRPO and of every algorithm that compares within a group."""
 
+    min_group_size: ClassVar[int] = 2
     drop_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal: their advantages are 0. ``null`` (default) leaves them out only
     where neither ``training.kl_coeff`` nor ``training.entropy_coeff`` gives them a gradient."""
@@ -101,8 +105,9 @@ class RLOOOptions(GroupOptions):
 
 
 class ReinforcePPOptions(GroupOptions):
-    """Options of REINFORCE++ with baseline."""
+    """Options of REINFORCE++ with baseline; in groups of one, the baseline is the mean of the batch."""
 
+    min_group_size: ClassVar[int] = 1
     drop_zero_variance: bool | None = False
     kl_estimator: KLEstimator = "k2"
 
@@ -122,8 +127,9 @@ class CISPOOptions(GroupOptions):
 
 
 class PreferenceOptions(LearnerOptions):
-    """Options of DPO and IPO."""
+    """Options of DPO and IPO, whose pairs are of one group."""
 
+    min_group_size: ClassVar[int] = 2
     beta: float = Field(0.1, gt=0)
     """Strength of the pull towards the reference; tau in IPO's paper."""
 
@@ -132,11 +138,17 @@ OptionsT = TypeVar("OptionsT", bound=LearnerOptions)
 
 
 def read_options(options_class: type[OptionsT], training: TrainingSettings) -> OptionsT:
-    """Validate ``training.options``.
+    """Validate ``training.options``, and ``training.group_size`` for the algorithm that has them.
 
     Raises:
         ConfigError: an unknown name, a wrong type or a value out of range; names algorithm and option.
     """
+    if training.group_size < options_class.min_group_size:
+        raise ConfigError(
+            f"training.group_size: got {training.group_size} with training.algorithm={training.algorithm}, expected at "
+            f"least {options_class.min_group_size}: it compares the trajectories of a group; raise it, or take ppo or "
+            "reinforce_pp, which need no group"
+        )
     try:
         return options_class.read(training.options, "training.options")
     except ConfigError as error:

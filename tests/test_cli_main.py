@@ -4,14 +4,19 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from processes import run_python
 from rich.console import Console
 from small_world import a_persons_environment, invoke, make_config, make_files
+from typer.core import TyperGroup
+from typer.testing import CliRunner
 
-from ragr1_actors.cli.main import Comparison, describe_start, render_comparison
+from ragr1_actors.cli.main import Comparison, app, describe_start, render_comparison
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
@@ -141,7 +146,8 @@ def test_index_commands(tmp_path: Path, corpus: Path) -> None:
     assert "2 passages" in invoke(*build)
     found = json.loads(invoke("index", "search", str(index), "where is riga", "-k", "1", "--json"))
     assert [p["title"] for p in found[0]["passages"]] == ["Riga"]
-    assert json.loads(invoke("index", "info", str(index)))["count"] == 2
+    assert json.loads(invoke("index", "info", str(index), "--json"))["count"] == 2
+    assert "count  2" in invoke("index", "info", str(index))
     assert "not overwritten" in invoke(*build)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"question": "Where is Riga?", "answer": "Latvia"}\n')
@@ -164,6 +170,55 @@ def test_an_index_of_another_encoder_is_refused(tmp_path: Path, corpus: Path) ->
         "train", "quickstart", f"retrieval.index={index}", "retrieval.encoder=e5", "--run-dir", str(tmp_path / "run")
     )
     assert "built with encoder" in message
+
+
+PRINTS_JSON = {
+    "ask": ["RUN", "Where is the lamp ?"],
+    "evaluate": ["RUN", "--num-tasks", "2"],
+    "index audit": ["INDEX", "--tasks", "TASKS"],
+    "index eval": ["INDEX", "--tasks", "TASKS"],
+    "index info": ["INDEX"],
+    "index search": ["INDEX", "Where is the lamp ?", "two\nlines"],
+    "plan": ["quickstart", "--here"],
+    "recipes": [],
+    "report": ["RUN"],
+    "simulate": ["quickstart", "--iterations", "1", "--runners", "1", "--retrievers", "1"],
+}
+ELSEWHERE = {"bench", "doctor", "select"}  # of these, the first two print several lines
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A run that has ended, its index and its tasks."""
+    files = make_files(tmp_path_factory.mktemp("json"))
+    settings = make_config(files, {"num_steps": 0}, num_iterations=0).model_dump()
+    (files / "recipe.yaml").write_text(json.dumps(settings))
+    invoke("train", str(files / "recipe.yaml"), "--run-dir", str(files / "run"))
+    return {"RUN": str(files / "run"), "INDEX": str(files / "index"), "TASKS": str(files / "tasks.json")}
+
+
+@pytest.mark.parametrize("command", PRINTS_JSON)
+def test_json_is_one_line_on_stdout(named: dict[str, str], command: str) -> None:
+    arguments = [named.get(argument, argument) for argument in PRINTS_JSON[command]]
+    done = CliRunner().invoke(app, [*command.split(), *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith("\n")
+    assert done.stdout.count("\n") == 1, done.stdout
+    json.loads(done.stdout)
+
+
+def commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+def test_every_command_with_json_is_tested() -> None:
+    group = typer.main.get_group(app)
+    have = {name for name, command in commands(group) if any("--json" in option.opts for option in command.params)}
+    assert have == set(PRINTS_JSON) | ELSEWHERE
 
 
 def test_recipes_are_listed() -> None:

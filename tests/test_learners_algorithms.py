@@ -32,7 +32,7 @@ from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
 from learners.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
 from learners.packing import pack
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_names
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -205,9 +205,16 @@ def test_preferences_need_no_old_logprobs(build_named: Callable[..., Learner]) -
     assert passes[0] == passes[1] > 0
 
 
-def test_a_pair_needs_a_group_of_two() -> None:
-    with pytest.raises(ConfigError, match=r"training\.group_size: got 1 with training\.algorithm=dpo"):
-        make_config(training={"algorithm": "dpo", "group_size": 1})
+@pytest.mark.parametrize("algorithm", sorted(set(OPTIONS) - {"sft"}))
+def test_what_compares_within_a_group_needs_two_trajectories(algorithm: str) -> None:
+    of_one = TrainingSettings(algorithm=algorithm, group_size=1)
+    learner_options(of_one.model_copy(update={"group_size": 2}))
+    if algorithm in ("ppo", "reinforce_pp"):  # compared with a critic, and with the batch
+        learner_options(of_one)
+        return
+    expected = rf"^training\.group_size: got 1 with training\.algorithm={algorithm}, expected at least 2: .*; raise it"
+    with pytest.raises(ConfigError, match=expected):
+        learner_options(of_one)
 
 
 @pytest.mark.slow

@@ -78,6 +78,32 @@ def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
     assert "more than a third of generation" in problem
 
 
+@pytest.mark.parametrize(
+    ("index_type", "cpus_each", "num_cpus", "remedy"),
+    [
+        ("flat", 2, 96, "retrieval.type=pq retrieval.num_cpus_per_retriever=32"),
+        ("flat", 32, 96, "retrieval.type=pq"),
+        ("pq", 4, 96, "retrieval.num_cpus_per_retriever=32"),
+        ("pq", 16, 16, "retrieval.num_retrievers=2"),
+    ],
+)
+def test_the_advice_for_slow_searches_applies_and_helps(
+    index_type: str, cpus_each: int, num_cpus: int, remedy: str
+) -> None:
+    settings = [f"retrieval.type={index_type}", f"retrieval.num_cpus_per_retriever={cpus_each}"]
+    config = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", *settings)
+    machine = replace(NODE, num_cpus=num_cpus)
+    assert make_plan(config, machine, WIKI_18).times.problem.endswith(f"; it fits with {remedy}")
+    changed = AlgorithmConfig(config.model_dump()).override(remedy.split()).freeze()
+    assert make_plan(changed, machine, WIKI_18).times.problem == ""
+
+
+def test_where_no_setting_makes_searches_fast_enough_the_advice_is_general() -> None:
+    slow = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", "retrieval.type=pq")
+    (problem,) = make_plan(slow, NODE, 10_000 * WIKI_18).times.problem.splitlines()
+    assert problem.endswith("; take more retrievers, or more CPUs or GPUs for each")
+
+
 def test_more_gpus_than_there_are() -> None:
     problems = make_plan(configured("search_r1_7b"), replace(NODE, num_gpus=4), WIKI_18).problems
     assert problems == ["the actors reserve 8 GPUs, and there are 4; start fewer"]

@@ -119,7 +119,7 @@ def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], 
     assert invoke("evaluate", str(run_dir), "--index", str(tmp_path)).startswith("error: ")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["reinforce_pp", "ppo"])
 @pytest.mark.engine
 def test_groups_of_one(files: Path, tmp_path: Path, algorithm: str) -> None:
     config = make_config(files, {"num_steps": 0}, num_iterations=1, group_size=1, algorithm=algorithm)

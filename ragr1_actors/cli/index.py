@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -84,11 +85,15 @@ def build(
 
 
 @app.command("info")
-def info(index: IndexArgument) -> None:
-    """Print the manifest of an index."""
+def info(index: IndexArgument, as_json: JsonOption = False) -> None:
+    """Print the manifest of an index, and its size."""
     from retrieval.build import index_info
 
-    print_json(index_info(index))
+    found = index_info(index)
+    if as_json:
+        print_json(found)
+    else:
+        print_values({name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()})
 
 
 @app.command("search")

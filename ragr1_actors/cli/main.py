@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shlex
 import sys
 import time
@@ -24,6 +25,7 @@ from ragr1_actors.cli import (
     index,
     plan,
     print_error,
+    print_json,
     print_line,
     print_state,
     scale,
@@ -151,10 +153,13 @@ for command in (
 
 
 @app.command()
-def recipes() -> None:
+def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship with the project."""
     from ragr1_actors.core.resolve import recipe_descriptions
 
+    if as_json:
+        print_json(recipe_descriptions())
+        return
     table = Table.grid(padding=(0, 2))
     for name, description in recipe_descriptions().items():
         table.add_row(name, Text(description))
@@ -172,7 +177,7 @@ def report(run: Annotated[str, typer.Argument(help="A run directory or URI.")], 
     open_run_directory(place)
     found = read_report(place.path)
     if as_json:
-        sys.stdout.write((place.path / REPORT_JSON).read_text(encoding="utf-8"))
+        print_json(json.loads((place.path / REPORT_JSON).read_text(encoding="utf-8")))
     else:
         console.print(render_table(found))
 

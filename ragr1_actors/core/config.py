@@ -249,7 +249,7 @@ class TrainingSettings(Section):
     train_batch_size: int = Field(512, ge=1)
     """Tasks per iteration. Default: Search-R1 and RAG-R1."""
     group_size: int = Field(5, ge=1, le=4096)
-    """Trajectories per task. Default: Search-R1's GRPO."""
+    """Trajectories per task; 1 only with ``ppo`` and ``reinforce_pp``. Default: Search-R1's GRPO."""
     num_epochs: int = Field(1, ge=1)
     """Passes over a batch. Default: Search-R1 and RAG-R1."""
     num_minibatches: int = Field(1, ge=1)

@@ -124,11 +124,6 @@ def _check_settings(config: RunConfig) -> None:
                 f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
                 f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
             )
-    if config.training.algorithm in ("dpo", "ipo") and config.training.group_size < 2:
-        raise ConfigError(
-            f"training.group_size: got 1 with training.algorithm={config.training.algorithm}, expected at least 2: a "
-            "pair is of one group"
-        )
     _check_offload(config)
     _check_autoscaling(config)
     check_transport(config)

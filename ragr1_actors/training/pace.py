@@ -76,6 +76,8 @@ class Times:
     learning_s: float
     timeout_s: float
     """``retrieval.timeout_s``, which a batch must keep."""
+    remedy: str = ""
+    """The nearest setting with which searches are fast enough, where they are not."""
 
     @property
     def is_too_slow(self) -> bool:
@@ -85,14 +87,15 @@ class Times:
     @property
     def problem(self) -> str:
         """What is too slow, or nothing."""
+        remedy = self.remedy or "take more retrievers, or more CPUs or GPUs for each"
         if self.is_too_slow:
             return (
                 f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.timeout_s "
-                f"({self.timeout_s:g}); take a compressed index, more CPUs or GPUs per retriever"
+                f"({self.timeout_s:g}); {remedy}"
             )
         if 0 < self.generation_s / 3 < self.search_s:
             return (
                 f"searches take {self.search_s:.1f} s per iteration, more than a third of generation "
-                f"({self.generation_s:.1f} s); take a compressed index, or more CPUs, GPUs or replicas"
+                f"({self.generation_s:.1f} s); {remedy}"
             )
         return ""

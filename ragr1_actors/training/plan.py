@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from envs.world import make_world
 from learners.deepspeed.memory import (
@@ -31,11 +30,12 @@ from learners.deepspeed.memory import (
     rank_memory,
     trained_parameters,
 )
-from ragr1_actors.core.config import LearnerSettings, RunConfig
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
+from ragr1_actors.training.remedies import find_remedy, place_changes, search_changes
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
@@ -220,11 +220,12 @@ def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
         ConfigError: the sizes of the policy or of the encoder are not known.
     """
     run = _Run(config, machine, num_passages)
+    times = run.times()
     return Plan(
         num_gpus=run.num_gpus,
         gpus_available=machine.num_gpus * machine.num_machines,
-        needs=tuple(_with_remedy(need, run) for need in run.needs()),
-        times=run.times(),
+        needs=tuple(replace(need, remedy=_need_remedy(need, run)) for need in run.needs()),
+        times=replace(times, remedy=_search_remedy(times, run)),
     )
 
 
@@ -534,67 +535,21 @@ def _count_option(config: RunConfig, name: str) -> int:
     return found
 
 
-def _with_remedy(need: Need, run: _Run) -> Need:
-    """Add the nearest setting with which the place holds what it must: one change if one suffices, else several."""
-    if need.fits:
-        return need
+def _need_remedy(need: Need, run: _Run) -> str:
+    """Return the nearest setting with which the place holds what it must."""
     place = need.place.split(",")[0]
-    changes = list(_changes(place, run.config))
 
     def fits(config: RunConfig) -> bool:
-        changed = replace(run, config=config)
-        return all(other.fits for other in changed.needs() if other.place.startswith(place))
+        return all(other.fits for other in replace(run, config=config).needs() if other.place.startswith(place))
 
-    for key, value in changes:
-        if fits(_changed(run.config, key, value)):
-            return replace(need, remedy=f"it fits with {key}={value}")
-    config, names = run.config, []
-    for key, value in changes:
-        config = _changed(config, key, value)
-        names.append(f"{key}={value}")
-        if fits(config):
-            return replace(need, remedy=f"it fits with {' '.join(names)}")
-    return need
+    return "" if need.fits else find_remedy(run.config, place_changes(place, run.config), fits)
 
 
-def _changes(place: str, config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield settings that need less of a place, those that cost least time first."""
-    runners, retrieval = config.env_runners, config.retrieval
-    if place == "learner GPU":
-        yield from _learner_changes(config.learners, runners.max_context_tokens)
-    if place == "env runner GPU" and runners.engine == "vllm":
-        for size in (2, 4, 8):
-            yield "env_runners.engine_options", {**runners.engine_options, "tensor_parallel_size": size}
-    if place == "retriever GPU":
-        for shards in (2, 4, 8):
-            yield "retrieval.num_shards", shards * retrieval.num_shards
-    if place in ("host memory", "disk") and retrieval.type in ("flat", "fp16", "hnsw", "ivf"):
-        yield "retrieval.type", "ivf_pq" if retrieval.type in ("ivf", "hnsw") else "pq"
-    if place == "/dev/shm":
-        yield "env_runners.weight_transport", "auto"
-    if place == "disk":
-        yield "checkpointing.num_to_keep", 1
-        yield "checkpointing.keep_trajectories", False
-
-
-def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iterator[tuple[str, Any]]:
-    tokens = learners.micro_batch_tokens
-    while tokens > max_context_tokens:
-        tokens = max(tokens // 2, max_context_tokens)
-        yield "learners.micro_batch_tokens", tokens
-    if not learners.gradient_checkpointing:
-        yield "learners.gradient_checkpointing", True
-    resting = [part for part in ("reference", "critic") if part not in learners.offload]
-    if resting:
-        yield "learners.offload", [*learners.offload, *resting]
-    if learners.zero_stage < 3:
-        yield "learners.zero_stage", 3
-    yield "learners.num_learners", 2 * learners.num_learners
-    if "optimizer" not in learners.offload:
-        yield "learners.offload", ["optimizer", "reference", "critic"]
-
-
-def _changed(config: RunConfig, key: str, value: Any) -> RunConfig:
-    section, name = key.split(".")
-    changed = getattr(config, section).model_copy(update={name: value})
-    return config.model_copy(update={section: changed})
+def _search_remedy(times: Times, run: _Run) -> str:
+    """Return the nearest setting with which searches are fast enough."""
+    changes = search_changes(run.config, num_cpus=run.machine.num_cpus)
+    return (
+        find_remedy(run.config, changes, lambda config: not replace(run, config=config).times().problem)
+        if times.problem
+        else ""
+    )
