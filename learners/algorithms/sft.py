@@ -37,7 +37,7 @@ class SFTLearner(Learner):
         return 1.0
 
     def make_options(self) -> LearnerOptions:
-        """Return no options: ``training.options`` belong to stage 2."""
+        """Return no options: ``training.options`` belong to RL."""
         return LearnerOptions()
 
     def make_schedule(self) -> Schedule:

@@ -168,7 +168,7 @@ def kept_parts(parts: Parts) -> Parts:
 
 
 def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gpu: bool = True) -> RankMemory:
-    """Return the bytes of one learner rank in stage 2; ``has_critic`` for PPO."""
+    """Return the bytes of one learner rank in RL; ``has_critic`` for PPO."""
     settings, e = config.learners, ELEMENT_BYTES[config.policy.dtype]
     lora = read_lora(settings.lora)
     adapters = lora_parameters(shape, lora.rank, lora.target_modules) if lora is not None else 0

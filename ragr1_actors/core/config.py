@@ -219,7 +219,7 @@ class RetrievalSettings(Section):
 
 
 class SFTSettings(Section):
-    """Stage 1: supervised fine-tuning on demonstrations."""
+    """SFT, the first stage: supervised fine-tuning on demonstrations."""
 
     num_steps: int = Field(0, ge=0)
     """Optimizer steps; 0 (default) skips the stage."""
@@ -239,7 +239,7 @@ class SFTSettings(Section):
 
 
 class TrainingSettings(Section):
-    """Stage 2: reinforcement learning. Names are RLlib's where RLlib has the key."""
+    """RL, the second stage: reinforcement learning. Names are RLlib's where RLlib has the key."""
 
     algorithm: str = "grpo"
     """``ppo``, ``grpo``, ``dr_grpo``, ``dapo``, ``rloo``, ``reinforce_pp``, ``gspo``, ``cispo``, ``dpo``, ``ipo``, or a
@@ -265,7 +265,7 @@ class TrainingSettings(Section):
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay per step, times the learning rate; Search-R1 and RAG-R1 take 0.01."""
     grad_clip: float = Field(1.0, gt=0)
-    """Norm to which the gradient is clipped, in stage 1 too. Default: Search-R1 and RAG-R1."""
+    """Norm to which the gradient is clipped, in SFT too. Default: Search-R1 and RAG-R1."""
     clip_low: float | None = Field(None, ge=0)
     """How far the probability ratio may fall below 1; null takes the algorithm's own value, 0.2 for most."""
     clip_high: float | None = Field(None, ge=0)

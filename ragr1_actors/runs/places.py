@@ -46,7 +46,7 @@ INDEX = "index"
 POLICY = "policy"
 """The policy before training, if the run made it."""
 SFT_POLICY = "policy_sft"
-"""The policy at the end of stage 1."""
+"""The policy at the end of SFT."""
 FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
 """What is whole or absent in a run; everything else is files that grow."""
 _FIRST_FILES = ("config.yaml", "metrics.jsonl", "report.json", "report.html")

@@ -168,7 +168,7 @@ class Algorithm:
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
     def pretrain(self, on_progress: OnProgress) -> None:
-        """Stage 1: learn the format from demonstrations, played against the real retriever.
+        """SFT: learn the format from demonstrations, played against the real retriever.
 
         Does nothing if a run was restored that has finished the stage.
         """
@@ -218,7 +218,7 @@ class Algorithm:
     # -- stage 2 ---------------------------------------------------------------------------------------------------
 
     def train(self, on_progress: OnProgress | None = None) -> dict[str, float]:
-        """One iteration of stage 2: sample a batch of groups, learn from it, publish the new policy.
+        """One iteration of RL: sample a batch of groups, learn from it, publish the new policy.
 
         ``on_progress`` is called with the metrics that are returned, before an interrupt that was held back is raised.
         """
@@ -357,7 +357,7 @@ class Algorithm:
         return state.extra
 
     def task_counts(self) -> dict[str, int]:
-        """Return the tasks of stage 2: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
+        """Return the tasks of RL: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
         return self._collector.tasks.counts()
 
     def stop(self) -> None:

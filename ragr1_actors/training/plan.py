@@ -214,7 +214,7 @@ def count_passages(config: RunConfig) -> int:
 
 
 def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
-    """Compute what stage 2 of a run needs of each machine; ``num_passages`` counts the passages of its index.
+    """Compute what RL needs of each machine; ``num_passages`` counts the passages of its index.
 
     Raises:
         ConfigError: the sizes of the policy or of the encoder are not known.
