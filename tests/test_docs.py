@@ -66,7 +66,8 @@ def commands(text: str) -> list[str]:
 
 def cli_calls(command: str) -> Iterator[list[str]]:
     """Yield the arguments of ``ragr1`` in a command, once for every ``a|b`` alternative."""
-    words = [re.sub(r"^\[|\]$", "", word) for word in shlex.split(command, comments=True)]
+    words = shlex.split(command, comments=True)
+    words = [word if "=[" in word else re.sub(r"^\[|\]$", "", word) for word in words]  # [--resume] may be left out
     for index, word in enumerate(words):
         if Path(word).name == "ragr1" or words[index - 1 : index + 1] == ["-m", "ragr1_actors"]:
             end = next((i for i, w in enumerate(words) if i > index and w in ("|", "&&", ";", ">", "&")), len(words))
@@ -121,7 +122,7 @@ def check_call(call: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*call, "--help"])
     assert result.exit_code == 0, f"ragr1 {shlex.join(call)}: {result.output}"
     assignments = [word for word in call if re.fullmatch(rf"(?:{_SECTIONS})\.\w+=.*", word, re.DOTALL)]
-    recipe = call[1] if call[:1] == ("train",) and len(call) > 1 else ""
+    recipe = call[1] if len(call) > 1 and call[0] in ("train", "plan", "simulate") else ""
     if recipe and not recipe.isupper():  # RECIPE is a placeholder
         assert recipe in recipe_names() or recipe.endswith(".yaml"), call
     config = AlgorithmConfig.from_recipe(recipe) if recipe in recipe_names() else AlgorithmConfig()
