@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
 import secrets
+import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,12 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
 from ray.exceptions import AuthenticationError, RpcError
 
 from ragr1_actors.core.errors import FleetError, UserError, one_line
+from ragr1_actors.core.interrupts import SIGNALS, TerminationError
 
 CONNECT_TIMEOUT_S = 5.0
+_TEMP = Path("/tmp")
+"""Where Ray's files are: paths of its sockets, which are in it, have at most 107 characters."""
+_FOLDER = "ragr1-ray-"
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts."""
@@ -44,14 +52,68 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _connect(os.environ.get("RAY_ADDRESS"), num_cpus)
+    address = os.environ.get("RAY_ADDRESS")
+    with nullcontext("") if address else _session_folder() as folder:
+        with _own_handlers():
+            _connect(address, num_cpus, folder)
+        try:
+            yield
+        finally:
+            ray.shutdown(wait_for_processes=True)  # which write into the folder
+
+
+@contextmanager
+def _session_folder() -> Iterator[str]:
+    """Make a folder for the files of a local session, and remove it in the end.
+
+    The process holds a lock on it. A folder without one is of a process that was killed, and is removed, too.
+    """
+    for left in _TEMP.glob(f"{_FOLDER}*"):
+        if (descriptor := _lock(left)) is not None:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                shutil.rmtree(left, ignore_errors=True)
+            os.close(descriptor)
+    made = Path(tempfile.mkdtemp(prefix="ragr1-new-", dir=_TEMP))
+    descriptor = _lock(made)
+    folder = made.rename(_TEMP / made.name.replace("ragr1-new-", _FOLDER))  # never there without its lock
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder and return its descriptor; None if another process has done so, or it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Keep this process's handlers of signals, which ``ray.init`` replaces; its own raises ``SystemExit``."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set them, Ray included
+    before = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
         yield
+    except SystemExit as error:
+        raise TerminationError from error
     finally:
-        ray.shutdown()
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
-def _connect(address: str | None, num_cpus: float) -> None:
+def _connect(address: str | None, num_cpus: float, folder: str) -> None:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
@@ -65,7 +127,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
                 include_dashboard=False,
                 _system_config=_SYSTEM_CONFIG,
                 runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
-                _temp_dir=tempfile.mkdtemp(prefix="ragr1-", dir="/tmp"),  # socket paths have 107 characters
+                _temp_dir=folder,
                 **common,
             )
     except AuthenticationError as error:

@@ -11,13 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_python(script: str, *arguments: object, cwd: Path = ROOT) -> str:
+def run_python(script: str, *arguments: object, cwd: Path = ROOT, stderr: int = subprocess.PIPE) -> str:
     """Run a script with the project importable, and return what it printed; fail where it fails."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=600,
         check=False,

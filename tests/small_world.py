@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -145,6 +146,12 @@ def descendants(root: int) -> set[int]:
         frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
         found |= frontier
     return found
+
+
+def session_folders(root: int) -> set[Path]:
+    """Return the folders of Ray's files that the processes below ``root`` were told."""
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(root)]
+    return {Path(name) for command in commands for name in re.findall(r"/tmp/ragr1-[\w-]+", command)}
 
 
 def ended(pids: set[int]) -> bool:

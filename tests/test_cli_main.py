@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,11 +132,13 @@ def test_data_errors_name_file_and_line(tmp_path: Path, corpus: Path) -> None:
     settings = [f"environment.tasks={tasks}", f"retrieval.corpus={corpus}"]
     message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "a"))
     assert "tasks.jsonl, line 2" in message
+    assert not (tmp_path / "a").exists()
     tasks.write_text("".join(f'{{"question": "Where is {n}?", "answer": "Riga"}}\n' for n in range(10)))
     corpus.write_text("[]")
     message = invoke("train", "hotpotqa_small", *settings, *common, "--run-dir", str(tmp_path / "b"))
     assert message.startswith("error: ")
     assert "corpus.json" in message
+    assert not (tmp_path / "b").exists()  # it held the configuration and nothing else
 
 
 def test_index_commands(tmp_path: Path, corpus: Path) -> None:
@@ -275,6 +278,36 @@ def test_the_start_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
     assert any("run directory" in line and str(tmp_path) in line for line in lines)
     assert not any("training.weight_decay" in line for line in lines)
     assert len(lines) < 45
+
+
+TOO_MANY = ["learners.num_learners=4096", "learners.num_gpus_per_learner=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "quickstart", *TOO_MANY], "error: the actors reserve 4096 GPUs, and this machine has "),
+        (["ask", "nowhere", "Where?"], "error: nowhere is neither the directory of a run nor a checkpoint"),
+        (["evaluate", "nowhere"], "error: nowhere is neither the directory of a run nor a checkpoint"),
+        (["evaluate", "RUN", "--tasks", "none.json"], "error: no task file none.json; give"),
+    ],
+)
+def test_what_is_refused_is_refused_before_slow_imports(
+    named: dict[str, str], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    script = """
+        import sys
+        from ragr1_actors.cli.main import main
+        try:
+            main()
+        except SystemExit as end:
+            print(end.code, [name for name in ("ray", "torch") if name in sys.modules])
+    """
+    arguments = [named.get(argument, argument) for argument in arguments]
+    printed = run_python(script, *arguments, cwd=tmp_path, stderr=subprocess.STDOUT)
+    assert printed.startswith(message)
+    assert printed.endswith("2 []\n") or (shutil.which("nvidia-smi") and printed.endswith("2 ['torch']\n"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_answers_without_what_training_needs() -> None:

@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -14,6 +16,7 @@ from processes import run_python
 
 from cluster.session import ray_session
 from ragr1_actors.core.errors import FleetError, UserError
+from ragr1_actors.core.interrupts import InterruptGuard, TerminationError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -132,6 +135,71 @@ def test_a_local_session_asks_for_a_token_that_no_other_user_can_read(tmp_path: 
     done = subprocess.run(command, env=without_token(tmp_path), capture_output=True, text=True, cwd=ROOT, check=False)
     assert "token True True" in done.stdout, done.stderr
     assert home == "read-only" or "mode 700" in done.stdout
+
+
+KILLED = """
+import os, ray, signal, sys
+from cluster.session import ray_session
+with ray_session():
+    print(ray.nodes()[0]["RayletSocketName"], flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_folder_of_a_session_is_removed_at_its_end_or_by_the_next_one() -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "killed"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = Path(killed.stdout.strip()).parents[2]
+    assert left.is_dir()
+    folder = Path(run_python(KILLED, "ends").strip()).parents[2]
+    assert folder.parent == left.parent == Path("/tmp")
+    assert not left.exists()
+    assert not folder.exists()
+
+
+def test_the_folder_of_a_session_that_goes_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+
+    def init(**settings: Any) -> None:
+        started.append(Path(settings["_temp_dir"]))
+        raise ConnectionError
+
+    def in_between(**settings: Any) -> None:
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(UserError), ray_session():  # a second session starts and ends
+            pass
+        started.append(Path(settings["_temp_dir"]))
+        assert started[1].is_dir() and not started[0].exists()
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", in_between)
+    with pytest.raises(UserError), ray_session():
+        pass
+    assert not started[1].exists()
+
+
+def test_sigterm_while_ray_starts_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with InterruptGuard():
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(TerminationError), ray_session():
+            pass
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

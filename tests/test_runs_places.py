@@ -17,12 +17,18 @@ from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
 
 from cluster.storage import Storage, share
 from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
-from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import RunReport
-from ragr1_actors.runs.run_directory import create_run_directory, find_checkpoint, open_run_directory
+from ragr1_actors.runs.run_directory import (
+    create_run_directory,
+    find_checkpoint,
+    holds_run,
+    open_run_directory,
+    removed_if_unused,
+)
 from ragr1_actors.training.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
@@ -51,6 +57,23 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "folder":
         return f"file://{tmp_path / 'stored' / 'run'}"
     return s3_uri(request.getfixturevalue("port"), f"{tmp_path.name}/run")
+
+
+def test_the_directory_of_a_run_that_cannot_begin_is_removed(uri: str, tmp_path: Path) -> None:
+    for run_dir in (uri, tmp_path / "run"):
+        place = find_place(run_dir)
+        create_run_directory(RunConfig(), place)
+        with pytest.raises(FleetError), removed_if_unused(place):  # the configuration is not to blame
+            raise FleetError
+        assert holds_run(find_place(run_dir))
+        with pytest.raises(DataError), removed_if_unused(place):
+            raise DataError
+        assert not holds_run(find_place(run_dir))
+        create_run_directory(RunConfig(), place)
+        (place.path / "metrics.jsonl").touch()
+        with pytest.raises(DataError), removed_if_unused(place):
+            raise DataError
+        assert holds_run(find_place(run_dir))
 
 
 def run_config(files: Path, **checkpointing: Any) -> RunConfig:

@@ -33,6 +33,7 @@ from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
+from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
@@ -46,7 +47,7 @@ from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.data import prepare
 from ragr1_actors.training.evaluation import ask, evaluate
-from ragr1_actors.training.stages import InterruptGuard, TrainingRun
+from ragr1_actors.training.stages import TrainingRun
 
 
 @pytest.fixture(scope="module")

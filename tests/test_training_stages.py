@@ -11,18 +11,29 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small_world import descendants, ended, invoke, make_config, make_files, make_recipe, started, wait_for
+from small_world import (
+    descendants,
+    ended,
+    invoke,
+    make_config,
+    make_files,
+    make_recipe,
+    session_folders,
+    started,
+    wait_for,
+)
 
 from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.stages import InterruptGuard, TerminationError, TrainingRun, exit_status
+from ragr1_actors.training.stages import TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +126,7 @@ def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], 
     run_dir, *_ = idle_run
     assert "neither the directory of a run nor a checkpoint" in invoke("evaluate", str(tmp_path))
     assert "the rest it was trained on" in invoke("evaluate", str(run_dir), "--num-tasks", "9")
-    assert "there is no file" in invoke("evaluate", str(run_dir), "--tasks", str(tmp_path / "none.json"))
+    assert "no task file" in invoke("evaluate", str(run_dir), "--tasks", str(tmp_path / "none.json"))
     assert invoke("evaluate", str(run_dir), "--index", str(tmp_path)).startswith("error: ")
 
 
@@ -155,10 +166,6 @@ def test_the_exit_status_tells_the_signals_apart() -> None:
         with pytest.raises(KeyboardInterrupt) as interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         assert (exit_status(terminated.value), exit_status(interrupted.value)) == (143, 130)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does by its own handler
-        guard.take_over()
-        with pytest.raises(TerminationError):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_second_interrupt_in_a_held_block_marks_the_guard_as_torn() -> None:
@@ -186,3 +193,22 @@ def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: 
     assert "Traceback" not in stderr and "Stack" not in stderr, stderr
     assert CheckpointStore(run_dir / "checkpoints").latest() is not None
     assert wait_for(lambda: ended(children), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.parametrize("line", ["all keys", "actors"], ids=["before Ray starts", "before the actors are ready"])
+def test_sigterm_before_training_is_one_line_and_leaves_nothing(files: Path, tmp_path: Path, line: str) -> None:
+    recipe, run_dir = str(make_recipe(tmp_path / "recipe.yaml", files)), tmp_path / "run"
+    with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert any(line in printed for printed in process.stdout)
+        children, folders = descendants(process.pid), session_folders(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 143, stderr
+    assert stderr == f"interrupted; go on with: ragr1 train {recipe} --run-dir {run_dir} --resume\n"
+    assert wait_for(lambda: ended(children), 30)
+    assert bool(folders) == (line == "actors")
+    assert not any(folder.exists() for folder in folders)

@@ -38,6 +38,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer tasks greedily with a trained policy; print exact match, F1 and the number of searches."""
+    check_inputs(checkpoint, tasks)
     from ragr1_actors.training.evaluation import evaluate as evaluate_policy
 
     result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
@@ -51,6 +52,7 @@ def ask(
     run: CheckpointArgument, question: Annotated[str, typer.Argument(help="The question.")], as_json: JsonOption = False
 ) -> None:
     """Answer one question with a trained policy, and show its searches."""
+    check_inputs(run)
     from ragr1_actors.training.evaluation import ask as ask_policy
 
     trajectory = ask_policy(run, question)
@@ -105,6 +107,20 @@ def select(
         return
     print_values(asdict(counts))
     print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
+
+
+def check_inputs(checkpoint: str, tasks: Path | None = None) -> None:
+    """Refuse what is no run or checkpoint, and a file of tasks that cannot be used, before torch takes seconds to load.
+
+    Raises:
+        UserError: the message names the path.
+    """
+    from envs.tasks import load_tasks
+    from ragr1_actors.runs.run_directory import find_checkpoint
+
+    find_checkpoint(checkpoint)
+    if tasks is not None:
+        load_tasks(tasks, whole=True)
 
 
 def render_trajectory(trajectory: Trajectory) -> Text:

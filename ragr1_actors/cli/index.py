@@ -12,6 +12,7 @@ import typer
 
 from ragr1_actors.cli import JsonOption, RerankerOption, console, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, UserError
+from ragr1_actors.core.interrupts import exit_status
 
 app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)
 
@@ -77,9 +78,9 @@ def build(
                 workers=workers,
                 restart=restart,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print_line(f"interrupted; the same command continues with {building_dir(out)}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_status(interrupt)) from None
     info = index_info(out)
     print_line(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}")
 

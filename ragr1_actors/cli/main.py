@@ -7,6 +7,8 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,7 @@ import typer
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from ragr1_actors.cli import (
     JsonLinesOption,
@@ -33,6 +36,7 @@ from ragr1_actors.cli import (
     submit,
 )
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
+from ragr1_actors.core.interrupts import InterruptGuard, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
@@ -43,7 +47,28 @@ FEWER_ROUNDS_GOAL = 0.15
 """Share of search rounds that several queries per turn must save. RAG-R1 (arXiv:2507.02962, table 3) reports 2.15
 rounds per question against 2.53, which is 15 % fewer."""
 
+
+class Commands(TyperGroup):
+    """The commands of ``ragr1``. An interrupt of any is one line, and the exit status of its signal."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Run the command."""
+        with exit_on_interrupt("start the same command again"):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def exit_on_interrupt(advice: str) -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into one line that ends with ``advice``, and the end of the command."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        print_error(f"interrupted; {advice}", style="default")
+        raise typer.Exit(exit_status(interrupt)) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Train language models to reason and search with reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -76,10 +101,11 @@ def train(
         create_run_directory,
         holds_run,
         open_run_directory,
+        removed_if_unused,
         start_again,
     )
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_names, check_room
+    from ragr1_actors.training.preflight import check_gpus, check_names, check_room
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -98,15 +124,20 @@ def train(
             asked = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
             config = start_again(place, config, asked)
         check_names(config, has_index=place.bring(INDEX).is_dir())
+        check_gpus(config)
+        new: AbstractContextManager[None] = nullcontext()
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
+        check_gpus(config)
         for warning in check_room(config, Path.cwd()):
             print_error(f"warning: {warning}", "yellow")
         create_run_directory(config, place)
+        new = removed_if_unused(place)
     name = shlex.quote(str(place))
-    console.print(describe_start(recipe, config, str(place)))
-    _run(config, place, f"ragr1 train {recipe} --run-dir {name} --resume")
+    with exit_on_interrupt(f"go on with: ragr1 train {recipe} --run-dir {name} --resume"), new:
+        console.print(describe_start(recipe, config, str(place)))
+        _run(config, place)
     try:
         question = evaluate.example_question(place.path)
     except DataError as error:  # the run is complete all the same
@@ -122,18 +153,20 @@ def claims(
 ) -> None:
     """Check RAG-R1's claim at small scale: several queries per turn against one, exact match and search rounds."""
     from ragr1_actors.runs.places import below
-    from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.runs.run_directory import create_run_directory, removed_if_unused
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_names
+    from ragr1_actors.training.preflight import check_gpus, check_names
 
     base = run_dir or _new_run_dir("claims")
     reports = []
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         check_names(config)
+        check_gpus(config)
         place = below(base, recipe)
         create_run_directory(config, place)
-        reports.append(_run(config, place, "ragr1 claims"))
+        with removed_if_unused(place):
+            reports.append(_run(config, place))
     comparison = Comparison(*(report.stages[-1].eval for report in reports))
     console.print(render_comparison(comparison))
     if not comparison.holds:
@@ -285,7 +318,8 @@ def render_comparison(comparison: Comparison) -> Table:
 def main() -> None:
     """Run the command line. A ``UserError`` and a full disk print one sentence and exit with status 2."""
     try:
-        app(standalone_mode=True)
+        with InterruptGuard():
+            app(standalone_mode=True)
     except UserError as error:
         print_error(f"error: {error}")
         sys.exit(2)
@@ -301,16 +335,12 @@ def main() -> None:
         sys.exit(2)
 
 
-def _run(config: RunConfig, place: Place, resume_command: str) -> RunReport:
-    """Take a run to its end and print its table; Ctrl-C prints how to continue and exits."""
-    from ragr1_actors.training.stages import TrainingRun, exit_status
+def _run(config: RunConfig, place: Place) -> RunReport:
+    """Take a run to its end and print its table."""
+    from ragr1_actors.training.stages import TrainingRun
 
     run = TrainingRun(config, place, console)
-    try:
-        report = run.execute()
-    except KeyboardInterrupt as interrupt:
-        print_error(f"interrupted; go on with: {resume_command}", style="default")
-        raise typer.Exit(exit_status(interrupt)) from None
+    report = run.execute()
     run.describe_end(report)
     return report
 

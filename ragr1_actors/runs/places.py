@@ -109,6 +109,10 @@ class Place(Protocol):
         """Bring the place up to date."""
         ...
 
+    def remove(self, name: str) -> None:
+        """Remove a file of the run, which is up to date."""
+        ...
+
     def retry_for(self, duration_s: float) -> None:
         """Repeat a call to a storage that fails for so long before the run ends."""
         ...
@@ -190,6 +194,10 @@ class LocalPlace:
 
     def upload(self) -> None:
         """Do nothing."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        (self.path / name).unlink()
 
     def retry_for(self, duration_s: float) -> None:
         """Do nothing."""
@@ -279,6 +287,11 @@ class StoredPlace:
     def upload(self) -> None:
         """Upload the files that changed; ``UserError`` if that fails."""
         self._upload(self.storage)
+
+    def remove(self, name: str) -> None:
+        """Remove a file here and on the storage."""
+        (self.path / name).unlink()
+        self.storage.remove([name])
 
     def retry_for(self, duration_s: float) -> None:
         """Repeat a call that fails for so long."""

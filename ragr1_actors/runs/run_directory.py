@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import yaml
 
 from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError, RunDirectoryError, one_line, shortened
+from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, write_trajectories
@@ -46,6 +46,23 @@ def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
     except OSError as error:
         raise _cannot_write(place.path, error) from error
     _write_config(config, place)
+
+
+@contextmanager
+def removed_if_unused(run_dir: Path | Place) -> Iterator[None]:
+    """Remove the directory of a new run where the block raises ``UserError`` and it holds only the configuration.
+
+    The corrected command may use its name then.
+    """
+    place = find_place(run_dir)
+    try:
+        yield
+    except UserError:
+        if [path.name for path in place.path.iterdir()] == [CONFIG_FILE]:
+            place.remove(CONFIG_FILE)
+            with suppress(OSError):  # it is a mount point, or another process writes there
+                place.path.rmdir()
+        raise
 
 
 def _write_config(config: RunConfig, place: Place) -> None:

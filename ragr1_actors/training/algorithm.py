@@ -47,7 +47,7 @@ from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
+from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories, removed_if_unused
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
@@ -110,7 +110,8 @@ class Algorithm:
         check_names(config)
         place = find_place(run_dir)
         create_run_directory(config, place)
-        return cls.start(config, place, prepare(config, place.path))
+        with removed_if_unused(place):
+            return cls.start(config, place, prepare(config, place.path))
 
     @classmethod
     def start(

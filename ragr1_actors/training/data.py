@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,12 +72,8 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         )
     if not train:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
-    index_dir = prepare_index(config, run_dir)
-    policy_dir = prepare_policy(config, run_dir, train, index_dir)
-    shown = train
-    if not config.sft.num_steps or config.sft.demonstrations in (CORRECT, MIXTURE):
-        demonstrate = _demonstrate(config, train, index_dir)
-    else:
+    shown, turns_of = train, None
+    if config.sft.num_steps and config.sft.demonstrations not in (CORRECT, MIXTURE):
         loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
         shown = without_overlap(loaded.tasks, held_out)
         if not shown:
@@ -85,9 +81,16 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
                 f"sft.demonstrations: all {len(loaded.tasks):,} demonstrations of {config.sft.demonstrations} answer "
                 "evaluation questions; name another file"
             )
-        demonstrate = lambda task, _: list(turns_of[task.task_id])  # noqa: E731
         notes += (f"{loaded.report}; {len(loaded.tasks) - len(shown):,} of evaluation questions left out",)
+    index_dir = prepare_index(config, run_dir)
+    policy_dir = prepare_policy(config, run_dir, train, index_dir)
+    demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
     return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
+
+
+def _repeat(turns_of: Mapping[str, tuple[str, ...]]) -> Demonstrate:
+    """Return what writes the demonstrations of a file."""
+    return lambda task, _: list(turns_of[task.task_id])
 
 
 def _demonstrate(config: RunConfig, tasks: Sequence[Task], index_dir: Path | None) -> Demonstrate:

@@ -110,7 +110,7 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        return _load_tasks(tasks, whole=True)[:num_tasks]
+        return load_tasks(tasks, whole=True).tasks[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
@@ -188,7 +188,7 @@ def select(
         FleetError: every task failed.
     """
     _check_arguments(out, settings)
-    found = _load_tasks(tasks, whole=False)
+    found = load_tasks(tasks).tasks
     config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
     with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
@@ -206,12 +206,6 @@ def select(
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
     return counts
-
-
-def _load_tasks(path: Path, *, whole: bool) -> tuple[Task, ...]:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}; --tasks wants a task file (JSON or JSONL)")
-    return load_tasks(path, whole=whole).tasks
 
 
 def _check_arguments(out: Path, settings: SelectionSettings) -> None:

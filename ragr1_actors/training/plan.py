@@ -213,6 +213,17 @@ def count_passages(config: RunConfig) -> int:
         ) from error
 
 
+def reserved_gpus(config: RunConfig) -> float:
+    """Return the GPUs that all actors of a run reserve."""
+    runners, learners, retrieval = config.env_runners, config.learners, config.retrieval
+    return (
+        runners.num_env_runners * runners.num_gpus_per_env_runner
+        + learners.num_learners * learners.num_gpus_per_learner
+        + retrieval.num_retrievers * retrieval.num_shards * retrieval.num_gpus_per_retriever
+        + retrieval.num_encoders * retrieval.num_gpus_per_encoder
+    )
+
+
 def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
     """Compute what RL needs of each machine; ``num_passages`` counts the passages of its index.
 
@@ -332,13 +343,7 @@ class _Run:
     @property
     def num_gpus(self) -> float:
         """GPUs that all actors reserve."""
-        runners, learners, retrieval = self.config.env_runners, self.config.learners, self.config.retrieval
-        return (
-            runners.num_env_runners * runners.num_gpus_per_env_runner
-            + learners.num_learners * learners.num_gpus_per_learner
-            + retrieval.num_retrievers * retrieval.num_shards * retrieval.num_gpus_per_retriever
-            + retrieval.num_encoders * retrieval.num_gpus_per_encoder
-        )
+        return reserved_gpus(self.config)
 
     # What is needed
 

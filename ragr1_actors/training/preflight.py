@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, REWARDS, TextEnv
+from envs.tasks import load_tasks
+from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_code import check_code
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine
-from ragr1_actors.training.plan import count_passages, make_plan, this_machine
+from ragr1_actors.training.plan import count_passages, make_plan, reserved_gpus, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
 
@@ -30,7 +33,8 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
-        DataError: ``retrieval.index`` names a directory without an index.
+        DataError: ``retrieval.index`` names a directory without an index, or a file of tasks or demonstrations is
+            damaged.
     """
     check_sampler(config, has_index=has_index)
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
@@ -38,10 +42,24 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
         if file not in ("", "world"):
             _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
+            load_tasks(file, whole=key == "eval_tasks")
     if config.sft.demonstrations not in ("correct", "mixture"):
         _check_file("sft.demonstrations", config.sft.demonstrations, "correct, mixture or a file of demonstrations")
+        load_demonstrations(config.sft.demonstrations, config.environment.query_format)
     if config.environment.tasks == "":
         raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Refuse a run that reserves more GPUs than this machine has, unless it joins a cluster; Ray would say it later."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    reserved, found = reserved_gpus(config), this_machine(Path.cwd()).num_gpus
+    if reserved > found:
+        raise ConfigError(
+            f"the actors reserve {reserved:g} GPUs, and this machine has {found}; start fewer, or join a Ray cluster: "
+            "ragr1 submit, or RAY_ADDRESS"
+        )
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:

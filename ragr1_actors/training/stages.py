@@ -1,18 +1,14 @@
-"""TrainingRun: the stages of a run in its directory, with progress bars, checkpoints and report; and its interrupts.
+"""TrainingRun: the stages of a run in its directory, with progress bars, checkpoints and report.
 
 This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decides what it does next and what is logged.
 """
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +19,7 @@ from cluster.placement_plan import PlacementPlan
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
+from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.metrics import MetricsLogger, read_decisions
@@ -89,14 +86,15 @@ class TrainingRun:
             PeakMemory() as memory,
             InterruptGuard() as guard,
             session_for(self._config, self._show_placement, self._console.print),
-            closing(GaugeExport(self._run_dir.name)) as export,
-            closing(MetricsLogger(self._run_dir, export)) as logger,
+            ExitStack() as stack,
         ):
-            guard.take_over()  # Ray has installed its own handlers
-            with self._console.status("starting the fleets"):
+            with self._console.status("preparing the data"):
                 for made in (INDEX, POLICY):
                     self._place.bring(made)
                 workspace = prepare(self._config, self._run_dir)
+            export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
+            logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export)))
+            with self._console.status("starting the fleets"):
                 algorithm = Algorithm.start(self._config, self._place, workspace, guard.held)
             try:
                 self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
@@ -259,66 +257,3 @@ class TrainingRun:
             soft_wrap=True,
             highlight=False,
         )
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class TerminationError(KeyboardInterrupt):
-    """SIGTERM: an interrupt that does not come from a keyboard."""
-
-
-def exit_status(interrupt: KeyboardInterrupt) -> int:
-    """Return the exit status of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
-
-
-class InterruptGuard:
-    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
-
-    The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
-    once. Used as a context manager in the main thread.
-    """
-
-    def __init__(self) -> None:
-        """Hold no interrupt yet."""
-        self.is_torn = False
-        """Whether a second signal ended a ``held()`` block in the middle, so that its states may differ."""
-        self._depth = 0
-        self._pending: KeyboardInterrupt | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Install the signal handlers."""
-        self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
-        return self
-
-    def take_over(self) -> None:
-        """Install the handlers again, after something else has installed others, as Ray does when it starts."""
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the handlers from before."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold an interrupt back until the end of the block."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        if self._pending and not self._depth:
-            interrupt, self._pending = self._pending, None
-            raise interrupt
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
-        if self._depth and not self._pending:
-            self._pending = interrupt
-            return
-        self.is_torn = self.is_torn or self._depth > 0
-        raise interrupt

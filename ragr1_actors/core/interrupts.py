@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM: exceptions that end a command, whose actors and files its ``finally`` blocks clean up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class TerminationError(KeyboardInterrupt):
+    """SIGTERM: an interrupt that does not come from a keyboard."""
+
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """Return the exit status of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
+
+
+class InterruptGuard:
+    """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
+
+    The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
+    once. Used as a context manager in the main thread.
+    """
+
+    def __init__(self) -> None:
+        """Hold no interrupt yet."""
+        self.is_torn = False
+        """Whether a second signal ended a ``held()`` block in the middle, so that its states may differ."""
+        self._depth = 0
+        self._pending: KeyboardInterrupt | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Install the signal handlers."""
+        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the handlers from before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold an interrupt back until the end of the block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._pending and not self._depth:
+            interrupt, self._pending = self._pending, None
+            raise interrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
+        if self._depth and not self._pending:
+            self._pending = interrupt
+            return
+        self.is_torn = self.is_torn or self._depth > 0
+        raise interrupt
