@@ -112,7 +112,7 @@ def test_what_cannot_be_selected_is_one_sentence(files: Path, tmp_path: Path) ->
     assert "did you mean 'quickstart'" in invoke(*arguments("quickstar", files, out))
     assert "neither the directory of a run nor a checkpoint" in invoke(*arguments(str(tmp_path), files, out))
     assert "unknown key training.lrr" in invoke(*arguments(recipe, files, out), "training.lrr=1")
-    assert "--tasks wants a task file" in invoke(*arguments(recipe, tmp_path, out))
+    assert "no task file" in invoke(*arguments(recipe, tmp_path, out))
 
 
 def test_classes_and_shares() -> None:

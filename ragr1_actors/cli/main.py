@@ -51,7 +51,7 @@ rounds per question against 2.53, which is 15 % fewer."""
 class Commands(TyperGroup):
     """The commands of ``ragr1``. An interrupt of any is one line, and the exit status of its signal."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:  # typer does not export the base of its Context
         """Run the command."""
         with exit_on_interrupt("start the same command again"):
             return super().invoke(ctx)
@@ -98,14 +98,13 @@ def train(
     from ragr1_actors.runs.places import INDEX, find_place
     from ragr1_actors.runs.run_directory import (
         change_learners,
-        create_run_directory,
         holds_run,
         open_run_directory,
         removed_if_unused,
         start_again,
     )
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_gpus, check_names, check_room
+    from ragr1_actors.training.preflight import check_gpus, check_names
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -125,17 +124,12 @@ def train(
             config = start_again(place, config, asked)
         check_names(config, has_index=place.bring(INDEX).is_dir())
         check_gpus(config)
-        new: AbstractContextManager[None] = nullcontext()
+        cleaned: AbstractContextManager[None] = nullcontext()
     else:
-        config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        check_names(config)
-        check_gpus(config)
-        for warning in check_room(config, Path.cwd()):
-            print_error(f"warning: {warning}", "yellow")
-        create_run_directory(config, place)
-        new = removed_if_unused(place)
+        config = _begin(AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze(), place)
+        cleaned = removed_if_unused(place)
     name = shlex.quote(str(place))
-    with exit_on_interrupt(f"go on with: ragr1 train {recipe} --run-dir {name} --resume"), new:
+    with exit_on_interrupt(f"go on with: ragr1 train {recipe} --run-dir {name} --resume"), cleaned:
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place)
     try:
@@ -153,18 +147,15 @@ def claims(
 ) -> None:
     """Check RAG-R1's claim at small scale: several queries per turn against one, exact match and search rounds."""
     from ragr1_actors.runs.places import below
-    from ragr1_actors.runs.run_directory import create_run_directory, removed_if_unused
+    from ragr1_actors.runs.run_directory import removed_if_unused
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_gpus, check_names
 
     base = run_dir or _new_run_dir("claims")
     reports = []
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        check_names(config)
-        check_gpus(config)
         place = below(base, recipe)
-        create_run_directory(config, place)
+        _begin(config, place)
         with removed_if_unused(place):
             reports.append(_run(config, place))
     comparison = Comparison(*(report.stages[-1].eval for report in reports))
@@ -333,6 +324,19 @@ def main() -> None:
             raise
         print_error(f"error: no room on the disk to write {error.filename or 'a file'}; free some and try again")
         sys.exit(2)
+
+
+def _begin(config: RunConfig, place: Place) -> RunConfig:
+    """Check the configuration of a new run, and make its directory; return the configuration."""
+    from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.training.preflight import check_gpus, check_names, check_room
+
+    check_names(config)
+    check_gpus(config)
+    for warning in check_room(config, Path.cwd()):
+        print_error(f"warning: {warning}", "yellow")
+    create_run_directory(config, place)
+    return config
 
 
 def _run(config: RunConfig, place: Place) -> RunReport:
