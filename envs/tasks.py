@@ -168,7 +168,7 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSON list or of one JSON object a line.
+    """Yield the objects of a JSON list or of one JSON object per line.
 
     Raises:
         DataError: the file is missing or empty, or a line is broken; names file and line.

@@ -55,7 +55,7 @@ def evaluate(
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
-    index, and all tasks of a file or as many of its own as the run evaluates.
+    index, and all tasks of a file, or as many held-out tasks as the run evaluates.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
