@@ -287,6 +287,7 @@ TOO_MANY = ["learners.num_learners=4096", "learners.num_gpus_per_learner=1"]
     ("arguments", "message"),
     [
         (["train", "quickstart", *TOO_MANY], "error: the actors reserve 4096 GPUs, and this machine has "),
+        (["train", "quickstart", "environment.tasks=BROKEN"], "error: BROKEN, line 2: not a JSON object"),
         (["ask", "nowhere", "Where?"], "error: nowhere is neither the directory of a run nor a checkpoint"),
         (["evaluate", "nowhere"], "error: nowhere is neither the directory of a run nor a checkpoint"),
         (["evaluate", "RUN", "--tasks", "none.json"], "error: no task file none.json; give"),
@@ -303,9 +304,11 @@ def test_what_is_refused_is_refused_before_slow_imports(
         except SystemExit as end:
             print(end.code, [name for name in ("ray", "torch") if name in sys.modules])
     """
-    arguments = [named.get(argument, argument) for argument in arguments]
+    broken = Path(named["TASKS"]).with_name("broken.jsonl")
+    broken.write_text('{"question": "Where?", "answer": "Riga"}\n{"question": \n')
+    arguments = [named.get(argument, argument).replace("BROKEN", str(broken)) for argument in arguments]
     printed = run_python(script, *arguments, cwd=tmp_path, stderr=subprocess.STDOUT)
-    assert printed.startswith(message)
+    assert printed.startswith(message.replace("BROKEN", str(broken)))
     assert printed.endswith("2 []\n") or (shutil.which("nvidia-smi") and printed.endswith("2 ['torch']\n"))
     assert list(tmp_path.iterdir()) == []
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from ragr1_actors.cli import console, print_error, print_line
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.interrupts import TerminationError
 from ragr1_actors.runs.progress import is_progress
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ def _follow(client: JobClient, job_id: str, address: str) -> None:
         try:
             job = client.follow(job_id, view.write, start=view.num_chars)
             break
-        except KeyboardInterrupt:
-            if is_stopping or not _wants_stop():
+        except KeyboardInterrupt as interrupt:
+            if is_stopping or isinstance(interrupt, TerminationError) or not _wants_stop():
                 print_error(
                     f"the job goes on; follow it with: {_command('--logs', job_id, address)}\n"
                     f"stop it with: {_command('--stop', job_id, address)}",
