@@ -24,8 +24,10 @@ PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider"
 
 
 @contextmanager
-def autoscaled_cluster(node_types: Mapping[str, Mapping[str, Any]], max_workers: int = 8) -> Iterator[dict[str, str]]:
-    """Start a head of one CPU whose autoscaler (v2) starts and ends nodes on this machine.
+def autoscaled_cluster(
+    node_types: Mapping[str, Mapping[str, Any]], *, num_cpus: int = 1, idle_timeout_s: float = 60.0
+) -> Iterator[dict[str, str]]:
+    """Start a head whose autoscaler (v2) starts and ends nodes on this machine, up to eight.
 
     ``node_types`` are ``available_node_types`` of a cluster configuration, without ``node_config``. Yields the
     environment in which Ray finds the cluster: address and token.
@@ -38,12 +40,12 @@ def autoscaled_cluster(node_types: Mapping[str, Mapping[str, Any]], max_workers:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     config = directory / "autoscaler.json"
-    config.write_text(json.dumps(_autoscaling_config(port, node_types, max_workers)))
+    config.write_text(json.dumps(_autoscaling_config(port, node_types, idle_timeout_s)))
     options = {
         "port": port,
         "temp-dir": directory,
         "autoscaling-config": config,
-        "num-cpus": 1,
+        "num-cpus": num_cpus,
         "include-dashboard": "false",
         "object-store-memory": 100_000_000,
         "dashboard-agent-listen-port": 0,
@@ -74,16 +76,66 @@ def autoscaled_cluster(node_types: Mapping[str, Mapping[str, Any]], max_workers:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _autoscaling_config(port: int, node_types: Mapping[str, Mapping[str, Any]], max_workers: int) -> dict[str, Any]:
+WATCH = """
+import json, logging, ray, time
+ray.init(logging_level=logging.ERROR, log_to_driver=False)
+seen, changed_at = None, time.monotonic()
+while time.monotonic() < changed_at + TIMEOUT_S:
+    nodes = [[n["Labels"].get("role", ""), n["NodeManagerPort"]] for n in ray.nodes() if n["Alive"]]
+    if nodes != seen:
+        seen, changed_at = nodes, time.monotonic()
+        print("NODES", json.dumps(sorted(nodes)), flush=True)
+    time.sleep(0.1)
+"""
+
+
+class NodeWatch:
+    """The nodes of a cluster, as they come and go."""
+
+    def __init__(self, output: Iterator[str]) -> None:
+        self._lines = (line.removeprefix("NODES ") for line in output if line.startswith("NODES "))
+        self._nodes: list[tuple[str, int]] = []
+
+    def wait_for(self, *roles: str) -> None:
+        """Return once the cluster has the head and nodes with just these labels ``role``."""
+        wanted, seen = sorted(roles), []
+        while (seen := [*seen, [role for role, _ in self._nodes if role]])[-1] != wanted:
+            line = next(self._lines, None)
+            assert line is not None, f"no change within the time limit; got {seen}, expected {wanted}"
+            self._nodes = json.loads(line)
+
+    def kill(self, role: str) -> None:
+        """Kill the raylet of a node with this role, as if its machine were gone; its workers end with it."""
+        port = next(port for its_role, port in self._nodes if its_role == role)
+        listeners = [c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == port]
+        os.kill(listeners[0], signal.SIGKILL)
+
+
+@contextmanager
+def watch_nodes(environment: Mapping[str, str], timeout_s: float = 300.0) -> Iterator[NodeWatch]:
+    """Watch the nodes of a cluster from another process, which ends ``timeout_s`` after their last change."""
+    command = [sys.executable, "-c", WATCH.replace("TIMEOUT_S", str(timeout_s))]
+    watch = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    assert watch.stdout is not None
+    try:
+        yield NodeWatch(watch.stdout)
+    finally:
+        watch.kill()
+        watch.communicate()
+
+
+def _autoscaling_config(
+    port: int, node_types: Mapping[str, Mapping[str, Any]], idle_timeout_s: float
+) -> dict[str, Any]:
     types = {name: {"node_config": {}, "min_workers": 0, **node_type} for name, node_type in node_types.items()}
     types["ray.head.default"] = {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0}
     empty_lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
     empty_lists += ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands")
     return {
         "cluster_name": "fake",
-        "max_workers": max_workers,
+        "max_workers": 8,
         "upscaling_speed": 100.0,
-        "idle_timeout_minutes": 1,
+        "idle_timeout_minutes": idle_timeout_s / 60,
         "provider": {
             "type": "external",  # Ray's own type fake_multinode reads a file that the wheel lacks
             "module": f"{PROVIDER}.FakeMultiNodeProvider",

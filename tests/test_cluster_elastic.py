@@ -1,0 +1,84 @@
+"""A run on a cluster that Ray's autoscaler grows and shrinks by the load of the fleets, on one machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_world import autoscaled_cluster, watch_nodes
+from small_world import ROOT, make_files, make_recipe
+
+from ragr1_actors.runs.report import read_report
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow]
+
+ENV = '''
+import asyncio
+from pathlib import Path
+
+from envs.search import SearchEnv
+
+
+class PatientEnv(SearchEnv):
+    """Each trajectory takes ten seconds until the file says that the load falls."""
+
+    async def reset(self, task):
+        for _ in range(20):
+            if not Path(HURRY).exists():
+                await asyncio.sleep(0.5)
+        return await super().reset(task)
+'''
+RUNNERS = "{max_replicas: 3, upscale_delay_s: 0, downscale_delay_s: 2, cooldown_s: 2, look_back_period_s: 2, "
+RUNNERS += "target_ongoing_requests: 1, target_starvation: 0.9}"
+"""Three runners while trajectories take long, and one while the learner takes a tenth of the time or more."""
+
+
+def node(role: str, max_workers: int) -> dict[str, object]:
+    resources = {"CPU": 1, "object_store_memory": 100_000_000}  # every actor asks for a CPU: else for memory
+    return {"resources": resources, "labels": {"role": role}, "max_workers": max_workers}
+
+
+def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) -> None:
+    run_dir, hurry = tmp_path / "run", tmp_path / "hurry"
+    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=80)
+    (tmp_path / "patient.py").write_text(ENV.replace("HURRY", repr(str(hurry))))
+    train = ["train", str(recipe), "--run-dir", str(run_dir)]
+    train += ["environment.env=patient:PatientEnv", "env_runners.label_selector={role: runner}"]
+    train += [f"env_runners.autoscaling={RUNNERS}", "retrieval.label_selector={role: retriever}"]
+    train += ["retrieval.num_cpus_per_retriever=1"]
+    types = {"runner": node("runner", 3), "retriever": node("retriever", 2)}
+    with (
+        autoscaled_cluster(types, num_cpus=2, idle_timeout_s=6) as environment,
+        watch_nodes(environment) as nodes,
+        (tmp_path / "output").open("w+") as output,
+    ):
+
+        def start(*arguments: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "ragr1_actors", *arguments]
+            variables = os.environ | environment | {"PYTHONPATH": str(ROOT)}
+            return subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
+
+        nodes.wait_for()  # the head alone
+        with start(*train) as run:
+            try:
+                nodes.wait_for("retriever", "runner")
+                nodes.wait_for("retriever", "runner", "runner", "runner")
+                nodes.kill("runner")
+                nodes.wait_for("retriever", "runner", "runner")
+                nodes.wait_for("retriever", "runner", "runner", "runner")
+                with start("scale", str(run_dir), "--retrievers", "2") as order:
+                    assert order.wait(120) == 0
+                nodes.wait_for("retriever", "retriever", "runner", "runner", "runner")
+                hurry.touch()
+                nodes.wait_for("retriever", "retriever", "runner")
+                assert run.wait(600) == 0
+            finally:
+                run.kill()
+                output.seek(0)
+                print(output.read())
+        nodes.wait_for()  # all are given back
+    tasks = read_report(run_dir).tasks
+    assert (tasks.issued, tasks.lost, tasks.doubled) == (tasks.trained, 0, 0)
