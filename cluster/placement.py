@@ -7,9 +7,11 @@
 
     Placement:   bundle 0: one GPU (or none)     learner rank 0, and env runner 0 where they share devices
                  bundle 1: one GPU               learner rank 1; an actor that restarts returns to its bundle
+                 other actors                    start on the node that the plan has for them
 
 Learner ranks are packed or spread by ``learners.placement``. A bundle of a Ray placement group lies on one node, so a
-runner and a rank in it can share memory, with GPUs or without. Other actors come and go; labels say where they may run.
+runner and a rank in it can share memory, with GPUs or without. Other actors come and go: one whose node is gone or full
+runs on any node with its labels, as do those that a fleet adds.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, as the next module is generated
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.placement_plan import Demand, Node, PlacementPlan, learner_demand, plan
+from cluster.placement_plan import Demand, Node, PlacementPlan, actor_demands, learner_demand, plan, retriever_role
 from cluster.session import ray_session
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.weight_transport import choose_transport
 
@@ -54,10 +56,12 @@ def labelled(label_selector: Mapping[str, str]) -> ActorOptions:
 
 
 class Placement:
-    """The bundles of the learner ranks, until ``remove`` or the end of the driver."""
+    """Where the actors of a run start, and the bundles of its learner ranks until ``remove`` or the driver's end."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Reserve the bundles; one rank that shares no device needs none.
+    def __init__(self, config: SamplerConfig, *, has_index: bool = True) -> None:
+        """Plan, and reserve the bundles; one rank that shares no device needs none.
+
+        Only a ``RunConfig`` has learners. ``has_index``: retrievers are actors.
 
         Raises:
             FleetError: the cluster has no room within ``START_TIMEOUT_S``.
@@ -65,6 +69,10 @@ class Placement:
         self._config = config
         self._shares_devices = choose_transport(config) == "ipc"
         self._group: PlacementGroup | None = None
+        nodes = _nodes(_cluster_status(), free=True) if ray.is_initialized() else []  # else there is no actor
+        self._plan = plan(actor_demands(config, has_index=has_index), nodes)
+        if not isinstance(config, RunConfig):
+            return
         demand = learner_demand(config)
         if not self._shares_devices and demand.count < 2:
             return
@@ -80,15 +88,33 @@ class Placement:
 
     def learner_options(self, rank: int) -> Mapping[str, Any]:
         """``ActorOptions`` of learner ranks."""
+        assert isinstance(self._config, RunConfig)
         if self._group is None:
-            return labelled(self._config.learners.label_selector)(rank)
+            return self._seat("learner ranks", rank, self._config.learners.label_selector)
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank)}
 
     def runner_options(self, index: int) -> Mapping[str, Any]:
         """``ActorOptions`` of env runners."""
         if self._shares_devices:
             return self.learner_options(index)
-        return labelled(self._config.env_runners.label_selector)(index)
+        return self._seat("env runners", index, self._config.env_runners.label_selector)
+
+    def retriever_options(self, index: int) -> Mapping[str, Any]:
+        """``ActorOptions`` of retrievers: of replica 0 and its shards first."""
+        retrieval = self._config.retrieval
+        return self._seat(retriever_role(retrieval), index, retrieval.label_selector)
+
+    def encoder_options(self, index: int) -> Mapping[str, Any]:
+        """``ActorOptions`` of encoders."""
+        return self._seat("encoders", index, self._config.retrieval.label_selector)
+
+    def _seat(self, role: str, index: int, label_selector: Mapping[str, str]) -> Mapping[str, Any]:
+        options = dict(labelled(label_selector)(index))
+        node_ids = self._plan.node_ids(role)
+        if index < len(node_ids):
+            strategy = NodeAffinitySchedulingStrategy(node_ids[index], soft=True, _spill_on_unavailable=True)
+            options["scheduling_strategy"] = strategy
+        return options
 
     def remove(self) -> None:
         """Release the bundles. Ray ends the actors that still run there."""
@@ -151,6 +177,8 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
                 cause = "the cluster grows" if at_most.missing else "other jobs on the cluster end"
                 say(f"waiting until {cause}: {found.missing}")
                 is_said = True
+    while plan(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # until the nodes report that the group is gone
 
 
 @contextmanager
@@ -189,7 +217,8 @@ def _nodes(status: GetClusterStatusReply, *, free: bool) -> list[Node]:
         if state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING):
             has = state.available_resources if free else state.total_resources
             name = f"{state.node_ip_address} ({state.node_id.hex()[:6]})"
-            found.append(Node(name, has.get("CPU", 0.0), has.get("GPU", 0.0), dict(state.labels)))
+            node_id = state.node_id.hex()
+            found.append(Node(name, has.get("CPU", 0.0), has.get("GPU", 0.0), dict(state.labels), node_id))
     return found
 
 

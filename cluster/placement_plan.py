@@ -6,7 +6,8 @@
     Demands, Nodes ──► plan ──► PlacementPlan: env runners on 10.0.0.3 x 3, and 1 that finds no place, with the reason
 
 An actor is on one node, so an engine of ``tensor_parallel_size`` 2 needs a node with two free GPUs. A part of a GPU is
-a part of one GPU: two actors of 0.6 need two. The plan shows that there is room; Ray chooses the nodes.
+a part of one GPU: two actors of 0.6 need two. Actors start where the plan has them: where Ray chooses node by node, the
+first may take the room that only the last one fits in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.weight_transport import choose_transport
 
 MAX_NODES_SHOWN = 4
@@ -33,6 +34,8 @@ class Node:
     num_cpus: float
     num_gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
+    node_id: str = ""
+    """Ray's id, 56 hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,23 @@ class Demand:
 
 @dataclass(frozen=True)
 class Placed:
-    """A demand, and how many of its actors are on which node."""
+    """A demand, and the nodes of its actors."""
 
     demand: Demand
-    nodes: Mapping[str, int]
+    seats: tuple[Node, ...]
+    """The nodes of the actors 0, 1, ...; those that are missing find no place."""
     reason: str = ""
     """Why some actors find no place."""
 
     @property
+    def nodes(self) -> Mapping[str, int]:
+        """How many actors are on which node: ``{"10.0.0.3": 2}``."""
+        return Counter(node.name for node in self.seats)
+
+    @property
     def num_missing(self) -> int:
         """Actors that find no place."""
-        return self.demand.count - sum(self.nodes.values())
+        return self.demand.count - len(self.seats)
 
     @property
     def where(self) -> str:
@@ -94,6 +103,10 @@ class PlacementPlan:
     """What goes where, and what finds no place."""
 
     rows: tuple[Placed, ...]
+
+    def node_ids(self, role: str) -> list[str]:
+        """Return the ids of the nodes of the actors 0, 1, ... of a role."""
+        return [node.node_id for row in self.rows if row.demand.role == role for node in row.seats]
 
     @property
     def missing(self) -> str:
@@ -115,7 +128,7 @@ def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ..
     num_replicas = retrieval.num_retrievers if has_index else 0
     demands = [
         Demand(
-            "index shards" if retrieval.num_shards > 1 else "retrievers",
+            retriever_role(retrieval),
             num_replicas * retrieval.num_shards,
             retrieval.num_cpus_per_retriever,
             retrieval.num_gpus_per_retriever,
@@ -135,6 +148,11 @@ def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ..
         counts = (runners.num_env_runners, runners.num_cpus_per_env_runner, runners.num_gpus_per_env_runner)
         demands.append(Demand("env runners", *counts, runners.label_selector))
     return tuple(demand for demand in demands if demand.count)
+
+
+def retriever_role(retrieval: RetrievalSettings) -> str:
+    """Return the name of the actors that hold the index, or a shard of it."""
+    return "index shards" if retrieval.num_shards > 1 else "retrievers"
 
 
 def learner_demand(config: RunConfig) -> Demand:
@@ -225,15 +243,15 @@ def _place(demand: Demand, rooms: Sequence[_Room]) -> Placed:
         suitable.sort(key=lambda room: (-room.capacity(demand), sum(room.gpus), room.num_cpus))
     else:  # a node without GPUs, or with few, is taken first, so that others find the GPUs free
         suitable.sort(key=lambda room: (sum(room.gpus), room.num_cpus))
-    nodes: Counter[str] = Counter()
+    seats: list[Node] = []
     for _ in range(demand.count):
         if demand.strategy == "spread":
             suitable.sort(key=lambda room: room.num_ranks)
         taken = next((room for room in suitable if room.take(demand)), None)
         if taken is None:
-            return Placed(demand, nodes, _reason(suitable))
-        nodes[taken.node.name] += 1
-    return Placed(demand, nodes)
+            return Placed(demand, tuple(seats), _reason(suitable))
+        seats.append(taken.node)
+    return Placed(demand, tuple(seats))
 
 
 def _reason(suitable: Sequence[_Room]) -> str:

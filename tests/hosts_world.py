@@ -68,7 +68,7 @@ def _setup(folder: Path | None) -> str:
     lines = [f"exec {number}<{path}" for number, path in enumerate(kept, 3)]
     lines += ["mount -t tmpfs tmpfs /tmp", "mount -t tmpfs tmpfs /dev/shm"]
     for number, path in enumerate(kept, 3):
-        lines.append(f"mkdir -p {path}; mount --bind /proc/self/fd/{number} {path}; exec {number}<&-")
+        lines.append(f"mkdir -p {path}; mount --no-canonicalize --bind /proc/self/fd/{number} {path}; exec {number}<&-")
     return "set -e\n" + "\n".join([*lines, "ip link set lo up", "echo ready", "exec sleep infinity"])
 
 

@@ -47,10 +47,11 @@ try:
     wait_for_room(actor_demands(config, has_index=True), lambda plan: print("SHOWN"), print)
     placement = Placement(config)
     options = [placement.learner_options(rank) for rank in range(config.learners.num_learners)]
-    gpus = config.learners.num_gpus_per_learner
-    ranks = [ray.remote(Rank).options(num_gpus=gpus, **where).remote() for where in options]
+    learners = config.learners
+    size = {"num_cpus": learners.num_cpus_per_learner, "num_gpus": learners.num_gpus_per_learner}
+    ranks = [ray.remote(Rank).options(**size, **where).remote() for where in options]
     found = {"Rank": [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=120)]}
-    with Sampler(config, str(files / "policy"), files / "index", placement.runner_options):
+    with Sampler(config, str(files / "policy"), files / "index", placement):
         for actor in actors().values():
             if actor["State"] == "ALIVE" and actor["ActorClassName"] != "Rank":
                 found.setdefault(actor["ActorClassName"], []).append(names[actor["Address"]["NodeID"]])
@@ -131,6 +132,17 @@ def test_ranks_are_spread(files: Path, ray_temp_dir: str) -> None:
     nodes: list[tuple[int, int, dict[str, str]]] = [(4, 2, {}), (4, 2, {})]
     found = result(on_nodes(files, ray_temp_dir, nodes, learners=learners, env_runners={"num_env_runners": 1}))
     assert Counter(found["Rank"]) == {"n0": 1, "n1": 1}
+
+
+def test_actors_start_where_the_plan_has_them(files: Path, ray_temp_dir: str) -> None:
+    """Ray alone puts both retrievers on the node of the learner, or on one of which a runner needs three quarters."""
+    nodes: list[tuple[int, int, dict[str, str]]] = [(1, 0, {}), (2, 0, {}), (2, 0, {})]
+    runners = {"num_env_runners": 2, "num_cpus_per_env_runner": 1.5}
+    retrieval = {"num_retrievers": 2, "num_cpus_per_retriever": 0.5}
+    learners = {"num_learners": 1, "num_cpus_per_learner": 1}
+    found = result(on_nodes(files, ray_temp_dir, nodes, learners=learners, env_runners=runners, retrieval=retrieval))
+    assert found["Rank"] == ["n0"]
+    assert sorted(found["EnvRunnerActor"]) == sorted(found["RetrieverActor"]) == ["n1", "n2"]
 
 
 def test_what_a_cluster_of_fixed_nodes_lacks_is_said_at_once(files: Path, ray_temp_dir: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
-from cluster.placement import ActorOptions, labelled, session_with_room
+from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands
 from ragr1_actors.core.config import (
     SamplerConfig,
@@ -47,14 +47,13 @@ class Sampler:
         config: SamplerConfig,
         policy: AnyFolder,
         index_dir: Path | None,
-        runner_options: ActorOptions | None = None,
+        placement: Placement | None = None,
         share: Share = in_place,
     ) -> None:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 
-        ``index_dir`` is None if ``retrieval.type`` needs no index. ``runner_options`` returns where an env runner is;
-        by default on any node with the labels of ``env_runners.label_selector``. ``share`` returns what actors get for
-        the folders of retrieval.
+        ``index_dir`` is None if ``retrieval.type`` needs no index. ``placement`` has the nodes of the actors; the
+        default is made here. ``share`` returns what actors get for the folders of retrieval.
 
         Raises:
             UserError: the index or a setting cannot be used.
@@ -62,11 +61,13 @@ class Sampler:
         """
         self._config = config
         self._policy, self._index_dir = policy, index_dir
-        self.retrievers = RetrieverGroup(index_dir, config.retrieval, share)
+        placement = placement or Placement(config, has_index=index_dir is not None)
+        self.retrievers = RetrieverGroup(
+            index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options
+        )
         try:
             retriever = self.retrievers.retriever()
-            actor_options = runner_options or labelled(config.env_runners.label_selector)
-            self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=actor_options)
+            self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=placement.runner_options)
         except BaseException:
             self.retrievers.stop()
             raise

@@ -127,8 +127,8 @@ class Algorithm:
         policy = place.share(workspace.policy_dir)
         if workspace.index_dir is not None and config.retrieval.num_retrievers:
             place.share(workspace.index_dir, INDEX)
-        placement = Placement(config)
-        sampler = Sampler(config, policy, workspace.index_dir, placement.runner_options, place.share)
+        placement = Placement(config, has_index=workspace.index_dir is not None)
+        sampler = Sampler(config, policy, workspace.index_dir, placement, place.share)
         learners = LearnerGroup(config, placement.learner_options)
         algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
         try:

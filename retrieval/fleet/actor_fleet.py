@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from cluster.autoscaler import FleetState
+from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line
 from ragr1_actors.core.errors import FleetError
 from retrieval.fleet.actor import ActorLoad, RpcActor
@@ -71,7 +72,7 @@ class ActorFleet:
         *,
         num_cpus: float = 0.0,
         num_gpus: float = 0.0,
-        label_selector: Mapping[str, str] | None = None,
+        actor_options: ActorOptions = anywhere,
     ) -> None:
         """Hold no member yet.
 
@@ -80,7 +81,7 @@ class ActorFleet:
             actor_class: of every actor.
             arguments: of the actors of a member, one tuple for each.
             num_cpus: of one actor, as ``num_gpus``.
-            label_selector: the nodes on which actors may run, by their labels.
+            actor_options: where the first, second, ... actor that is started runs.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
@@ -89,11 +90,11 @@ class ActorFleet:
         with_options = ray.remote(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
-            label_selector=dict(label_selector or {}),
             max_restarts=-1,
             max_task_retries=0,
         )
         self._actor_class: Any = with_options(actor_class)
+        self._actor_options = actor_options
         self._arguments = arguments
         self._members: list[_Member] = []
         self._leaving: dict[str, tuple[threading.Timer, _Member]] = {}
@@ -109,14 +110,19 @@ class ActorFleet:
         """Start members, or end some while clients go on: first those that still start, then the newest."""
         members = [member for member in self._members if not member.is_draining]
         for _ in range(num_members - len(members)):
-            name = f"{self.name}-{self._num_started}"
+            self._members.append(self._start(self._num_started))
             self._num_started += 1
-            actors = {f"{name}.{number}": arguments for number, arguments in enumerate(self._arguments)}
-            started = {name: self._actor_class.options(name=name).remote(*args) for name, args in actors.items()}
-            self._members.append(_Member(name, started))
         members.reverse()
         members.sort(key=lambda member: member.is_running)
         self._remove(members[: max(0, len(members) - num_members)])
+
+    def _start(self, number: int) -> _Member:
+        name, num_actors = f"{self.name}-{number}", len(self._arguments)
+        started = {}
+        for index, arguments in enumerate(self._arguments):
+            options = {"name": f"{name}.{index}", **self._actor_options(number * num_actors + index)}
+            started[options["name"]] = self._actor_class.options(**options).remote(*arguments)
+        return _Member(name, started)
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the members with an actor on these nodes of Ray leave, once ``scale_to`` has replaced them.

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -33,19 +34,30 @@ class RetrieverGroup:
     Ray restarts an actor that dies; clients do not use it until it answers a ping.
     """
 
-    def __init__(self, index_dir: str | Path | None, settings: RetrievalSettings, share: Share = in_place) -> None:
+    def __init__(
+        self,
+        index_dir: str | Path | None,
+        settings: RetrievalSettings,
+        share: Share = in_place,
+        retriever_options: ActorOptions | None = None,
+        encoder_options: ActorOptions | None = None,
+    ) -> None:
         """Start ``settings.num_retrievers`` replicas and ``num_encoders``; ``wait_until_ready`` waits for them.
 
         Args:
             index_dir: made by ``build_index``; None where ``settings.type`` needs no index.
             settings: the recipe's ``retrieval`` section. With 0 retrievers no actor is started.
             share: returns what actors get for a folder: index, encoder, reranker, the searches of a recorded run.
+            retriever_options: where the first, second, ... retriever runs; by default on any node with the labels of
+                ``settings.label_selector``.
+            encoder_options: the same for encoders.
 
         Raises:
             DataError: no index in ``index_dir``.
             ConfigError: the index does not fit ``num_shards`` or ``num_encoders``.
         """
         self._settings = settings
+        anywhere_labelled = labelled(settings.label_selector)
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
         self._fleets: list[ActorFleet] = []
         """The retrievers, and the encoders behind them, if they are actors."""
@@ -61,9 +73,9 @@ class RetrieverGroup:
         if settings.num_retrievers:
             _check_fleet(settings, manifest)
             shared = _Shared.of(self._index_dir, manifest, settings, share)
-            self._fleets.append(_start_retrievers(shared, settings, manifest))
+            self._fleets.append(_start_retrievers(shared, settings, manifest, retriever_options or anywhere_labelled))
             if settings.num_encoders:
-                self._fleets.append(_start_encoders(shared, settings))
+                self._fleets.append(_start_encoders(shared, settings, encoder_options or anywhere_labelled))
 
     @property
     def fleets(self) -> tuple[ActorFleet, ...]:
@@ -205,7 +217,9 @@ class _Shared:
         return part_of(self.index, *rest, *files)
 
 
-def _start_retrievers(shared: _Shared, settings: RetrievalSettings, manifest: Manifest) -> ActorFleet:
+def _start_retrievers(
+    shared: _Shared, settings: RetrievalSettings, manifest: Manifest, actor_options: ActorOptions
+) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
     arguments = []
     for number in range(settings.num_shards):
@@ -222,23 +236,19 @@ def _start_retrievers(shared: _Shared, settings: RetrievalSettings, manifest: Ma
         )
         arguments.append((made,))
     fleet = ActorFleet(
-        "retriever",
-        RetrieverActor,
-        arguments,
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        label_selector=settings.label_selector,
+        "retriever", RetrieverActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, actor_options=actor_options
     )
     fleet.scale_to(settings.num_retrievers)
     return fleet
 
 
-def _start_encoders(shared: _Shared, settings: RetrievalSettings) -> ActorFleet:
+def _start_encoders(shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
     arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
-    labels = settings.label_selector
-    fleet = ActorFleet("encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, label_selector=labels)
+    fleet = ActorFleet(
+        "encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, actor_options=actor_options
+    )
     fleet.scale_to(settings.num_encoders)
     return fleet
 
