@@ -47,6 +47,7 @@ RECORDED = {
     "group_seconds": Recorded("sampling of one trajectory group", (), SECONDS),
     "trajectories": Recorded("trajectories that ended; failed is true or false", ("failed",)),
     "tokens": Recorded("tokens that engines sampled", ()),
+    "scaling_decisions": Recorded("new sizes of a fleet; direction is up or down", ("fleet", "direction")),
 }
 """By name, without ``ray_ragr1_``. Prometheus adds ``_bucket``, ``_sum`` and ``_count``, or ``_total``."""
 

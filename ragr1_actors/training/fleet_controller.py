@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
+from cluster.metrics import count
 from cluster.nodes import draining_nodes, free_resources, num_without_room
 from ragr1_actors.core.config import (
     RetrieverAutoscaling,
@@ -206,6 +207,9 @@ class FleetController:
         made = ScalingDecision(time.time(), controlled.name, controlled.num_replicas, size, reason)
         self._decisions.append(made)
         logger.info("%s", made)
+        if size != controlled.num_replicas:
+            direction = "up" if size > controlled.num_replicas else "down"
+            count("scaling_decisions", 1, fleet=controlled.name, direction=direction)
         controlled.fleet.scale_to(size)
         controlled.num_replicas = size
         controlled.has_no_room_since_s, controlled.said_no_room = None, False
