@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ class Host:
     name: str
     _pid: int
     _switch: int
+    _started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def start(self, *command: str, cwd: Path = ROOT, **options: Any) -> subprocess.Popen[Any]:
         """Start a program on this host; it ends with the network."""
         enter = [*_enter(self._pid), f"--pid=/proc/{self._pid}/ns/pid_for_children"]
-        return subprocess.Popen([*enter, "env", "-C", str(cwd), *command], **options)
+        self._started.append(subprocess.Popen([*enter, "env", "-C", str(cwd), *command], **options))
+        return self._started[-1]
 
     def connect(self, is_connected: bool) -> None:
         """Plug the cable in, or pull it."""
@@ -49,16 +51,19 @@ def network(num_hosts: int, folders: Mapping[int, Path]) -> Iterator[list[Host]]
     refused = subprocess.run([*SWITCH, *HOST, "true"], capture_output=True, text=True, check=False)
     if refused.returncode:
         raise PermissionError(refused.stderr.strip())
+    hosts: list[Host] = []
     with ExitStack() as processes:
         switch = processes.enter_context(_until_killed([*SWITCH, "sh", "-c", "echo ready; exec sleep infinity"]))
         _run(switch, "ip link add switch type bridge; ip link set switch up")
-        hosts = []
         for number in range(num_hosts):
             command = [*_enter(switch), *HOST, _setup(folders.get(number))]
             pid = processes.enter_context(_until_killed(command))
             hosts.append(Host(f"10.77.0.{number + 1}", f"cable{number}", pid, switch))
             _plug_in(hosts[-1], switch, pid)
         yield hosts
+    for host in hosts:
+        for process in host._started:
+            process.wait()
 
 
 def _setup(folder: Path | None) -> str:

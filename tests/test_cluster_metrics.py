@@ -138,7 +138,11 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     config["retrieval"] |= {"num_encoders": 1, "num_cpus_per_encoder": 0}
     config["environment"]["eval_tasks"] = str(tmp_path / "eval_tasks.json")
     recipe.write_text(json.dumps(config))
-    unsure = ("ray_ragr1_failed_attempts", "ray_ragr1_cached_queries", "ray_ragr1_scaling_decisions")  # a counter appears with its first event
+    unsure = (
+        "ray_ragr1_failed_attempts",
+        "ray_ragr1_cached_queries",
+        "ray_ragr1_scaling_decisions",
+    )  # a counter appears with its first event
     wanted = [f"ray_ragr1_{name}" for name in RECORDED]
     wanted += [name for panel in panels() for target in panel["targets"] for name in _NAME.findall(target["expr"])]
     wanted = sorted({name for name in wanted if not name.startswith(unsure)})

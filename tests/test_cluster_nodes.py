@@ -66,8 +66,9 @@ def test_actors_without_room_are_counted() -> None:
     class Thing:
         def ping(self): return None
     make = ray.remote(num_cpus=1)(Thing)
-    placed, waiting = make.remote(), make.remote()
+    placed = make.remote()
     ray.get(placed.ping.remote())
+    waiting = make.remote()
     until(lambda: num_without_room([placed, waiting]) == 1)
     tell(sorted(draining_nodes()), free_resources())
     """
