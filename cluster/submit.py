@@ -99,8 +99,8 @@ class JobClient:
         self._address = address.rstrip("/")
         from ray.job_submission import JobSubmissionClient
 
-        for handler in logging.getLogger("ray").handlers:
-            handler.setLevel(logging.ERROR)  # Ray logs each file that it ignores
+        for name in ("ray._private.runtime_env.packaging", "ray.dashboard.modules.dashboard_sdk"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # they tell each file that is left out
 
         class Client(JobSubmissionClient):
             """Ray's own has no timeouts."""

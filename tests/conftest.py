@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import secrets
 import shutil
@@ -54,9 +53,6 @@ def pytest_runtest_setup() -> None:
     """One thread again, before any fixture: encoders and learners of earlier tests set it, and sums depend on it."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-    for name, logger in logging.root.manager.loggerDict.items():  # libraries that configure logging disable others
-        if name.startswith(("ragr1_actors", "learners", "retrieval", "cluster", "envs")):
-            vars(logger)["disabled"] = False
 
 
 @pytest.fixture(scope="session")
