@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import runpy
 import secrets
 import shutil
 import signal
@@ -39,8 +40,10 @@ os.environ |= {
 }
 atexit.register(shutil.rmtree, os.environ["RAGR1_CACHE"], ignore_errors=True)
 os.environ.pop("RAY_ADDRESS", None)
+TRITON_CPU = str(Path(__file__).parent / "triton_cpu")
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    import triton_interpreter  # noqa: F401
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TRITON_CPU, os.environ.get("PYTHONPATH", ""))))
+    runpy.run_path(f"{TRITON_CPU}/sitecustomize.py")
 # By default Hypothesis fails an example that takes 0.2 s or is slow to draw: on a busy machine any may be.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

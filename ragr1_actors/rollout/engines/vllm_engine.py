@@ -219,7 +219,15 @@ class VLLMEngine:
             await self.llm.check_health()
         if not self._num_requests:
             prompt = list(self._tokenizer.eos_token_ids)[:1]
-            await self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up")
+            warm_up = asyncio.ensure_future(self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up"))
+            try:
+                # vLLM never answers a request that comes just after its processes have died
+                while not (await asyncio.wait([warm_up], timeout=1.0))[0]:
+                    with _alive("while it started"):
+                        await self.llm.check_health()
+                await warm_up
+            finally:
+                warm_up.cancel()
 
     async def close(self) -> None:
         """End vLLM's processes."""

@@ -1,7 +1,8 @@
 """Triton's kernels on a CPU, for vLLM's Model Runner V2, which consists of them: Python interprets them, slowly.
 
 Triton has the interpreter; what it lacks is a backend called ``cpu``, by which vLLM's CPU build finds out that there
-is a Triton that it can use. vLLM forks its engine process, which so has the backend too.
+is a Triton that it can use. Python imports a module of this name when it starts, so the engine processes, which vLLM
+spawns, have the backend too.
 """
 
 import os
