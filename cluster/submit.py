@@ -46,6 +46,7 @@ STOP_WAIT_S = 600
 """Between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _STOPPED = 143
+_PACKAGING = "ray._private.runtime_env.packaging"
 """Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
 _NUM_LARGEST = 3
 _ZIP_ENTRY_BYTES = 76
@@ -99,8 +100,7 @@ class JobClient:
         self._address = address.rstrip("/")
         from ray.job_submission import JobSubmissionClient
 
-        for name in ("ray._private.runtime_env.packaging", "ray.dashboard.modules.dashboard_sdk"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # they tell each file that is left out
+        _warn_only("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", _PACKAGING)
 
         class Client(JobSubmissionClient):
             """Ray's own has no timeouts."""
@@ -242,6 +242,7 @@ def check_size(working_dir: Path) -> int:
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
 
+    _warn_only(_PACKAGING)  # it tells each file of patterns that it reads, several times
     if not working_dir.is_dir():
         raise DataError(f"--working-dir: there is no directory {working_dir}; give the one with your modules")
     for name in () if _is_checkout(working_dir) else PACKAGES:
@@ -282,6 +283,11 @@ def pack(working_dir: Path, folder: Path) -> Path:
                     if file.is_file() and "__pycache__" not in file.parts:
                         archive.write(file, file.relative_to(root))
     return package
+
+
+def _warn_only(*loggers: str) -> None:
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def stop_warning() -> str:
