@@ -53,7 +53,7 @@ class FleetState:
     """A fleet at one moment. A replica is an env runner, an encoder, or all the shards of one copy of the index."""
 
     time_s: float
-    """Of any clock that does not go back."""
+    """The time of this state on a monotonic clock."""
     num_running: int
     """Replicas that take requests."""
     num_starting: int = 0

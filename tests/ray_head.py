@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,17 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from cluster_world import free_port
 from small_world import descendants, ended, wait_for
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def free_port() -> int:
-    """Return a port of loopback on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from cluster_world import free_port
 from ray._private import ray_constants
 from ray._private.runtime_env.packaging import create_package
-from ray_head import ROOT, free_port
+from ray_head import ROOT
 from rich.console import Console
 from small_world import invoke
 

@@ -27,7 +27,7 @@ BATCH, GROUP_SIZE, CONCURRENCY = 24, 4, 2
 LEARN_S, START_S = 120.0, 45.0
 PEAK_RUNNERS = 12
 TOKENS = 2 * 128
-"""Of a trajectory, in the mean: turns of 128 tokens, one to three of them."""
+"""Mean number of tokens per trajectory: a trajectory has one to three turns of 128 tokens."""
 
 Load = Callable[[float], float]
 

@@ -76,7 +76,7 @@ class _Runner:
     is_draining: bool = False
     """It takes no request any more, and is ended once it has none."""
     node_id: str = ""
-    """Of Ray; empty before the first answer."""
+    """Ray's id of the node that the runner is on; empty before its first answer."""
     num_deaths: int = 0
     num_failed_loads: int = 0
     num_in_flight: int = 0

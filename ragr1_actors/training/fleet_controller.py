@@ -6,8 +6,8 @@
                                                          ├──► scale_to ──► log, metrics, report
     scale.json of the run directory (ragr1 scale) ───────┘
 
-``tick`` is called about once a second by whatever waits: ``EnvRunnerGroup.collect`` and ``LearnerGroup.update``. So all
-of it runs in the driver's one thread.
+``EnvRunnerGroup.collect`` and ``LearnerGroup.update`` call ``tick`` about once a second while they wait. So all of it
+runs in the driver's one thread.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Controlled:
 
     name: FleetName
     prefix: str
-    """Of its metrics."""
+    """The names of its metrics begin with it: ``env_runners/``."""
     fleet: ScalableFleet
     num_replicas: int
     """The size that is wanted."""

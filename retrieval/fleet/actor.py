@@ -92,7 +92,7 @@ class ActorLoad:
     clients: Mapping[str, tuple[float, ClientLoad]]
     """The last report of each client that reports to this actor, and its age in seconds."""
     node_id: str
-    """Of Ray."""
+    """Ray's id of the node that this actor runs on: 56 hexadecimal digits."""
 
 
 class RpcActor(RpcServer):

@@ -154,7 +154,7 @@ class Simulator:
         return self._controller.resized
 
     async def _tick(self) -> None:
-        """Do what the driver does about once a second, whatever it waits for."""
+        """Do what the driver does about once a second while it waits."""
         while True:
             await asyncio.sleep(TICK_S)
             self.runners.poll()
