@@ -1,6 +1,6 @@
 # make train       train a small model to search, on two CPU cores
 # make test        run the tests (not the slow ones, not those that need vLLM)
-# make unit        run the tests that start neither Ray nor a model: the fastest check while you edit
+# make unit        run the tests that start no Ray, model, server or simulated fleet: the fastest check while you edit
 # make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
 # make test-vllm-v2    those of the engine under vLLM's Model Runner V2
 # make check       formatting, lint, types, import rules
@@ -30,7 +30,7 @@ test: .venv/.installed-dev
 
 unit: .venv/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-		-m "not ray and not engine and not slow and not vllm" $(ARGS)
+		-m "not ray and not engine and not integration and not slow and not vllm" $(ARGS)
 
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed

@@ -27,6 +27,7 @@ def test_reversals_are_changes_of_direction() -> None:
     assert Outcome(30.0, 8.0, (4, 8, 12, 6, 3, 5)).num_reversals == 2
 
 
+@pytest.mark.integration
 def test_a_fleet_that_follows_a_low_load_is_smaller_and_hardly_slower() -> None:
     fixed = loads.run(LOADS["spike"], MAX_RUNNERS, 0.2, is_autoscaled=False)
     ours = loads.run(LOADS["spike"], MAX_RUNNERS, 0.2, is_autoscaled=True)

@@ -181,6 +181,7 @@ def test_a_head_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     assert "no Ray head answers at http://no-such-host.invalid" in refusal("http://no-such-host.invalid:8265")
 
 
+@pytest.mark.integration
 def test_a_head_that_accepts_and_never_answers_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

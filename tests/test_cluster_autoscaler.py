@@ -70,6 +70,7 @@ def best_fixed(run: Callable[[int], Outcome]) -> Outcome:
     return best
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", QUERY_LOADS)
 def test_retrievers_follow_the_queries(name: str) -> None:
     load, num_steps = QUERY_LOADS[name]
@@ -82,6 +83,7 @@ def test_retrievers_follow_the_queries(name: str) -> None:
         assert ours.replica_s <= 0.6 * fixed.replica_s
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", SAMPLING_LOADS)
 def test_runners_follow_the_learner(name: str) -> None:
     work, num_steps = SAMPLING_LOADS[name]

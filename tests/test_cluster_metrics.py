@@ -25,7 +25,9 @@ from pathlib import Path
 import ray
 from rich.console import Console
 from ragr1_actors.core.resolve import read_yaml_file, resolve
+from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.scale_order import ScaleOrder, write_order
 from ragr1_actors.training.stages import TrainingRun
 
 recipe, run_dir, port, temp_dir, wanted = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
@@ -46,6 +48,7 @@ scraper.start()
 
 config = resolve(read_yaml_file(Path(recipe), ""))
 create_run_directory(config, run_dir)
+write_order(find_place(run_dir), ScaleOrder(order_id="a second retriever", sizes={"retrievers": 2}))
 with (run_dir / "console.txt").open("w") as printed:
     TrainingRun(config, run_dir, Console(file=printed, width=200)).execute()
 deadline = time.monotonic() + 60
@@ -138,11 +141,7 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     config["retrieval"] |= {"num_encoders": 1, "num_cpus_per_encoder": 0}
     config["environment"]["eval_tasks"] = str(tmp_path / "eval_tasks.json")
     recipe.write_text(json.dumps(config))
-    unsure = (
-        "ray_ragr1_failed_attempts",
-        "ray_ragr1_cached_queries",
-        "ray_ragr1_scaling_decisions",
-    )  # a counter appears with its first event
+    unsure = ("ray_ragr1_failed_attempts", "ray_ragr1_cached_queries")  # a counter appears with its first event
     wanted = [f"ray_ragr1_{name}" for name in RECORDED]
     wanted += [name for panel in panels() for target in panel["targets"] for name in _NAME.findall(target["expr"])]
     wanted = sorted({name for name in wanted if not name.startswith(unsure)})
@@ -166,4 +165,6 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     assert 0 < values["ray_ragr1_group_seconds_sum"] < 600
     fleets = {s.labels["fleet"]: s.value for s in samples if s.name == "ray_ragr1_batch_queries_sum"}
     assert set(fleets) == {"retriever", "encoder"} and min(fleets.values()) > 0
+    [decision] = [s for s in samples if s.name == "ray_ragr1_scaling_decisions_total"]
+    assert (decision.labels["fleet"], decision.labels["direction"], decision.value) == ("retrievers", "up", 1)
     assert values["ray_ragr1_queries_total"] >= values.get("ray_ragr1_cached_queries_total", 0.0)

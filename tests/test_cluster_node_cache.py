@@ -67,6 +67,7 @@ sys.stdin.readline() if "stay" in sys.argv else None
 """
 
 
+@pytest.mark.integration
 def test_several_processes_ask_and_one_fetches(tmp_path: Path) -> None:
     Entry(tmp_path, "a")
     arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 4)
@@ -76,6 +77,7 @@ def test_several_processes_ask_and_one_fetches(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "fetched\n"
 
 
+@pytest.mark.integration
 def test_a_fetch_that_is_killed_is_never_seen_and_the_next_one_fetches(tmp_path: Path) -> None:
     entry = Entry(tmp_path, "a")
     (tmp_path / "hang").touch()
@@ -91,6 +93,7 @@ def test_a_fetch_that_is_killed_is_never_seen_and_the_next_one_fetches(tmp_path:
     assert not list((tmp_path / "cache").glob(".writing_*"))
 
 
+@pytest.mark.integration
 def test_what_was_used_least_recently_goes_but_nothing_that_a_process_uses(tmp_path: Path) -> None:
     entries = {letter: Entry(tmp_path, letter) for letter in "abcd"}
     directory, bound = tmp_path / "cache", 3 * SIZE + SIZE // 2

@@ -88,6 +88,7 @@ async def test_a_call_is_answered_by_the_one_worker_thread(actor: Actor) -> None
     assert len(actor.threads) == 1
 
 
+@pytest.mark.integration
 async def test_a_message_of_100_megabytes_arrives_whole(actor: Actor) -> None:
     content = os.urandom(2**20)
     assert await RpcClient(actor.address).call("double", 50 * content) == 100 * content
@@ -156,6 +157,7 @@ def test_a_client_serves_one_event_loop_after_another_without_leaking_descriptor
     asyncio.run(until(lambda: num_descriptors() <= before + 5))
 
 
+@pytest.mark.integration
 def test_a_client_that_is_dropped_closes_its_sockets(actor: Actor) -> None:
     asyncio.run(RpcClient(actor.address).call("double", 1))  # loads what stays
     gc.collect()

@@ -23,7 +23,7 @@ def port() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.integration)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "folder":
         return Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
@@ -131,6 +131,7 @@ def test_damage_is_found_by_the_hash(storage: Storage, tmp_path: Path, own_cache
         storage.find("policy")
 
 
+@pytest.mark.integration
 def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
     port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
         assert secret not in caplog.text and secret not in str(error.value)
 
 
+@pytest.mark.integration
 def test_what_cannot_be_reached_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"cannot read s3://bucket/run/config\.yaml: "):
         Storage(s3_uri(1, "run"), retry_s=0).read("config.yaml")
@@ -173,6 +175,7 @@ def test_what_cannot_be_reached_is_one_sentence() -> None:
     assert SECRET not in str(error.value)
 
 
+@pytest.mark.integration
 def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
     uri = s3_uri(port, "runs/mine")
     assert without_secrets(uri) == f"s3://bucket/runs/mine?{options(port)}"

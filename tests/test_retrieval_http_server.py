@@ -368,6 +368,7 @@ print("ended")
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_server_after_the_requests_in_flight(number: int) -> None:
     process = subprocess.Popen(

@@ -310,6 +310,7 @@ def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], ha
         assert np.array_equal(np.concatenate(list(indexes[name].scanner.blocks())), hard[0])
 
 
+@pytest.mark.integration
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
     """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""
     script = """

@@ -284,7 +284,7 @@ def test_an_interrupt_waits_for_the_step_and_a_second_one_does_not() -> None:
 @pytest.mark.ray
 @pytest.mark.engine
 def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) -> None:
-    num_iterations = 16
+    num_iterations = 8
     recipe = str(make_recipe(tmp_path / "recipe.yaml", files, num_iterations=num_iterations))
     run_dir = tmp_path / "run"
     trajectories = run_dir / "trajectories"

@@ -180,6 +180,7 @@ def test_in_turns_an_iteration_is_sampling_and_learning() -> None:
         assert iteration.num_trajectories == 32
 
 
+@pytest.mark.integration
 def test_more_retrievers_help_where_searches_limit() -> None:
     pace = replace(FAST, search=SearchPace(partial(batch_s, 2.0, 0.0)))
     few, many = (simulated(configured(), pace, Size(8, count)) for count in (1, 8))
@@ -189,6 +190,7 @@ def test_more_retrievers_help_where_searches_limit() -> None:
     assert many.load.retriever_busy < few.load.retriever_busy
 
 
+@pytest.mark.integration
 def test_more_runners_help_where_sampling_limits_and_not_where_learning_does() -> None:
     config = configured(1, train_batch_size=16)
     slow_engine = replace(FAST, engine=EnginePace(base_s=0.0, row_s=STEP_S))
@@ -201,6 +203,7 @@ def test_more_runners_help_where_sampling_limits_and_not_where_learning_does() -
     assert many.trajectories_per_s == pytest.approx(few.trajectories_per_s)
 
 
+@pytest.mark.integration
 def test_fleets_follow_their_load() -> None:
     """Both start with one replica; the policy of a run gives them more, which serve after their start."""
     config = configured(1)
@@ -223,6 +226,7 @@ def test_fleets_follow_their_load() -> None:
     assert fast.tasks["lost"] == fast.tasks["doubled"] == 0
 
 
+@pytest.mark.integration
 def test_littles_law_holds() -> None:
     """Trajectories in flight are the rate at which they end times the time that each takes."""
     config, num_in_flight, num_trajectories = configured(), 20, 400
@@ -258,6 +262,7 @@ def test_a_line_is_fitted_with_both_parts_at_least_zero() -> None:
     assert fit_line([8.0, 8.0], [1.0, 3.0], [1.0, 3.0]) == (2.5, 0.0)
 
 
+@pytest.mark.integration
 def test_times_read_from_a_run_are_those_that_it_took(tmp_path: Path) -> None:
     """A simulated run is written down as a run is, and read."""
     config = configured(train_batch_size=16)
@@ -302,6 +307,7 @@ def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_the_command_answers_how_many_are_needed(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"training": {"train_batch_size": 4, "group_size": 2}, "policy": {"model": "tiny"}}))

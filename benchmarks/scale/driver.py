@@ -142,7 +142,8 @@ class RealTraffic:
         os.environ.pop("RAY_ADDRESS", None)  # a private cluster, also where another one runs
         self._session = ray_session(num_cpus=NUM_ACTORS)
         self._session.__enter__()
-        config = _real_config(NUM_GROUPS / groups_per_s)
+        num_trajectories = NUM_RUNNERS * PER_RUNNER // NUM_ACTORS
+        config = sleeping_runners(NUM_ACTORS, num_trajectories=num_trajectories, seconds=NUM_GROUPS / groups_per_s)
         self._fleet = EnvRunnerGroup(config, policy_dir, NoPassages())
         self._fleet.wait_until_ready()
         self._collector = BatchCollector(config, [made_up_task(number) for number in range(NUM_TASKS)], self._fleet)
@@ -165,16 +166,23 @@ class RealTraffic:
         self._session.__exit__(None, None, None)
 
 
-def _real_config(seconds: float) -> RunConfig:
+def sleeping_runners(
+    num_env_runners: int,
+    *,
+    num_trajectories: int,
+    seconds: float,
+    engine: str = "benchmarks.scale.driver:Sleeper",
+) -> RunConfig:
+    """Env runners that need almost no core: their engine sleeps for each turn."""
     return (
         AlgorithmConfig()
         .environment(prompt="{question}", top_k=1)
         .env_runners(
-            num_env_runners=NUM_ACTORS,
+            num_env_runners=num_env_runners,
             num_cpus_per_env_runner=0.01,
-            engine="benchmarks.scale.driver:Sleeper",
+            engine=engine,
             engine_options={"seconds": seconds},
-            max_concurrent_trajectories=NUM_RUNNERS * PER_RUNNER // NUM_ACTORS,
+            max_concurrent_trajectories=num_trajectories,
         )
         .training(group_size=GROUP_SIZE, train_batch_size=NUM_GROUPS // 2, max_policy_lag=1)
         .freeze()

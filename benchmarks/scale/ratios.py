@@ -15,11 +15,17 @@ reversals                changes of direction of the fleet ÷ steps of the load 
 learner_wait             share of its time that the learner waits at lag 1, 64 runners       <= 0.03
 driver_cores             cores of a driver for 512 runners of 8 trajectories, 64 retrievers  <= 1
 simulate_1000            seconds of ``simulate`` for 1,000 runners ÷ 120                      <= 1
+scale_out                seconds from an order to a new env runner's first request ÷ 5 *     <= 1
+submission               seconds from ``ragr1 submit`` to the first iteration ÷ 20 *         <= 1
 ======================== =================================================================== =======
 
-All but ``driver_cores`` is simulated (``ragr1_actors/training/simulation``) and repeats to the bit, but for the seconds
-of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads. ``driver_cores`` is CPU seconds per group of a
-driver with real actors and as many groups in flight, times the groups per second of the simulated fleet.
+All but ``driver_cores``, ``scale_out`` and ``submission`` is simulated (``ragr1_actors/training/simulation``) and
+repeats to the bit, but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads.
+``driver_cores`` is CPU seconds per group of a driver with real actors and as many groups in flight, times the groups
+per second of the simulated fleet.
+
+A star: without the seconds in which models load (``benchmarks/scale/latency.py``); standard error has both parts.
+``submission`` is the quickstart with one step of SFT: its world is made, indexed and demonstrated in these seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from benchmarks.scale import loads
+from benchmarks.scale import latency, loads
+from benchmarks.scale.latency import Wait
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.pace import LearnerPace
 from ragr1_actors.training.plan import GPUS, Machine, make_pace
@@ -53,12 +60,14 @@ GOALS: dict[str, Goal | None] = {
     "learner_wait": Goal(0.03, at_least=False),
     "driver_cores": Goal(1.0, at_least=False),
     "simulate_1000": Goal(1.0, at_least=False),
+    "scale_out": Goal(1.0, at_least=False),
+    "submission": Goal(1.0, at_least=False),
 }
 METRICS = tuple(GOALS)
 NUM_PERIODS, NUM_PERIODS_QUICK = 2.0, 0.05
 NUM_PASSAGES = 21_015_324
 """Search-R1's corpus."""
-LIMIT_S = 120.0
+LIMIT_S, SCALE_OUT_S, SUBMISSION_S = 120.0, 5.0, 20.0
 LEARNER_SHARE = 0.8
 """Seconds of sampling per second of learning, where both go on at the same time."""
 
@@ -86,6 +95,11 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
         )
     if "simulate_1000" in wanted:
         yield _measured("simulate_1000", simulate_1000(1 if quick else 2), "s")
+    num_waits = repeats or (1 if quick else 3)
+    if "scale_out" in wanted:
+        yield measure("scale_out", scale_out(num_waits), "s", GOALS["scale_out"])
+    if "submission" in wanted:
+        yield measure("submission", submission(num_waits), "s", GOALS["submission"])
 
 
 def _measured(metric: str, sample: Sample, unit: str) -> Measurement:
@@ -139,6 +153,25 @@ def driver_cores(repeats: int, *, quick: bool) -> list[Sample]:
         finally:
             real.close()
     return [quotient(simulated.groups_per_s * traffic.cpu_s_per_group, 1.0) for traffic in found]
+
+
+def scale_out(repeats: int) -> list[Sample]:
+    """Return the seconds until a new env runner works, against the limit."""
+    from benchmarks.rollout.workload import make_policy
+
+    with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
+        make_policy(Path(directory))
+        return [_waited(latency.scale_out(Path(directory)), SCALE_OUT_S) for _ in range(repeats)]
+
+
+def submission(repeats: int) -> list[Sample]:
+    """Return the seconds until a submitted job trains, against the limit."""
+    return [_waited(latency.submission(), SUBMISSION_S) for _ in range(repeats)]
+
+
+def _waited(wait: Wait, limit_s: float) -> Sample:
+    log(f"{wait.total_s:.1f} s, of which {wait.loading_s:.1f} s of loading")
+    return quotient(wait.beyond_loading_s, limit_s)
 
 
 def simulate_1000(num_iterations: int) -> Sample:

@@ -94,8 +94,10 @@ class TrainingRun:
                 workspace = prepare(self._config, self._run_dir)
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export)))
+            before_start = time.monotonic()
             with self._console.status("starting the fleets"):
                 algorithm = Algorithm.start(self._config, self._place, workspace, guard.held)
+            self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             try:
                 self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
                 recall = algorithm.measure_recall()
