@@ -19,9 +19,9 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import override, read_recipe, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-KUBERAY = ROOT / "cluster" / "kuberay"
-LAUNCHER = ROOT / "cluster" / "vms" / "cluster.yaml"
-DOCKERFILE = ROOT / "cluster" / "Dockerfile"
+KUBERAY = ROOT / "cluster" / "deploy" / "kuberay"
+LAUNCHER = ROOT / "cluster" / "deploy" / "vms" / "cluster.yaml"
+DOCKERFILE = ROOT / "cluster" / "deploy" / "Dockerfile"
 GIB = 2**30
 ROLES = {"learner", "runner", "retriever"}
 SELECTORS = [

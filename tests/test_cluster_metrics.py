@@ -16,7 +16,7 @@ from small_world import make_files, make_recipe
 from cluster.metrics import RECORDED, exported_name
 
 ROOT = Path(__file__).resolve().parent.parent
-DASHBOARD = ROOT / "cluster" / "grafana" / "ragr1.json"
+DASHBOARD = ROOT / "cluster" / "deploy" / "grafana" / "ragr1.json"
 _NAME = re.compile(r"ray_ragr1_\w+")
 
 RUN = """
