@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,8 @@ _SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creatio
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_OPEN_SECRET = re.compile(r"[^/\s?#@]*:(?!\d+/)\S*@")
+"""User and secret where the secret has a ``/``, ``?`` or ``#`` that should have been ``%2F``, ``%3F`` or ``%23``."""
 
 
 def is_uri(text: str) -> bool:
@@ -70,9 +73,9 @@ def _split_user(uri: str) -> tuple[str, str]:
     """Return user and password of a URI, and what follows them up to its parameters."""
     parts = urlsplit(uri)
     user, at, host = parts.netloc.rpartition("@")
-    if not at and ":" in host and "@" in parts.path:  # a secret with a slash that should have been %2F
-        user, _, rest = f"{host}{parts.path}".rpartition("@")
-        return user, rest
+    if not at and _OPEN_SECRET.match(rest := uri.partition("://")[2]):
+        user, _, rest = rest.rpartition("@")
+        return user, re.split("[?#]", rest)[0]
     return user, f"{host}{parts.path}"
 
 
@@ -116,27 +119,26 @@ class Storage:
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object; readers see the one before or the new one."""
+        self._try("write", name, lambda: self._replace(name, lambda stream: stream.write(content)))
 
-        def write() -> None:
-            is_local = isinstance(self._fs, fs.LocalFileSystem)
-            path = self._path(name)
-            writing = f"{path}{WRITING}{secrets.token_hex(4)}" if is_local else path
-            with self._output(writing) as stream:
-                stream.write(content)
-            if is_local:
-                self._fs.move(writing, path)
-
-        self._try("write", name, write)
+    def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
+        is_local = isinstance(self._fs, fs.LocalFileSystem)  # an object appears when it is whole, a file does not
+        path = self._path(name)
+        writing = f"{path}{WRITING}{secrets.token_hex(4)}" if is_local else path
+        with self._output(writing) as stream:
+            write(stream)
+        if is_local:
+            self._fs.move(writing, path)
 
     def upload(self, name: str, file: Path) -> None:
-        """Write a file as an object."""
+        """Write a file as an object; readers of a folder see the one before or the new one."""
 
-        def upload() -> None:
-            with file.open("rb") as source, self._output(self._path(name)) as stream:
+        def send(stream: pa.NativeFile) -> None:
+            with file.open("rb") as source:
                 while chunk := source.read(_CHUNK_BYTES):
                     stream.write(chunk)
 
-        self._try("write", name, upload)
+        self._try("write", name, lambda: self._replace(name, send))
 
     def download(self, name: str, file: Path) -> str:
         """Write an object into a file and return the SHA-256 of what was written; ``UserError`` if there is none."""
@@ -166,9 +168,10 @@ class Storage:
         return self._try("list", folder, names)
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove objects."""
+        """Remove objects; those that are gone already are left out."""
         for name in names:
-            self._try("remove", name, lambda name=name: self._fs.delete_file(self._path(name)))  # type: ignore[misc]
+            with suppress(FileNotFoundError):  # also if the answer to the first attempt was lost
+                self._try("remove", name, lambda name=name: self._fs.delete_file(self._path(name)))  # type: ignore[misc]
 
     # -- folders -----------------------------------------------------------------------------------------------------
 

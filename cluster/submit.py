@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -46,6 +47,7 @@ STOP_WAIT_S = 600
 """Between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _STOPPED = 143
+_JOB_ID = re.compile(r"\w[\w.-]*")
 _PACKAGING = "ray._private.runtime_env.packaging"
 """Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
 _NUM_LARGEST = 3
@@ -121,10 +123,11 @@ class JobClient:
         """
         check_size(working_dir)
         entrypoint = shlex.join(["python", "-m", "ragr1_actors", *arguments])
-        with TemporaryDirectory() as folder, self._explained():
+        with TemporaryDirectory() as folder:
             package = pack(working_dir, Path(folder))
             runtime_env = {"working_dir": str(package), "env_vars": {_STOP_WAIT: str(STOP_WAIT_S)}}
-            return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env))
+            with self._explained():
+                return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env))
 
     def follow(self, job_id: str, write: Callable[[str], None], start: int = 0) -> Job:
         """Pass the job's log to ``write``, from the character ``start`` on, and return the job when it has ended.
@@ -135,6 +138,7 @@ class JobClient:
 
     def job(self, job_id: str) -> Job:
         """Return a job; ``UserError`` if there is none of this id."""
+        _check_id(job_id)
         with self._explained(job_id):
             return _job(self._client.get_job_info(job_id))
 
@@ -146,6 +150,7 @@ class JobClient:
 
     def stop(self, job_id: str) -> bool:
         """Ask a job to end, with SIGTERM; returns at once. False if it has ended already."""
+        _check_id(job_id)
         with self._explained(job_id):
             return bool(self._client.stop_job(job_id))
 
@@ -202,6 +207,11 @@ class JobClient:
                 f"the cluster at {self._address} {problem}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the "
                 "cluster's token or RAY_AUTH_TOKEN_PATH to a file with it"
             ) from error
+        except (requests.exceptions.InvalidHeader, UnicodeEncodeError):
+            raise UserError(
+                "the token holds characters that cannot be sent; set RAY_AUTH_TOKEN, or the file that "
+                "RAY_AUTH_TOKEN_PATH names, to the cluster's token without line breaks and non-ASCII characters"
+            ) from None  # the error before holds the token
         except requests.Timeout as error:
             raise UserError(
                 f"the head at {self._address} does not answer in {ANSWER_TIMEOUT_S:g} s; check that it is up, or try "
@@ -212,7 +222,7 @@ class JobClient:
                 f"no Ray head answers at {self._address}; give the address of its dashboard with --address, such as "
                 "http://10.0.0.2:8265, and check that this machine reaches it"
             ) from error
-        except (requests.RequestException, ValueError, KeyError) as error:
+        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"what answers at {self._address} is no Ray dashboard ({one_line(error)}); give its address with "
                 "--address, such as http://10.0.0.2:8265"
@@ -223,6 +233,11 @@ class JobClient:
                     f"the cluster at {self._address} has no job {job_id}; ragr1 submit --list shows the jobs"
                 ) from error
             raise UserError(f"the cluster at {self._address} refused the request: {one_line(error)}") from error
+
+
+def _check_id(job_id: str) -> None:
+    if not _JOB_ID.fullmatch(job_id):
+        raise UserError(f"got the job id {job_id!r}, expected one such as raysubmit_4LamXRuQpYdSMg7J; see --list")
 
 
 def check_address(address: str) -> None:
@@ -256,8 +271,17 @@ def check_size(working_dir: Path) -> int:
             name = path.relative_to(root)
             sizes[name.parts[0]] += path.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name))
 
-    excludes = [packaging._get_excludes(root, ray_constants.get_runtime_env_default_excludes())]
-    packaging._dir_travel(root, excludes, count, _reads_gitignore())
+    try:
+        excludes = [packaging._get_excludes(root, ray_constants.get_runtime_env_default_excludes())]
+        packaging._dir_travel(root, excludes, count, _reads_gitignore())
+    except (UnicodeDecodeError, IndexError, ValueError) as error:  # of Ray's reader and of the patterns' library
+        raise DataError(
+            f"--working-dir: a .rayignore or .gitignore in {working_dir} cannot be read ({one_line(error)}); expected "
+            "patterns as of .gitignore, in UTF-8"
+        ) from error
+    sizes["the packages of ragr1"] = sum(
+        file.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name)) for file, name in _packages(working_dir)
+    )
     limit = min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
     if sizes.total() >= limit:
         largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(_NUM_LARGEST))
@@ -275,14 +299,19 @@ def pack(working_dir: Path, folder: Path) -> Path:
 
     package = folder / "working_dir.zip"
     create_package(str(working_dir), package, _reads_gitignore(), excludes=get_runtime_env_default_excludes())
-    if not _is_checkout(working_dir):
-        root = Path(__file__).resolve().parent.parent
-        with ZipFile(package, "a", strict_timestamps=False) as archive:
-            for name in PACKAGES:
-                for file in sorted((root / name).rglob("*")):
-                    if file.is_file() and "__pycache__" not in file.parts:
-                        archive.write(file, file.relative_to(root))
+    with ZipFile(package, "a", strict_timestamps=False) as archive:
+        for file, name in _packages(working_dir):
+            archive.write(file, name)
     return package
+
+
+def _packages(working_dir: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of ``PACKAGES`` and their names in the archive; none if the directory is a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    for package in () if _is_checkout(working_dir) else PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                yield file, file.relative_to(root)
 
 
 def _warn_only(*loggers: str) -> None:

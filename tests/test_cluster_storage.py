@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import pickle
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 from storage_world import KEY, SECRET, CutConnection, Mender, options, s3_server, s3_uri
@@ -182,6 +184,8 @@ def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
     assert without_secrets("s3://k:s%2F@b/run?region=eu&secret_key=x") == "s3://b/run?region=eu"
     assert without_secrets("gs://bucket/run/") == "gs://bucket/run"
     assert without_secrets("s3://KEY:sla/sh@bucket/run") == "s3://bucket/run", "a slash that should have been %2F"
+    assert without_secrets("s3://KEY:que?s/tion@bucket/run?region=eu") == "s3://bucket/run"
+    assert without_secrets("s3://KEY:ha#sh@bucket/run") == "s3://bucket/run"
     assert without_secrets("s3://KEY:s@bucket/run@2") == without_secrets("s3://bucket/run@2") == "s3://bucket/run@2"
     storage = Storage(uri)
     artifact = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
@@ -193,6 +197,36 @@ def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
         assert SECRET not in repr(shown) and SECRET not in str(shown)
     assert storage.at("config.yaml") == "s3://bucket/runs/mine/config.yaml"
     assert is_uri(uri) and not is_uri("runs/mine")
+
+
+class CutFile(PosixPath):
+    """Cannot be read to its end."""
+
+    def open(self, *arguments: Any, **options: Any) -> Any:
+        class Cut(io.BytesIO):
+            num_reads = 0
+
+            def read(self, size: int | None = -1) -> bytes:
+                self.num_reads += 1
+                if self.num_reads == 2:
+                    raise KeyboardInterrupt
+                return super().read(10)
+
+        return Cut(bytes(100))
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    storage = Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
+    storage.write("metrics.jsonl", b"old")
+    with pytest.raises(KeyboardInterrupt):
+        storage.upload("metrics.jsonl", CutFile(tmp_path / "file"))
+    assert storage.read("metrics.jsonl") == b"old"
+
+
+def test_what_is_gone_already_is_removed(storage: Storage) -> None:
+    storage.write("one", b"1")
+    storage.remove(["gone", "one", "one"])
+    assert storage.names() == []
 
 
 def test_a_hub_name_stays_one_and_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
         "https://api.example.com/search?q=1&api_key=s3cret",
         "https://account.blob.core.windows.net/runs?sig=s3cret",
         "see http://me:s3cret@host, and more",
+        "s3://AKIA123:s3cret/with/slashes@bucket/runs",
+        "s3://AKIA123:s3cret?and#more@bucket/runs",
+        "https://s3cret@host/retrieve",
     ],
 )
 def test_an_address_with_a_secret_is_refused(address: str) -> None:
@@ -29,7 +32,13 @@ def test_an_address_with_a_secret_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["s3://bucket/a:b@c", "abfs://container@account.dfs.core.windows.net/runs", "gs://bucket/runs?region=a", "/a:b@c"],
+    [
+        "s3://bucket/a:b@c",
+        "abfs://container@account.dfs.core.windows.net/runs",
+        "gs://bucket/runs?region=a",
+        "/a:b@c",
+        "http://h:80/a@b",
+    ],
 )
 def test_other_addresses_are_not(address: str) -> None:
     refuse_credentials(address, "--run-dir")

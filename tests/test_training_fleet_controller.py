@@ -17,7 +17,7 @@ from ragr1_actors.runs.metrics import DECISIONS, read_decisions, read_metrics
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.scale_order import ScaleAnswer, read_order, write_answer
+from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, withdraw_order, write_answer, write_order
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.preflight import check_names
 
@@ -101,6 +101,24 @@ def test_a_run_that_does_not_answer_gets_its_order_withdrawn(tmp_path: Path) -> 
     assert "no answer from the run in" in said
     assert "is withdrawn" in said
     assert read_order(find_place(tmp_path / "run")) is None
+
+
+def test_the_order_of_another_person_is_kept(tmp_path: Path) -> None:
+    create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
+    place = find_place(tmp_path / "run")
+    write_order(place, ScaleOrder(order_id="theirs", sizes={"runners": 2}))
+    withdraw_order(place, "mine")
+    assert read_order(place) is not None
+    withdraw_order(place, "theirs")
+    withdraw_order(place, "theirs")
+    assert read_order(place) is None
+
+
+def test_sizes_are_bounded_and_uris_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="less than or equal to 10000"):
+        ScaleOrder.model_validate({"order_id": "one", "sizes": {"runners": 10_001}})
+    said = invoke("scale", "s3://[::1/run", "--auto")
+    assert said.startswith("error: got a URI that cannot be read (Invalid IPv6 URL), expected one such as s3://"), said
 
 
 def test_an_answer_to_another_order_is_none(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ragr1_actors.cli import print_line
 from ragr1_actors.core.errors import UserError
 
 _LOOK_INTERVAL_S = 0.2
-SizeOption = Annotated[int | None, typer.Option(min=1, help="Replicas from now on.")]
+SizeOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Replicas from now on.")]
 
 
 def scale(
@@ -39,14 +39,17 @@ def scale(
     order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), "sizes": chosen})
     write_order(place, order)
     deadline = time.monotonic() + timeout_s
-    while (answer := read_answer(place)) is None or answer.order_id != order.order_id:
-        if time.monotonic() > deadline:
-            withdraw_order(place)
-            raise UserError(
-                f"no answer from the run in {place} within {timeout_s:g} s, and the order is withdrawn: it is not "
-                "under way, still starts, or writes a checkpoint; try again when its progress line moves"
-            )
-        time.sleep(_LOOK_INTERVAL_S)
+    try:
+        while (answer := read_answer(place)) is None or answer.order_id != order.order_id:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no answer from the run in {place} within {timeout_s:g} s, and the order is withdrawn: it is not "
+                    "under way, still starts, or writes a checkpoint; try again when its progress line moves"
+                )
+            time.sleep(_LOOK_INTERVAL_S)
+    except BaseException:  # Ctrl-C too
+        withdraw_order(place, order.order_id)
+        raise
     if answer.is_refused:
         raise UserError(f"the run refused: {answer.message}")
     print_line(answer.message if auto else f"{answer.message}; until ragr1 scale {place} --auto")

@@ -12,7 +12,8 @@ from ragr1_actors.core.errors import ConfigError
 
 _OPTIONS = ("retrieval.options", "env_runners.engine_options")
 """Options that reach search APIs and engines, which need keys."""
-_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]*:[^/\s?#@]*@")
+_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]*:(?!\d+/)[^\s@]*@|https?://[^/\s?#@:]+@", re.IGNORECASE)
+"""A user and a password, which may hold ``/``, ``?`` and ``#``, or a token instead of a user. A port is neither."""
 _PARAMETER = re.compile(r"[?&]([^=&#\s]+)=")
 _SECRET_NAME = re.compile(
     r"(^|.*[-_.])(key|apikey|token|secret|password|passwd|pwd|auth|authorization|cookie|credentials?|sig|signature)",

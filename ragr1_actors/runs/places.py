@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from cluster.node_cache import FileContent
 from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, with_name
-from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.files import (
     POLICY_FILES,
     WRITING,
@@ -118,9 +118,20 @@ class Place(Protocol):
         ...
 
 
+def check_uri(uri: str) -> None:
+    """Refuse what cannot be taken apart, such as ``s3://[::1/x``, with a ``ConfigError``."""
+    try:
+        urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(
+            f"got a URI that cannot be read ({error}), expected one such as s3://bucket/runs/mine"
+        ) from None
+
+
 def find_place(run_dir: str | Path | Place) -> Place:
     """Return the place of a run for its path or URI; nothing is read or made there yet."""
     if isinstance(run_dir, str) and is_uri(run_dir):
+        check_uri(run_dir)
         return StoredPlace(Storage(run_dir))
     return LocalPlace(Path(run_dir)) if isinstance(run_dir, str | Path) else run_dir
 
@@ -135,6 +146,7 @@ def split_checkpoint(uri: str) -> tuple[str, str]:
 
     ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``
     """
+    check_uri(uri)
     parts = urlsplit(uri)
     run, separator, checkpoint = parts.path.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
     if not separator:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.files import validated, write_file
@@ -17,6 +17,7 @@ from ragr1_actors.runs.places import Place, StoredPlace
 from ragr1_actors.runs.scaling import FleetName
 
 T = TypeVar("T", bound=BaseModel)
+MAX_REPLICAS = 10_000
 _ORDER_FILE, _ANSWER_FILE = "scale.json", "scaled.json"
 
 
@@ -26,7 +27,7 @@ class ScaleOrder(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     order_id: str
     """Unique."""
-    sizes: dict[FleetName, PositiveInt] = {}
+    sizes: dict[FleetName, Annotated[int, Field(ge=1, le=MAX_REPLICAS)]] = {}
     """Fleets not named keep their sizes. Empty gives all fleets back to their autoscalers."""
 
 
@@ -55,8 +56,11 @@ def read_order(place: Place) -> ScaleOrder | None:
     return _read(ScaleOrder, place, _ORDER_FILE)
 
 
-def withdraw_order(place: Place) -> None:
-    """Remove the order, so that a run that continues later does not find it."""
+def withdraw_order(place: Place, order_id: str) -> None:
+    """Remove the order if it is still the newest, so that a run that continues later does not find it."""
+    newest = read_order(place)
+    if newest is None or newest.order_id != order_id:
+        return
     if isinstance(place, StoredPlace):
         place.storage.remove([_ORDER_FILE])
     else:
@@ -84,8 +88,10 @@ def _read(kind: type[T], place: Place, name: str) -> T | None:
     if isinstance(place, StoredPlace):
         content = replace(place.storage, retry_s=0).read(name)  # it is read again soon
     else:
-        path = place.path / name
-        content = path.read_bytes() if path.is_file() else None
+        try:
+            content = (place.path / name).read_bytes()
+        except FileNotFoundError:
+            content = None
     if content is None:
         return None
     try:

@@ -240,7 +240,7 @@ class FleetController:
                 return
             self._order_id = order.order_id
             write_answer(self._place, self._obey(order))
-        except UserError as error:  # of a person's file, or of the storage: the run goes on
+        except (UserError, OSError) as error:  # of a person's file, or of the storage: the run goes on
             logger.warning("an order of ragr1 scale is left out: %s", error)
 
     def _obey(self, order: ScaleOrder) -> ScaleAnswer:
