@@ -25,8 +25,8 @@ from ray_head import ROOT
 from rich.console import Console
 from small_world import invoke
 
-from cluster.submit import JobClient, check_size, pack, stop_warning
-from ragr1_actors.cli.submit import LogView, train_arguments
+from cluster.submit import Job, JobClient, check_size, pack, stop_warning
+from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.progress import is_progress, show_progress
@@ -241,6 +241,13 @@ def test_a_line_of_progress_replaces_the_one_before(capsys: pytest.CaptureFixtur
         view.close()
         assert view.num_chars == len(log)
         assert capsys.readouterr().out == expected
+
+
+def test_ids_are_whole_on_a_narrow_terminal() -> None:
+    job = Job("raysubmit_4LamXRuQpYdSMg7J", "RUNNING", "python -m ragr1_actors train " + "x=1 " * 50, 1.0, None, "")
+    printed = io.StringIO()
+    Console(file=printed, width=60).print(render_jobs([job]))
+    assert printed.getvalue().startswith(f"{job.job_id}  RUNNING  ")
 
 
 def test_progress_in_a_log_is_a_line_at_a_time() -> None:

@@ -109,9 +109,11 @@ def train_arguments(recipe: str, overrides: list[str], run_dir: str | None, work
 def render_jobs(jobs: list[Job]) -> Table:
     """Return the table of ``ragr1 submit --list``, the newest job last."""
     table = Table.grid(padding=(0, 2))
+    for is_command in (False, False, False, True):  # an id that is cut cannot be copied
+        table.add_column(no_wrap=not is_command, overflow="fold")
     for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started_s)) if job.started_s else ""
-        table.add_row(job.job_id, job.status, started, Text(job.command, overflow="fold"))
+        table.add_row(job.job_id, job.status, started, Text(job.command))
     return table
 
 
