@@ -255,3 +255,11 @@ def test_what_cannot_be_uploaded_at_the_end_stays_on_this_machine(tmp_path: Path
     with pytest.raises(ZeroDivisionError), StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0)) as other:
         write_json(other.path / "report.json", {})
         raise ZeroDivisionError
+
+
+def test_the_error_of_a_run_whose_directory_is_gone_is_kept(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(UserError, match="of the run"), removed_if_unused(run_dir):
+        run_dir.rmdir()
+        raise UserError("of the run")

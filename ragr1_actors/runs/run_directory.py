@@ -58,7 +58,8 @@ def removed_if_unused(run_dir: Path | Place) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if [path.name for path in place.path.iterdir()] == [CONFIG_FILE]:
+        # a person may have removed the directory under the run
+        if place.path.is_dir() and [path.name for path in place.path.iterdir()] == [CONFIG_FILE]:
             place.remove(CONFIG_FILE)
             with suppress(OSError):  # it is a mount point, or another process writes there
                 place.path.rmdir()
