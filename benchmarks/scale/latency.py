@@ -29,15 +29,13 @@ SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations
 """What the quickstart needs to reach its first iteration."""
 TIMEOUT_S = 300.0
 _POLL_S = 0.01
-
-
 _LOADED = re.compile(r"actors loaded in ([\d.]+) s")
 _LOAD = "import sys; from benchmarks.scale.latency import load; load(sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Seconds of a person, and the part of them in which models were loaded."""
+    """How long a person waited in seconds, and how much of it models were loading."""
 
     total_s: float
     loading_s: float

@@ -29,7 +29,9 @@ def simulate(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     runners: Annotated[int | None, typer.Option(min=1, max=10_000, help="Env runners; default: the recipe's.")] = None,
-    retrievers: Annotated[int | None, typer.Option(min=1, help="Retriever replicas; default: the recipe's.")] = None,
+    retrievers: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Retriever replicas; default: the recipe's.")
+    ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Iterations, after a warm-up.")] = 4,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same result.")] = None,
     run: Annotated[
