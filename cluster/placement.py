@@ -26,7 +26,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, as the next module is generated
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement_plan import Demand, Node, PlacementPlan, actor_demands, learner_demand, plan, retriever_role
 from cluster.session import ray_session
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Until the cluster has grown and every bundle has its place."""
+_NODE_ID_LABEL = "ray.io/node-id"
+"""Ray sets it on every node."""
 _POLL_S = 0.5
 _REPLY_TIMEOUT_S = 10.0
 
@@ -109,12 +111,13 @@ class Placement:
         return self._seat("encoders", index, self._config.retrieval.label_selector)
 
     def _seat(self, role: str, index: int, label_selector: Mapping[str, str]) -> Mapping[str, Any]:
-        options = dict(labelled(label_selector)(index))
+        anywhere_labelled = labelled(label_selector)(index)
         node_ids = self._plan.node_ids(role)
-        if index < len(node_ids):
-            strategy = NodeAffinitySchedulingStrategy(node_ids[index], soft=True, _spill_on_unavailable=True)
-            options["scheduling_strategy"] = strategy
-        return options
+        if index >= len(node_ids):
+            return anywhere_labelled
+        # not NodeAffinitySchedulingStrategy: Ray's autoscaler starts no node for an actor that has one
+        seat = {_NODE_ID_LABEL: node_ids[index], **label_selector}
+        return {"label_selector": seat, "fallback_strategy": [anywhere_labelled]}
 
     def remove(self) -> None:
         """Release the bundles. Ray ends the actors that still run there."""

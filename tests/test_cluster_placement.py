@@ -80,6 +80,39 @@ except UserError as error:
 print("AFTER", time.monotonic() - started)
 """
 
+SEATED = """
+import os, signal, time
+import psutil, ray
+from cluster.placement import Placement, wait_for_room
+from cluster.placement_plan import actor_demands
+from ragr1_actors.core.resolve import resolve
+
+class Runner:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+def place_of(actor):
+    while True:
+        try:
+            return ray.get(actor.node.remote())
+        except ray.exceptions.RayActorError:  # it is being restarted
+            time.sleep(0.1)
+
+ray.init(log_to_driver=False)
+config = resolve({"env_runners": {"label_selector": {"role": "runner"}}, "learners": {"num_learners": 0}})
+wait_for_room(actor_demands(config, has_index=False), lambda plan: None, print)
+options = Placement(config, has_index=False).runner_options(0)
+runners = [ray.remote(Runner).options(num_cpus=1, max_restarts=-1, **options).remote() for _ in range(2)]
+first, second = (place_of(runner) for runner in runners)
+print("TWO NODES", first != second)
+port = next(node["NodeManagerPort"] for node in ray.nodes() if node["NodeID"] == first)
+listeners = [c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == port]
+os.kill(listeners[0], signal.SIGKILL)
+while next(node["Alive"] for node in ray.nodes() if node["NodeID"] == first):
+    time.sleep(0.1)
+print("A THIRD NODE", place_of(runners[0]) not in (first, second))
+"""
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -170,3 +203,12 @@ def test_an_autoscaler_is_asked_before_a_run_is_refused(monkeypatch: pytest.Monk
         printed = asked_of(environment, monkeypatch, Demand("env runners", 2, 1, 2, labels))
         assert "SAID waiting until the cluster grows: 2 of 2 env runners find no place" in printed
         assert "ROOM 3" in printed
+
+
+def test_the_cluster_grows_for_an_actor_whose_seat_is_taken_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = {"runner": {"resources": {"CPU": 1}, "max_workers": 3, "labels": {"role": "runner"}}}
+    with autoscaled_cluster(types) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        printed = run_python(SEATED)
+    assert "TWO NODES True" in printed and "A THIRD NODE True" in printed
