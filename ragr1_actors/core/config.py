@@ -256,6 +256,9 @@ class TrainingSettings(Section):
     """Optimizer steps per epoch. Default: strictly on-policy; Search-R1 takes 10 with GRPO, RAG-R1 4 with PPO."""
     max_policy_lag: int = Field(0, ge=0)
     """Policy versions that a trajectory may be behind the policy that trains on it; 0 (default) is synchronous."""
+    stale_groups: Literal["wait", "drop"] = "wait"
+    """What happens to groups that would exceed ``max_policy_lag``: the learner waits for them before its next batch
+    (``wait``, default: no sample is lost), or they are dropped and their tasks sampled again (``drop``)."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up. Default: Search-R1 and RAG-R1."""
     lr_schedule: LRSchedule = "constant"

@@ -53,6 +53,8 @@ class GroupRequest:
     num_trajectories: int
     temperature: float
     """0 is greedy."""
+    policy_version: int = 0
+    """The newest version when the group was asked for; no token of it is sampled with an older one."""
 
     def trajectory_id(self, index: int) -> str:
         """Return the id of the group's trajectory ``index``: ``world/train/17#2/0``."""

@@ -230,8 +230,9 @@ class Algorithm:
         self._build_learner(training.algorithm, self._stage_policy)
         with self.fleets.learner.waits():
             find_lost = self._learners.find_lost
-            batch, num_stale = self._collector.next_batch(self.policy_version, find_lost)
-        self.fleets.learner.num_stale += num_stale
+            collected = self._collector.next_batch(self.policy_version, find_lost)
+        batch = collected.groups
+        self.fleets.learner.num_stale += collected.num_stale
         sampled = time.perf_counter()
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
@@ -253,7 +254,8 @@ class Algorithm:
                 **self._sampler.metrics(),
                 **self.fleets.metrics(),
                 "loop/policy_lag": lag,
-                "loop/stale_groups": float(num_stale),
+                "loop/stale_groups": float(collected.num_stale),
+                "loop/awaited_groups": float(collected.num_awaited),
                 "loop/set_aside_groups": float(len(set_aside)),
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +21,7 @@ def max_set_aside(config: RunConfig) -> int:
 
 
 class GroupBuffer:
-    """Holds finished groups in the order they came, and returns batches without stale groups.
+    """Holds finished groups, and returns batches without stale groups: those first that were asked for first.
 
     With dynamic sampling, a group whose rewards are all equal is set aside, and another group is sampled in its place
     (DAPO, arXiv:2503.14476, section 3.2). At most ``max_set_aside`` groups per batch are; further ones fill the batch.
@@ -33,7 +32,7 @@ class GroupBuffer:
         """Take groups up to ``max_policy_lag`` versions behind; 0 for ``max_set_aside`` is no dynamic sampling."""
         self._max_policy_lag = max_policy_lag
         self._max_set_aside = max_set_aside
-        self._groups: deque[FinishedGroup] = deque()
+        self._groups: list[FinishedGroup] = []
         self._set_aside: list[FinishedGroup] = []
 
     def __len__(self) -> int:
@@ -60,16 +59,21 @@ class GroupBuffer:
             return 0 <= group.summary.oldest_version < oldest  # -1: no token was sampled
 
         held = [*self._groups, *self._set_aside]
-        self._groups = deque(group for group in self._groups if not is_stale(group))
+        self._groups = [group for group in self._groups if not is_stale(group)]
         self._set_aside = [group for group in self._set_aside if not is_stale(group)]
         return [group for group in held if is_stale(group)]
 
     def take(self, count: int) -> list[FinishedGroup]:
-        """Remove and return the ``count`` groups that came first; groups that were set aside come last."""
+        """Remove and return ``count`` groups: of the oldest policy versions, and of these the ones that came first.
+
+        Groups that were set aside come last.
+        """
         self._set_aside.sort(key=lambda group: group.request.issue.issue_id)
         missing = max(0, count - len(self._groups))
         filling, self._set_aside = self._set_aside[:missing], self._set_aside[missing:]
-        return [self._groups.popleft() for _ in range(count - missing)] + filling
+        self._groups.sort(key=lambda group: group.request.policy_version)  # stable
+        taken, self._groups = self._groups[: count - missing], self._groups[count - missing :]
+        return taken + filling
 
 
 def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:

@@ -1,11 +1,17 @@
 """BatchCollector: keeps a fleet of env runners busy, and makes batches of what they finish.
 
+With lag L the fleet is asked for at most L + 1 batches ahead of the learner. Each batch takes the groups that were asked
+for first, so at most one batch of groups reaches the bound on its age at a time, and none is too old if the learner
+waits for those that are still sampled. The bound on what is asked for is that of AReaL (arXiv:2505.24298, equation 3).
+
 ``Algorithm`` trains on batches of an ``EnvRunnerGroup``; ``ragr1 simulate`` runs the same code over scripted runners.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +50,18 @@ class GroupFleet(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the learner takes next."""
+
+    groups: list[FinishedGroup]
+    """In the order of their tasks."""
+    num_stale: int
+    """Groups that were too old for it and are sampled again."""
+    num_awaited: int
+    """Groups that it waited for although others were enough, because they would have been too old for the next."""
+
+
 class BatchCollector:
     """Issues tasks to a fleet, and collects batches within the bound on their age; the tasks' books are ``tasks``."""
 
@@ -54,6 +72,9 @@ class BatchCollector:
         self._num_tasks = len(tasks)
         self._fleet = fleet
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
+        self._policy_version = 0
+        self._in_flight: Counter[int] = Counter()
+        """Groups that are not collected yet, by the policy version at which they were asked for."""
 
     def num_finished_batches(self) -> float:
         """Return how many batches of finished groups wait for the learner, such as 1.5."""
@@ -68,12 +89,14 @@ class BatchCollector:
         wanted = training.train_batch_size * (training.max_policy_lag + (not while_learning))
         temperature = self._config.env_runners.temperature
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
-            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature))
+            version = self._policy_version
+            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature, version))
+            self._in_flight[version] += 1
 
     def next_batch(
         self, policy_version: int, find_lost: Callable[[list[Any]], Collection[int]] = lambda batches: ()
-    ) -> tuple[list[FinishedGroup], int]:
-        """Sample until a batch is complete, and return it with the number of groups that were too old for it.
+    ) -> Batch:
+        """Sample until a batch is complete, and no group is in flight that would be too old for the next one.
 
         The tasks of failed, stale and lost groups are issued again. ``find_lost`` returns the positions of references
         to groups that no node has any more.
@@ -82,15 +105,19 @@ class BatchCollector:
             FleetError: every task failed, or all of the first ``HOPELESS_TASKS``.
         """
         size = self._config.training.train_batch_size
-        num_stale = 0
+        num_stale = num_awaited = 0
+        self._policy_version = policy_version
         while True:
             for group in self._buffer.drop_stale(policy_version):
                 num_stale += 1
                 self.tasks.again(group.request.issue)
-            if len(self._buffer) >= size:
+            is_complete = len(self._buffer) >= size
+            if is_complete and (num_due := self._num_due()):
+                num_awaited = max(num_awaited, num_due)
+            elif is_complete:
                 batch = sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id)
                 if not (lost := find_lost([group.batch for group in batch])):
-                    return batch, num_stale
+                    return Batch(batch, num_stale, num_awaited)
                 for index, group in enumerate(batch):
                     if index in lost:
                         self.tasks.again(group.request.issue)
@@ -100,9 +127,18 @@ class BatchCollector:
             for group in self._fleet.collect():
                 self.sort(group)
 
+    def _num_due(self) -> int:
+        """Return the number of groups in flight that this batch is the last for, if the recipe waits for them."""
+        training = self._config.training
+        if training.stale_groups == "drop":
+            return 0
+        oldest = self._policy_version - training.max_policy_lag
+        return sum(number for version, number in self._in_flight.items() if version <= oldest)
+
     def sort(self, group: FinishedGroup) -> None:
         """Keep a group without failures; issue a failed task again; after the last attempt keep what did not fail."""
         summary, issue = group.summary, group.request.issue
+        self._in_flight[group.request.policy_version] -= 1
         if not summary.num_failed:
             self._buffer.add(group)
         elif issue.attempt < self._config.env_runners.max_task_retries:

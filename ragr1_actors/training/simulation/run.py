@@ -167,8 +167,9 @@ class Simulator:
         """
         started_s, before = self._loop.time(), self._counts()
         with self._learner.waits():
-            batch, num_stale = self.collector.next_batch(self._version)
-        self._learner.num_stale += num_stale
+            collected = self.collector.next_batch(self._version)
+        batch = collected.groups
+        self._learner.num_stale += collected.num_stale
         sampled_s = self._loop.time()
         if self._config.training.max_policy_lag:
             self.collector.keep_busy(while_learning=True)
@@ -195,7 +196,7 @@ class Simulator:
             **counts,
             rollout=rollout_metrics(batch + set_aside),
             lag=lag,
-            num_stale=num_stale,
+            num_stale=collected.num_stale,
         )
 
     def stop(self) -> None:
