@@ -13,6 +13,9 @@ hours_ramp               as autoscaled_hours, load of a ramp
 hours_spike              as autoscaled_hours, load of a spike
 reversals                changes of direction of the fleet ÷ steps of the load               <= 1
 learner_wait             share of its time that the learner waits at lag 1, 64 runners       <= 0.03
+lag_speedup              trajectories/s at lag 1 ÷ at lag 0, as in learner_wait              >= 1.8
+policy_lag               mean lag of the groups trained at lag 1, as in learner_wait         <= 1
+stale_share              groups too old for the learner ÷ groups sampled, at lags 1 to 3 **  <= 0
 driver_cores             cores of a driver for 512 runners of 8 trajectories, 64 retrievers  <= 1
 simulate_1000            seconds of ``simulate`` for 1,000 runners ÷ 120                      <= 1
 scale_out                seconds from an order to a new env runner's first request ÷ 5 *     <= 1
@@ -23,6 +26,8 @@ All but ``driver_cores``, ``scale_out`` and ``submission`` is simulated (``ragr1
 repeats to the bit, but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads.
 ``driver_cores`` is CPU seconds per group of a driver with real actors and as many groups in flight, times the groups
 per second of the simulated fleet.
+
+Two stars: where the learner is three times as fast as in learner_wait, so that long trajectories are overtaken.
 
 A star: without the seconds in which models load (``benchmarks/scale/latency.py``); standard error has both parts.
 ``submission`` is the quickstart with one step of SFT: its world is made, indexed and demonstrated in these seconds.
@@ -39,9 +44,9 @@ from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measu
 from benchmarks.scale import latency, loads
 from benchmarks.scale.latency import Wait
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.pace import LearnerPace
+from ragr1_actors.training.pace import LearnerPace, Pace
 from ragr1_actors.training.plan import GPUS, Machine, make_pace
-from ragr1_actors.training.simulation.run import Size, simulate
+from ragr1_actors.training.simulation.run import Simulation, Size, simulate
 from ragr1_actors.training.simulation.workload import DrawnWorkload
 
 _THROUGHPUT, _HOURS = Goal(0.9, at_least=True), Goal(0.6, at_least=False)
@@ -58,17 +63,21 @@ GOALS: dict[str, Goal | None] = {
     **{f"hours_{name}": None for name in ("step", "ramp", "spike")},
     "reversals": Goal(1.0, at_least=False),
     "learner_wait": Goal(0.03, at_least=False),
+    "lag_speedup": Goal(1.8, at_least=True),
+    "policy_lag": Goal(1.0, at_least=False),
+    "stale_share": Goal(0.0, at_least=False),
     "driver_cores": Goal(1.0, at_least=False),
     "simulate_1000": Goal(1.0, at_least=False),
     "scale_out": Goal(1.0, at_least=False),
     "submission": Goal(1.0, at_least=False),
 }
 METRICS = tuple(GOALS)
+_LAG_UNITS = {"learner_wait": "s", "lag_speedup": "trajectories/s", "policy_lag": "versions"}
 NUM_PERIODS, NUM_PERIODS_QUICK = 2.0, 0.05
 NUM_PASSAGES = 21_015_324
 """Search-R1's corpus."""
 LIMIT_S, SCALE_OUT_S, SUBMISSION_S = 120.0, 5.0, 20.0
-LEARNER_SHARE = 0.8
+LEARNER_SHARE = 0.95
 """Seconds of sampling per second of learning, where both go on at the same time."""
 
 
@@ -87,8 +96,13 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     for name, metrics in _BY_LOAD.items():
         if wanted & {*metrics, "reversals"} and (wanted & set(metrics) or name == "step"):
             yield from (found for found in _autoscaled(name, quick) if found.metric in wanted)
-    if "learner_wait" in wanted:
-        yield _measured("learner_wait", learner_wait(1 if quick else 4), "s")
+    if wanted & {*_LAG_UNITS, "stale_share"}:
+        study = LagStudy()
+        if wanted & set(_LAG_UNITS):
+            found = study.lag_one(1 if quick else 4)
+            yield from (_measured(name, found[name], unit) for name, unit in _LAG_UNITS.items() if name in wanted)
+        if "stale_share" in wanted:
+            yield _measured("stale_share", study.stale_share(2 if quick else 8), "groups")
     if "driver_cores" in wanted:
         yield measure(
             "driver_cores", driver_cores(repeats or (1 if quick else 3), quick=quick), "cores", GOALS["driver_cores"]
@@ -122,19 +136,49 @@ def _autoscaled(name: str, quick: bool) -> Iterator[Measurement]:
         yield _measured("reversals", quotient(ours.num_reversals, num_steps), "changes")
 
 
-def learner_wait(num_iterations: int) -> Sample:
-    """Return the share of its time that the learner waits, where sampling would take 0.8 of the time of learning."""
-    config = AlgorithmConfig.from_recipe("search_r1_grpo_7b").freeze()
-    pace = make_pace(config, Machine(GPUS["h200-141gb"], 8, 96, 0, 0, 0), NUM_PASSAGES)
-    workload, size = DrawnWorkload(config), Size(64, 16)
-    in_turns = simulate(config, pace, workload, size, 2)
-    sample_s = in_turns.total("sample_s") / 2
-    batch = config.training.train_batch_size * config.training.group_size
-    learner = LearnerPace(sample_s / LEARNER_SHARE / batch, pace.learner.publish_s)
-    with_lag = config.model_copy(update={"training": config.training.model_copy(update={"max_policy_lag": 1})})
-    found = simulate(with_lag, type(pace)(pace.engine, pace.search, learner), workload, size, num_iterations)
-    log(f"in turns {sample_s:.1f} s of sampling; lag 1: {found.total('sample_s'):.2f} of {found.wall_s:.1f} s waited")
-    return quotient(found.total("sample_s"), found.wall_s)
+class LagStudy:
+    """A recipe for 7B at full size, whose learner takes a chosen time."""
+
+    def __init__(self) -> None:
+        """Measure how long a batch takes to sample while the learner does nothing."""
+        self._config = AlgorithmConfig.from_recipe("search_r1_grpo_7b").freeze()
+        self._pace = make_pace(self._config, Machine(GPUS["h200-141gb"], 8, 96, 0, 0, 0), NUM_PASSAGES)
+        self._workload = DrawnWorkload(self._config)
+        self._sample_s = self._simulate(0, self._pace.learner, 2).total("sample_s") / 2
+
+    def _simulate(self, lag: int, learner: LearnerPace, num_iterations: int) -> Simulation:
+        training = self._config.training.model_copy(update={"max_policy_lag": lag})
+        config = self._config.model_copy(update={"training": training})
+        pace = Pace(self._pace.engine, self._pace.search, learner)
+        return simulate(config, pace, self._workload, Size(64, 16), num_iterations)
+
+    def _learner(self, learning_s: float) -> LearnerPace:
+        training = self._config.training
+        batch = training.train_batch_size * training.group_size
+        return LearnerPace(learning_s / batch, self._pace.learner.publish_s)
+
+    def lag_one(self, num_iterations: int) -> dict[str, Sample]:
+        """Return lag 1 against lag 0, where sampling would take ``LEARNER_SHARE`` of the time of learning."""
+        learner = self._learner(self._sample_s / LEARNER_SHARE)
+        in_turns, ours = (self._simulate(lag, learner, num_iterations) for lag in (0, 1))
+        lags = [iteration.lag for iteration in ours.iterations]
+        log(
+            f"{self._sample_s:.1f} s of sampling; lag 1: {ours.total('sample_s'):.2f} of {ours.wall_s:.1f} s waited, "
+            f"{ours.trajectories_per_s:.1f} trajectories/s; lag 0: {in_turns.trajectories_per_s:.1f}"
+        )
+        return {
+            "learner_wait": quotient(ours.total("sample_s"), ours.wall_s),
+            "lag_speedup": quotient(ours.trajectories_per_s, in_turns.trajectories_per_s),
+            "policy_lag": quotient(sum(lags), len(lags)),
+        }
+
+    def stale_share(self, num_iterations: int) -> Sample:
+        """Return the groups that were sampled in vain, and all, at lags 1, 2 and 3."""
+        learner = self._learner(self._sample_s / LEARNER_SHARE / 3)
+        found = [self._simulate(lag, learner, num_iterations) for lag in (1, 2, 3)]
+        num_stale = sum(iteration.num_stale for one in found for iteration in one.iterations)
+        num_trained = sum(len(one.iterations) for one in found) * self._config.training.train_batch_size
+        return quotient(num_stale, num_stale + num_trained)
 
 
 def driver_cores(repeats: int, *, quick: bool) -> list[Sample]:
