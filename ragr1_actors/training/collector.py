@@ -2,7 +2,7 @@
 
 With lag L the fleet is asked for at most L + 1 batches ahead of the learner. Each batch takes the groups that were
 asked for first, so at most one batch of groups reaches the bound on its age at a time, and none is too old if the
-learner waits for those that are still sampled. The bound on what is asked for is that of AReaL (arXiv:2505.24298, equation 3).
+learner waits for those that are still sampled. The bound is that of AReaL (arXiv:2505.24298, equation 3).
 
 ``Algorithm`` trains on batches of an ``EnvRunnerGroup``; ``ragr1 simulate`` runs the same code over scripted runners.
 """
