@@ -88,6 +88,8 @@ class Learner(ABC):
         self.options = self.make_options()
         self.schedule = self.make_schedule()
         self.num_updates = 0
+        self.num_micro_batches = 0
+        """Trained and scored; ``LearnerGroup`` reads it from another thread, as a sign of progress."""
         self.row_tokens = config.learners.micro_batch_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
         self.lora = read_lora(config.learners.lora)
@@ -292,6 +294,7 @@ class Learner(ABC):
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
             self.policy.backward(propagate_not_finite(loss, outputs.logprobs) * self.world_size)
             meter.add_tokens(micro_batch, outputs, chosen.old_logprobs, token_loss)
+            self.num_micro_batches += 1
         meter.add_step(grad_norm=self.policy.step(self.schedule.lr_at(self.step_index(meter.num_steps))))
 
     def _checked(self, token_loss: TokenLoss, num_tokens: int) -> TokenLoss:
@@ -325,6 +328,7 @@ class Learner(ABC):
         with torch.no_grad():
             for micro_batch in self.share(flat, range(len(flat.lengths)) if indices is None else indices):
                 values = forward(micro_batch).float()
+                self.num_micro_batches += 1
                 if micro_batch.weight:
                     scores[micro_batch.column_index] = values
         if self.world_size > 1:

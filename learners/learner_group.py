@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from cluster.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
@@ -66,6 +67,8 @@ WAIT_INTERVAL_S = 1.0
 MAX_HELD_CALLS = 256
 """Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
 
+_HEALTH = "health"
+"""Ray's concurrency group of the heartbeats."""
 _RESUME = "continue from the last checkpoint with --resume"
 
 
@@ -132,6 +135,7 @@ class LearnerGroup:
         """Called about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
         self._actors: list[Any] = []
+        self._heartbeats: list[Heartbeat] = []
         self._history: CallHistory | None = None
         if config.learners.num_learners == 0:
             self._local = LearnerWorker(config)
@@ -146,12 +150,18 @@ class LearnerGroup:
         import ray
 
         settings = self.config.learners
-        actor_class = ray.remote(num_cpus=settings.num_cpus_per_learner, num_gpus=settings.num_gpus_per_learner)(
-            LearnerWorker
-        )
+        actor_class = ray.remote(
+            num_cpus=settings.num_cpus_per_learner,
+            num_gpus=settings.num_gpus_per_learner,
+            concurrency_groups={_HEALTH: 1},  # a thread that no update blocks
+        )(LearnerWorker)
         for rank in range(settings.num_learners):
             options = self._actor_options(rank) if self._actor_options is not None else {}
             self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
+        self._heartbeats = [
+            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, settings.hang_timeout_s)
+            for actor in self._actors
+        ]
         host, port = self._call_once("prepare")[0]
         self._call_once("join", host, port)
 
@@ -299,8 +309,8 @@ class LearnerGroup:
         if not self._actors:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
-            on_wait = self.on_wait if method == "update" else lambda: None
-            return self._wait([getattr(actor, method).remote(*arguments) for actor in self._actors], on_wait)
+            calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+            return self._wait(calls, is_update=method == "update")
         results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self._actors]
         self._wait([first for first, *_ in results])
         return [last for *_, last in results]
@@ -329,16 +339,23 @@ class LearnerGroup:
             self._kill_actors()
             raise
 
-    def _wait(self, refs: list[Any], on_wait: Callable[[], None] = lambda: None) -> list[Any]:
-        """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective."""
+    def _wait(self, refs: list[Any], *, is_update: bool = False) -> list[Any]:
+        """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective.
+
+        So does a rank that hangs.
+        """
         import ray
 
         pending = list(refs)
         results: dict[Any, Any] = {}
+        for heartbeat in self._heartbeats:
+            heartbeat.begin_work()
         while pending:
             done, pending = ray.wait(pending, timeout=WAIT_INTERVAL_S)
             if not done:
-                on_wait()
+                if is_update:
+                    self.on_wait()
+                self._find_hung(is_update=is_update)
                 continue
             try:
                 results[done[0]] = ray.get(done[0])
@@ -355,7 +372,17 @@ class LearnerGroup:
                 if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
                     raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
                 raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
+        if is_update:
+            for heartbeat in self._heartbeats:
+                heartbeat.end_work()
         return [results[ref] for ref in refs]
+
+    def _find_hung(self, *, is_update: bool) -> None:
+        for rank, heartbeat in enumerate(self._heartbeats):
+            if reason := heartbeat.look(is_working=is_update):
+                name = f"learner rank {rank} of {len(self._heartbeats)}"
+                self._kill_actors()
+                raise _BrokenRankError(f"{name} hangs: {reason}")
 
     def _kill_actors(self) -> None:
         """Kill every rank, also a rank that waits in a collective."""
@@ -365,6 +392,7 @@ class LearnerGroup:
             for actor in self._actors:
                 ray.kill(actor)
             self._actors = []
+            self._heartbeats = []
 
 
 class LearnerWorker:
@@ -460,6 +488,10 @@ class LearnerWorker:
             except ray.exceptions.ObjectLostError:
                 lost.append(index)
         return lost
+
+    def progress(self) -> int:
+        """Return the number of micro-batches so far; the group calls it in a separate thread while others work."""
+        return self._learner.num_micro_batches if self._learner is not None else 0
 
     def answer_probe(self, probe: Path) -> str:
         """Return ``files.answer_probe`` of this rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,17 @@ def mistake() -> None:
     raise TypeError("a mistake in a custom learner")
 
 
-FAILURES: dict[str, Failure] = {f.__name__: f for f in (killed, cuda_error, learner_error, mistake)}
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stuck() -> None:
+    threading.Event().wait()
+
+
+FAILURES: dict[str, Failure] = {
+    f.__name__: f for f in (killed, cuda_error, learner_error, mistake, stopped, stuck)
+}
 
 
 class FailingLearner(GRPOLearner):
@@ -93,6 +104,30 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str,
     state = group.get_state()
     group.stop()
     return state, metrics
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "reason"), [("stopped", "it has not answered for"), ("stuck", "it has made no progress for")]
+)
+def test_a_rank_that_hangs_in_an_update_is_replaced(
+    ray_with_tests: ModuleType,
+    policy_dir: Path,
+    expected: tuple[State, dict[str, float]],
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    reason: str,
+) -> None:
+    group = make_group(2, hang_timeout_s=5)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    (policy_dir / "fail_1").write_text(how)
+    with caplog.at_level(logging.WARNING):
+        metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
+    assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=1e-6)
+    assert group.num_restarts == 1
+    assert "of 2 hangs: " + reason in caplog.text
+    group.stop()
 
 
 @pytest.mark.ray

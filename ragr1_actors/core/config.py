@@ -309,6 +309,9 @@ class LearnerSettings(Section):
     max_restarts: int = Field(2, ge=0)
     """Times per run that the learner group is restarted after a rank failed, without losing a batch; 0 ends the run at
     the first failure."""
+    hang_timeout_s: float = Field(20, gt=0)
+    """A rank that has not answered for this long hangs, as does one whose update has made no progress for twice as long
+    and for three times its longest step so far; the group is restarted."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
     """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""

@@ -1,0 +1,78 @@
+"""Heartbeat: tells an actor that hangs from one that works on something long.
+
+An actor that is stopped, swapped out or cut off does not answer. One that waits for ever inside a call answers, but its
+progress does not move. A long step is no hang: the limit grows with the longest step that was seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+INTERVAL_S = 2.0
+"""Between two questions to an actor."""
+STEPS = 3
+"""An actor may take this many times the longest step so far until the next."""
+FIRST_STEP_S = 600.0
+"""Time limit of the first step: nothing is known of it, and kernels may be compiled."""
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """The answers of one actor. ``look`` is to be called about once a second."""
+
+    ask: Callable[[], Any]
+    """Calls the actor, in a thread that its work does not block; the result is a number that grows with its work."""
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    _call: Any = field(default=None, init=False)
+    _asked_s: float = field(default=0.0, init=False)
+    _progress: int | None = field(default=None, init=False)
+    """None before the first answer: an actor that starts may take long."""
+    _moved_s: float = field(default=0.0, init=False)
+    _longest_s: float = field(default=0.0, init=False)
+
+    def begin_work(self) -> None:
+        """Expect progress from now on."""
+        self._moved_s = self.clock()
+
+    def end_work(self) -> None:
+        """Count the time since the last progress as a step."""
+        self._note_step()
+
+    def look(self, *, is_working: bool) -> str:
+        """Return why the actor hangs, or nothing. ``is_working``: progress is expected."""
+        now = self.clock()
+        if self._call is not None and ray.wait([self._call], timeout=0)[0]:
+            call, self._call = self._call, None
+            try:
+                self._note(ray.get(call))
+            except RayError:  # it died: whoever waits for its result learns of it
+                return ""
+        if self._call is None and now - self._asked_s >= INTERVAL_S:
+            self._call, self._asked_s = self.ask(), now
+        if self._progress is None:
+            return ""
+        if self._call is not None and now - self._asked_s > self.timeout_s:
+            return f"it has not answered for {now - self._asked_s:.0f} s"
+        # twice the time of an answer: where all wait for the one that is stopped, that one is named
+        limit_s = max(2 * self.timeout_s, STEPS * self._longest_s) if self._longest_s else FIRST_STEP_S
+        if is_working and now - self._moved_s > limit_s:
+            return f"it has made no progress for {now - self._moved_s:.0f} s"
+        return ""
+
+    def _note(self, progress: int) -> None:
+        if progress != self._progress:
+            if self._progress is not None:
+                self._note_step()
+            self._progress = progress
+
+    def _note_step(self) -> None:
+        now = self.clock()
+        self._longest_s = max(self._longest_s, now - self._moved_s)
+        self._moved_s = now

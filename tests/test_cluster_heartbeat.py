@@ -1,0 +1,86 @@
+"""Heartbeat: what is a hang, and what only takes long. The clock is the test's."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cluster.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, Heartbeat
+
+pytestmark = pytest.mark.ray
+
+TIMEOUT_S = 20.0
+
+
+class Actor:
+    """Answers with its progress, unless it is silent."""
+
+    def __init__(self, ray: ModuleType) -> None:
+        self.ray = ray
+        self.now = 100.0
+        self.progress: int | None = 0
+        self.heartbeat = Heartbeat(self.ask, TIMEOUT_S, lambda: self.now)
+
+    def ask(self) -> Any:
+        if self.progress is not None:
+            return self.ray.put(self.progress)
+
+        @self.ray.remote(num_cpus=1_000)  # finds no place
+        def never() -> None: ...
+
+        return never.remote()
+
+    def after(self, seconds: float, *, is_working: bool = True) -> list[str]:
+        """Look once a second, and return what was said."""
+        found = []
+        for _ in range(round(seconds)):
+            self.now += 1
+            found.append(self.heartbeat.look(is_working=is_working))
+        return found
+
+    def step(self, seconds: float) -> list[str]:
+        assert self.progress is not None
+        found = self.after(seconds)
+        self.progress += 1
+        return [*found, *self.after(2 * INTERVAL_S)]
+
+
+@pytest.fixture
+def actor(ray_local: ModuleType) -> Actor:
+    return Actor(ray_local)
+
+
+def test_an_actor_that_starts_may_take_any_time(actor: Actor) -> None:
+    actor.progress = None
+    assert set(actor.after(10 * TIMEOUT_S, is_working=False)) == {""}
+
+
+def test_an_actor_that_does_not_answer_hangs(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.after(5)) == {""}
+    actor.progress = None
+    said = actor.after(TIMEOUT_S + 2 * INTERVAL_S, is_working=False)
+    assert set(said[: round(TIMEOUT_S)]) == {""}
+    assert "it has not answered for 21 s" in said
+
+
+def test_a_long_step_is_no_hang(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(itertools.chain(*(actor.step(60) for _ in range(3)))) == {""}
+    assert set(actor.after(STEPS * 60)) == {""}
+    assert any(said.startswith("it has made no progress for") for said in actor.after(30))
+
+
+def test_the_first_step_may_take_longer(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.after(FIRST_STEP_S)) == {""}
+    assert actor.after(2)[-1] == f"it has made no progress for {FIRST_STEP_S + 2:.0f} s"
+
+
+def test_an_actor_without_work_makes_no_progress(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.step(1)) == {""}
+    assert set(actor.after(20 * TIMEOUT_S, is_working=False)) == {""}
