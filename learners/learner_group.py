@@ -23,12 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from cluster.heartbeat import Heartbeat
+from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
@@ -51,6 +51,8 @@ from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 
 if TYPE_CHECKING:  # only the process of the learner imports torch and transformers
+    import ray
+
     from learners.learner import Learner
     from learners.models.export import PolicyCopy
 
@@ -150,7 +152,7 @@ class LearnerGroup:
         import ray
 
         settings = self.config.learners
-        actor_class = ray.remote(
+        actor_class = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
             num_cpus=settings.num_cpus_per_learner,
             num_gpus=settings.num_gpus_per_learner,
             concurrency_groups={_HEALTH: 1},  # a thread that no update blocks
@@ -361,17 +363,7 @@ class LearnerGroup:
                 results[done[0]] = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 self._kill_actors()
-                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                if isinstance(cause, RagR1Error) or is_no_room(cause):
-                    raise cause from None
-                rank = f"learner rank {refs.index(done[0])} of {len(refs)}"
-                if isinstance(cause, ray.exceptions.RayActorError):
-                    raise _BrokenRankError(
-                        f"{rank} died: its process was killed, crashed or ran out of memory"
-                    ) from error
-                if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
-                    raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
-                raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
+                _raise_cause(error, f"learner rank {refs.index(done[0])} of {len(refs)}")
         if is_update:
             for heartbeat in self._heartbeats:
                 heartbeat.end_work()
@@ -393,6 +385,20 @@ class LearnerGroup:
                 ray.kill(actor)
             self._actors = []
             self._heartbeats = []
+
+
+def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
+    """Raise what an error of Ray means that the call of a rank raised."""
+    import ray
+
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    if isinstance(cause, RagR1Error) or is_no_room(cause):
+        raise cause from None
+    if isinstance(cause, ray.exceptions.RayActorError):
+        raise _BrokenRankError(f"{rank} died: its process was killed, crashed or ran out of memory") from error
+    if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
+        raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
+    raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
 
 
 class LearnerWorker:

@@ -56,9 +56,7 @@ def stuck() -> None:
     threading.Event().wait()
 
 
-FAILURES: dict[str, Failure] = {
-    f.__name__: f for f in (killed, cuda_error, learner_error, mistake, stopped, stuck)
-}
+FAILURES: dict[str, Failure] = {f.__name__: f for f in (killed, cuda_error, learner_error, mistake, stopped, stuck)}
 
 
 class FailingLearner(GRPOLearner):

@@ -283,6 +283,31 @@ async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local
 
 @pytest.mark.ray
 @pytest.mark.slow
+def test_a_retriever_that_hangs_is_ended_and_comes_back(
+    ray_local: ModuleType, index_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1, hang_timeout_s=3)
+    group = RetrieverGroup(index_dir, settings)
+    try:
+        group.wait_until_ready()
+        (fleet,) = group.fleets
+        pid = _pid(group.handles[1])
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 120
+        while fleet.num_hangs == 0 or fleet.state().num_running < 2:
+            fleet.state()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert fleet.num_hangs == 1
+        assert _pid(group.handles[1]) != pid
+        assert " hangs: it has not answered for 3 s" in caplog.text
+        assert group.metrics()["retrieval/retriever_hangs"] == 1
+    finally:
+        group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
     group = RetrieverGroup(index_dir, settings)

@@ -162,6 +162,9 @@ class EnvRunnerSettings(Section):
     computes the log-probs of every batch again: one more forward pass."""
     max_task_retries: int = Field(3, ge=0)
     """Times that a task is issued again after an engine, environment or retrieval failure."""
+    hang_timeout_s: float = Field(20, gt=0)
+    """An env runner that has not answered for this long hangs: it is ended, its groups go to others, and it starts
+    again."""
     weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).
@@ -214,6 +217,8 @@ class RetrievalSettings(Section):
     """Queries whose results each searching process keeps; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
     """Seconds that one attempt at one replica may take."""
+    hang_timeout_s: float = Field(20, gt=0)
+    """A retriever or encoder that has not answered for this long hangs: it is ended, and starts again."""
     max_retries: int = Field(2, ge=0)
     """Attempts on other replicas after the first, before the search counts as failed."""
 

@@ -46,10 +46,8 @@ START_TIMEOUT_S = 600.0
 """Time limit of an engine to load."""
 PROBE_INTERVAL_S = 1.0
 """Between two probes of a runner that is not healthy, and the longest wait for a group before the next probes."""
-PING_INTERVAL_S = 10.0
+PING_INTERVAL_S = 5.0
 """Between two pings of a healthy runner."""
-PING_TIMEOUT_S = 120.0
-"""A runner that has not answered for this long hangs. A long prefill on a CPU takes seconds."""
 MAX_FAILED_LOADS = 3
 """Consecutive failures of an engine to load beside learners after its actor was restarted; then the runner is lost."""
 RESTART_TIMEOUT_S = 300.0
@@ -139,7 +137,8 @@ class EnvRunnerGroup:
         self._newest: _Newest | None = None
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._last_loss = "none came back in time"
-        self.num_restarts = 0
+        self.num_restarts = self.num_hangs = 0
+        self._hang_timeout_s = settings.hang_timeout_s
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
@@ -239,7 +238,7 @@ class EnvRunnerGroup:
         return [r.handle for r in self._runners if not (r.is_healthy or r.is_lost or r.is_draining)]
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of the fleet; ``num_restarts`` counts the deaths since the start.
+        """Health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` those by a hang.
 
         ``load`` is the number of trajectories in flight per healthy runner and ``queue`` the number of groups that wait
         for a runner, both averaged over the calls of ``collect`` since the last call of this method.
@@ -248,6 +247,7 @@ class EnvRunnerGroup:
         return {
             "num_healthy": float(self.num_healthy),
             "num_restarts": float(self.num_restarts),
+            "num_hangs": float(self.num_hangs),
             "num_lost": float(sum(runner.is_lost for runner in self._runners)),
             "num_draining": float(sum(runner.is_draining for runner in self._runners)),
             "load": sum(load for load, _ in loads) / len(loads),
@@ -433,14 +433,15 @@ class EnvRunnerGroup:
         self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, batch)
 
+    def _note_death(self, runner: _Runner, cause: str) -> None:
+        runner.is_healthy, runner.probe = False, None
+        runner.num_deaths += 1
+        self.num_restarts += 1
+        logger.warning("%s %s; %d of %d go on", runner.name, cause, self.num_healthy, len(self._runners))
+
     def _mark_dead(self, runner: _Runner, error: RayError) -> None:
         if runner.is_healthy:
-            runner.is_healthy, runner.probe = False, None
-            runner.num_deaths += 1
-            self.num_restarts += 1
-            logger.warning(
-                "%s died (%s); %d of %d go on", runner.name, last_line(error), self.num_healthy, len(self._runners)
-            )
+            self._note_death(runner, f"died ({last_line(error)})")
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
         if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
             runner.is_lost = True
@@ -468,9 +469,10 @@ class EnvRunnerGroup:
 
     def _read_probe(self, runner: _Runner, now: float) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
-            if runner.is_healthy and now - runner.probed_at > PING_TIMEOUT_S:
+            if runner.is_healthy and now - runner.probed_at > self._hang_timeout_s:
+                self.num_hangs += 1
                 ray.kill(runner.handle, no_restart=False)  # its requests fail, and go to other runners
-                runner.probe = None
+                self._note_death(runner, f"hangs: it has not answered for {now - runner.probed_at:.0f} s")
             return
         probe, runner.probe = runner.probe, None
         try:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import threading
 import time
 import uuid
@@ -33,11 +35,15 @@ from ragr1_actors.core.errors import FleetError
 from retrieval.fleet.actor import ActorLoad, RpcActor
 from retrieval.fleet.batching import ClientLoad
 
+logger = logging.getLogger(__name__)
+
 REFRESH_S = 2.0
 """Between two looks of a client at the members of a fleet, while queries come."""
 LEAVE_S = 3 * REFRESH_S
 """From taking a member off the list to its end. A client sends nothing by a list older than ``2 * REFRESH_S``."""
 _NAMESPACE = "ragr1"
+_HEALTH = "health"
+"""Ray's concurrency group of the calls of ``load``."""
 _ANSWER_TIMEOUT_S = 5.0
 REPORT_EXPIRES_S = 5 * REFRESH_S
 """A client that has not reported for this long has no queries out."""
@@ -51,6 +57,8 @@ class _Member:
     actors: dict[str, ActorHandle[Any]]
     calls: dict[str, Any] = field(default_factory=dict)
     """Open calls of ``load``."""
+    asked_at: dict[str, float] = field(default_factory=dict)
+    """When each of them was made."""
     loads: dict[str, ActorLoad] = field(default_factory=dict)
     """What each actor answered last, since it was last reached."""
     is_draining: bool = False
@@ -73,6 +81,7 @@ class ActorFleet:
         num_cpus: float = 0.0,
         num_gpus: float = 0.0,
         actor_options: ActorOptions = anywhere,
+        hang_timeout_s: float = math.inf,
     ) -> None:
         """Hold no member yet.
 
@@ -82,16 +91,18 @@ class ActorFleet:
             arguments: of the actors of a member, one tuple for each.
             num_cpus: of one actor, as ``num_gpus``.
             actor_options: where the first, second, ... actor that is started runs.
+            hang_timeout_s: an actor that has not answered ``state`` for so long is ended, and Ray starts it again.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
         """The names of all actors begin with it."""
         # Ray restarts the actors without limit, but no call: the client retries, on another replica.
-        with_options = ray.remote(
+        with_options = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_restarts=-1,
             max_task_retries=0,
+            concurrency_groups={_HEALTH: 1},  # a thread that no search blocks
         )
         self._actor_class: Any = with_options(actor_class)
         self._actor_options = actor_options
@@ -100,6 +111,9 @@ class ActorFleet:
         self._leaving: dict[str, tuple[threading.Timer, _Member]] = {}
         self._num_started = 0
         self._busy_s = self._num_answered = 0.0
+        self._hang_timeout_s = hang_timeout_s
+        self.num_hangs = 0
+        """Actors that were ended because they did not answer."""
 
     @property
     def handles(self) -> dict[str, ActorHandle[Any]]:
@@ -209,7 +223,8 @@ class ActorFleet:
         for member in self._members:
             for name, handle in member.actors.items():
                 if name not in member.calls:
-                    member.calls[name] = handle.load.remote()
+                    member.calls[name] = handle.load.options(concurrency_group=_HEALTH).remote()
+                    member.asked_at[name] = time.monotonic()
 
     def _note(self) -> None:
         """Keep what the actors have answered to ``_ask``."""
@@ -226,8 +241,20 @@ class ActorFleet:
                 is_same = before is not None and before.started == load.started
                 self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
                 self._num_answered += load.queries - (before.queries if before and is_same else 0)
+        self._end_hung()
         if num_running != sum(member.is_running for member in self._members):
             self._publish()
+
+    def _end_hung(self) -> None:
+        """End the actors that answered before and do not any more; one that still loads has not answered yet."""
+        for member in self._members:
+            for name in member.loads.keys() & member.calls.keys():
+                waited_s = time.monotonic() - member.asked_at[name]
+                if waited_s > self._hang_timeout_s:
+                    logger.warning("%s %s hangs: it has not answered for %.0f s", self.kind, name, waited_s)
+                    self.num_hangs += 1
+                    del member.loads[name]
+                    ray.kill(member.actors[name], no_restart=False)
 
     def stop(self) -> None:
         """End all actors, without a restart. Their calls fail."""

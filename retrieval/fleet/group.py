@@ -236,7 +236,13 @@ def _start_retrievers(
         )
         arguments.append((made,))
     fleet = ActorFleet(
-        "retriever", RetrieverActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, actor_options=actor_options
+        "retriever",
+        RetrieverActor,
+        arguments,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        actor_options=actor_options,
+        hang_timeout_s=settings.hang_timeout_s,
     )
     fleet.scale_to(settings.num_retrievers)
     return fleet
@@ -247,7 +253,13 @@ def _start_encoders(shared: _Shared, settings: RetrievalSettings, actor_options:
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
     arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
     fleet = ActorFleet(
-        "encoder", EncoderActor, arguments, num_cpus=num_cpus, num_gpus=num_gpus, actor_options=actor_options
+        "encoder",
+        EncoderActor,
+        arguments,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        actor_options=actor_options,
+        hang_timeout_s=settings.hang_timeout_s,
     )
     fleet.scale_to(settings.num_encoders)
     return fleet
@@ -264,6 +276,7 @@ def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad], num_restarts: 
         "actors": len(loads),
         "lost": len(fleet.handles) - len(loads),
         "restarts": num_restarts,
+        "hangs": fleet.num_hangs,
         "queries": num_queries,
         "batch": num_queries / num_batches if num_batches else 0.0,
         "busy": busy_s / up_s if up_s else 0.0,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, Heartbeat
+from learners.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, Heartbeat
 
 pytestmark = pytest.mark.ray
 
