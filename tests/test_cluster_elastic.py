@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,5 +81,9 @@ def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) 
                 output.seek(0)
                 print(output.read())
         nodes.wait_for()  # all are given back
-    tasks = read_report(run_dir).tasks
+    report = read_report(run_dir)
+    said = [incident.what for incident in report.incidents]
+    assert any(re.match(r"env runner \d died ", what) for what in said), said
+    assert any(re.match(r"env runner \d is back after \d+ s", what) for what in said), said
+    tasks = report.tasks
     assert (tasks.issued, tasks.lost, tasks.doubled) == (tasks.trained, 0, 0)

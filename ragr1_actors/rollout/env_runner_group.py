@@ -76,6 +76,8 @@ class _Runner:
     node_id: str = ""
     """Ray's id of the node that the runner is on; empty before its first answer."""
     num_deaths: int = 0
+    died_at: float | None = None
+    """None if it is healthy or was never."""
     num_failed_loads: int = 0
     num_in_flight: int = 0
     """Trajectories that it was asked for and has not returned."""
@@ -435,6 +437,7 @@ class EnvRunnerGroup:
 
     def _note_death(self, runner: _Runner, cause: str) -> None:
         runner.is_healthy, runner.probe = False, None
+        runner.died_at = time.monotonic()
         runner.num_deaths += 1
         self.num_restarts += 1
         logger.warning("%s %s; %d of %d go on", runner.name, cause, self.num_healthy, len(self._runners))
@@ -484,3 +487,6 @@ class EnvRunnerGroup:
             self._mark_dead(runner, error)
             return
         runner.is_healthy, runner.num_failed_loads = True, 0
+        if runner.died_at is not None:
+            logger.warning("%s is back after %.0f s", runner.name, time.monotonic() - runner.died_at)
+            runner.died_at = None

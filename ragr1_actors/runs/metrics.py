@@ -4,7 +4,8 @@
 
     {"iteration": 3, "loop/tokens": 81920.0, "rollout/reward": 0.61, "stage": "rl", "time/iteration_s": 4.2}
 
-A line of an iteration in which fleets got other sizes has them, with the reasons, as ``scaling/decisions``.
+A line of an iteration in which fleets got other sizes has them, with the reasons, as ``scaling/decisions``; one of an
+iteration in which something failed and was mended has it as ``incidents``.
 
 A metric's name is ``group/name``, with the groups ``rollout``, ``learner``, ``eval``, ``loop`` and others. Names that
 start with ``time/`` are wall times in seconds. Two runs with the same seed agree in all metrics but these.
@@ -27,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
 from ragr1_actors.core.files import write_file
+from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.scaling import ScalingDecision
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,6 +38,8 @@ TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/", "scaling/")
 """Prefixes of metrics that depend on timing: wall times, and load, health and sizes of the fleets."""
 DECISIONS = "scaling/decisions"
 """Key of the list of ``ScalingDecision``, in lines that have any."""
+INCIDENTS = "incidents"
+"""Key of the list of ``Incident``, in lines that have any."""
 
 
 class _Row(BaseModel):
@@ -46,6 +50,7 @@ class _Row(BaseModel):
     stage: str
     iteration: int
     decisions: list[ScalingDecision] = Field(default=[], alias=DECISIONS)
+    incidents: list[Incident] = Field(default=[], alias=INCIDENTS)
 
 
 class MetricsLogger:
@@ -66,11 +71,16 @@ class MetricsLogger:
         self._events: dict[str, _EventFile] = {}
 
     def log(
-        self, stage: str, iteration: int, metrics: Mapping[str, float], decisions: Sequence[ScalingDecision] = ()
+        self,
+        stage: str,
+        iteration: int,
+        metrics: Mapping[str, float],
+        decisions: Sequence[ScalingDecision] = (),
+        incidents: Sequence[Incident] = (),
     ) -> None:
         """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
 
-        ``decisions`` are those since the call before.
+        ``decisions`` and ``incidents`` are those since the call before.
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
@@ -79,6 +89,7 @@ class MetricsLogger:
         if stage not in self._events:
             self._begin(stage, iteration)
         made = {DECISIONS: [asdict(decision) for decision in decisions]} if decisions else {}
+        made |= {INCIDENTS: [asdict(incident) for incident in incidents]} if incidents else {}
         self._file.write(_line({"stage": stage, "iteration": iteration, **values, **made}))
         self._file.flush()
         self._events[stage].write(iteration, values)
@@ -184,9 +195,14 @@ def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:
     return tuple(ScalingDecision(**made) for row in read_metrics(run_dir) for made in row.get(DECISIONS, ()))
 
 
+def read_incidents(run_dir: Path) -> tuple[Incident, ...]:
+    """Return what failed and was mended, by ``metrics.jsonl``; ``RunDirectoryError`` on a damaged line."""
+    return tuple(Incident(**found) for row in read_metrics(run_dir) for found in row.get(INCIDENTS, ()))
+
+
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without wall times and the fleets' load; two runs with the same seed agree in them."""
-    return {name: value for name, value in metrics.items() if not name.startswith(TIMING_PREFIXES)}
+    """Return the metrics without wall times, incidents and the fleets' load; two runs of a seed agree in them."""
+    return {name: value for name, value in metrics.items() if not name.startswith((*TIMING_PREFIXES, INCIDENTS))}
 
 
 def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:

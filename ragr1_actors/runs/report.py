@@ -6,6 +6,7 @@ import html
 import math
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
+from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.scaling import ScalingDecision
 
@@ -88,6 +90,8 @@ class RunReport:
     """Further figures, such as ``{"recall@3": 0.61}``."""
     decisions: tuple[ScalingDecision, ...] = ()
     """Sizes that the fleets got while the run was under way, those of ``metrics.jsonl``."""
+    incidents: tuple[Incident, ...] = ()
+    """What failed and was mended, by ``metrics.jsonl``."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
@@ -211,6 +215,7 @@ svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
 <p>{summary}</p>
 {curves}
 {decisions}
+{incidents}
 </body></html>
 """
 
@@ -225,20 +230,21 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
         title=html.escape(title),
         table=f"<table><tr><th>{_num_tasks(report)}</th>{head}</tr>{body}</table>",
         summary=summary,
-        decisions=_decisions(report),
+        decisions=_timed("fleets", [(made.time_s, str(made)) for made in report.decisions]),
+        incidents=_timed("incidents", [(found.time_s, found.what) for found in report.incidents]),
         curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
     )
 
 
-def _decisions(report: RunReport) -> str:
-    """Return a table of the sizes that the fleets got; empty if they kept theirs."""
-    if not report.decisions:
+def _timed(title: str, lines: Sequence[tuple[float, str]]) -> str:
+    """Return a table of Unix times and what happened then; empty if nothing did."""
+    if not lines:
         return ""
     rows = "".join(
-        f"<tr><td>{time.strftime('%F %T', time.localtime(made.time_s))}</td><td>{html.escape(str(made))}</td></tr>"
-        for made in report.decisions
+        f"<tr><td>{time.strftime('%F %T', time.localtime(time_s))}</td><td>{html.escape(what)}</td></tr>"
+        for time_s, what in lines
     )
-    return f"<h2>fleets</h2><table>{rows}</table>"
+    return f"<h2>{title}</h2><table>{rows}</table>"
 
 
 def _curve(name: str, stage: str, rows: list[dict[str, Any]]) -> str:

@@ -22,7 +22,8 @@ from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
-from ragr1_actors.runs.metrics import MetricsLogger, read_decisions
+from ragr1_actors.runs.incidents import IncidentLog
+from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.progress import show_progress
 from ragr1_actors.runs.report import (
@@ -54,6 +55,7 @@ class TrainingRun:
         self._place.retry_for(config.checkpointing.storage_retry_s)
         self._run_dir = self._place.path
         self._console = console
+        self._incidents = IncidentLog(lambda line: console.print(line, highlight=False, markup=False))
         self._stages: list[StageReport] = []
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
@@ -85,6 +87,7 @@ class TrainingRun:
         with (
             PeakMemory() as memory,
             InterruptGuard() as guard,
+            self._incidents,
             session_for(self._config, self._show_placement, self._console.print),
             ExitStack() as stack,
         ):
@@ -117,6 +120,7 @@ class TrainingRun:
             tasks=TaskCounts(**algorithm.task_counts()),
             ratios=recall,
             decisions=read_decisions(self._run_dir),
+            incidents=read_incidents(self._run_dir),
         )
         write_report(self._run_dir, report)
         return report
@@ -175,7 +179,7 @@ class TrainingRun:
 
                 def on_step(step: int, metrics: dict[str, float]) -> None:
                     values = {f"learner/{name}": value for name, value in metrics.items()}
-                    logger.log("sft", step, values, self._decisions(algorithm))
+                    logger.log("sft", step, values, self._decisions(algorithm), self._incidents.take())
                     report(step, f"loss {metrics['loss']:.3f}")
                     if self._is_due(step, SFT_CHECKPOINT_STEPS) and step < config.sft.num_steps:
                         self._save(algorithm, wait=False)
@@ -200,7 +204,7 @@ class TrainingRun:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
-                logger.log("rl", iteration, metrics, self._decisions(algorithm))
+                logger.log("rl", iteration, metrics, self._decisions(algorithm), self._incidents.take())
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
@@ -242,7 +246,7 @@ class TrainingRun:
         with self._console.status("evaluating"):
             result = algorithm.evaluate(name)
         values = {f"eval/{key}": value for key, value in asdict(result).items()}
-        logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm))
+        logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
         self._stages.append(StageReport(name, result, time.monotonic() - started))
         return self._score(result)
 

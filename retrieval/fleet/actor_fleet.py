@@ -236,11 +236,15 @@ class ActorFleet:
             member, name = calls[call]
             del member.calls[name]
             before = member.loads.pop(name, None)
-            with contextlib.suppress(RayError):  # it restarts
+            try:
                 load = member.loads[name] = ray.get(call)
-                is_same = before is not None and before.started == load.started
-                self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
-                self._num_answered += load.queries - (before.queries if before and is_same else 0)
+            except RayError as error:  # it restarts
+                if before is not None:
+                    logger.warning("%s %s died (%s)", self.kind, name, last_line(error))
+                continue
+            is_same = before is not None and before.started == load.started
+            self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
+            self._num_answered += load.queries - (before.queries if before and is_same else 0)
         self._end_hung()
         if num_running != sum(member.is_running for member in self._members):
             self._publish()
