@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -121,24 +121,24 @@ class Storage:
         """Write an object; readers see the one before or the new one."""
         self._try("write", name, lambda: self._replace(name, lambda stream: stream.write(content)))
 
-    def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
-        is_local = isinstance(self._fs, fs.LocalFileSystem)  # an object appears when it is whole, a file does not
-        path = self._path(name)
-        writing = f"{path}{WRITING}{secrets.token_hex(4)}" if is_local else path
-        with self._output(writing) as stream:
-            write(stream)
-        if is_local:
-            self._fs.move(writing, path)
-
     def upload(self, name: str, file: Path) -> None:
-        """Write a file as an object; readers of a folder see the one before or the new one."""
+        """Write a file, on S3 of at most 5 GB, as an object; readers see the one before or the new one."""
+        self._try("write", name, lambda: self._replace(name, partial(_copy, file)))
 
-        def send(stream: pa.NativeFile) -> None:
-            with file.open("rb") as source:
-                while chunk := source.read(_CHUNK_BYTES):
-                    stream.write(chunk)
+    def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
+        """Fill an object of another name, and rename it: whatever ends a stream makes an object of what it has."""
+        writing = f"{name}{WRITING}{secrets.token_hex(4)}"
+        try:
+            self._fill(writing, write)
+            self._fs.move(self._path(writing), self._path(name))
+        except BaseException:
+            with suppress(OSError):  # it was not made, or the connection is cut
+                self._fs.delete_file(self._path(writing))
+            raise
 
-        self._try("write", name, lambda: self._replace(name, send))
+    def _fill(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
+        with self._output(self._path(name)) as stream:
+            write(stream)
 
     def download(self, name: str, file: Path) -> str:
         """Write an object into a file and return the SHA-256 of what was written; ``UserError`` if there is none."""
@@ -220,9 +220,10 @@ class Storage:
         self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
 
     def deliver(self, prefix: str, part: str, folder: Path, files: Sequence[FileContent]) -> None:
-        """Upload the files of a part, and then what they are."""
+        """Upload the files of a part, and then what they are; who reads before that finds nothing."""
         for file in files:
-            self.upload(f"{prefix}/{file.name}", folder / file.name)
+            name = f"{prefix}/{file.name}"
+            self._try("write", name, partial(self._fill, name, partial(_copy, folder / file.name)))
         self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
 
     def _read_as(self, kind: TypeAdapter[T], name: str) -> T | None:
@@ -280,6 +281,12 @@ class Storage:
 
     def _reason(self, error: BaseException) -> str:
         return _without(one_line(error, 300), self.uri)
+
+
+def _copy(file: Path, stream: pa.NativeFile) -> None:
+    with file.open("rb") as source:
+        while chunk := source.read(_CHUNK_BYTES):
+            stream.write(chunk)
 
 
 @cache

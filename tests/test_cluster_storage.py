@@ -215,11 +215,12 @@ class CutFile(PosixPath):
         return Cut(bytes(100))
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    storage = Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
+def test_a_file_is_replaced_as_a_whole(storage: Storage, tmp_path: Path) -> None:
     storage.write("metrics.jsonl", b"old")
-    with pytest.raises(KeyboardInterrupt):
-        storage.upload("metrics.jsonl", CutFile(tmp_path / "file"))
+    for name in ("metrics.jsonl", "report.json"):
+        with pytest.raises(KeyboardInterrupt):
+            storage.upload(name, CutFile(tmp_path / "file"))
+    assert storage.names() == ["metrics.jsonl"]
     assert storage.read("metrics.jsonl") == b"old"
 
 
