@@ -47,6 +47,9 @@ _CHUNK_BYTES = 8 * 2**20
 _SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creation", "project_id")
 """Parameters of a URI that are shown and stored."""
 
+_EXAMPLE = "such as s3://bucket/runs/mine"
+_EXPECTED = f"expected one {_EXAMPLE}"
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _OPEN_SECRET = re.compile(r"[^/\s?#@]*:(?!\d+/)\S*@")
@@ -289,15 +292,31 @@ def _copy(file: Path, stream: pa.NativeFile) -> None:
             stream.write(chunk)
 
 
+def check_uri(uri: str) -> None:
+    """Refuse, with a ``ConfigError``, a URI of no file system of ``pyarrow.fs``, such as ``foo://x``, or of no folder.
+
+    It is not asked for over the network: to make a connection to S3, pyarrow asks Amazon for region and credentials.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(f"got a URI that cannot be read ({error}); {_EXPECTED}") from None
+    if re.search(r"\s", uri):
+        raise ConfigError(f"{without_secrets(uri)!r} has white space; {_EXPECTED}")
+    if uri.startswith("s3://"):
+        if not parts.netloc:
+            raise ConfigError(f"{without_secrets(uri)} names no bucket; {_EXPECTED}")
+    elif parts.scheme not in ("hdfs", "viewfs"):  # of which pyarrow starts a Java machine
+        _connect(uri)
+
+
 @cache
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found, path = fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, ImportError) as error:  # ImportError: a file system that pyarrow does not bring along
         reason = _without(one_line(error, 300), uri)
-        raise ConfigError(
-            f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"
-        ) from None
+        raise ConfigError(f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, {_EXAMPLE}") from None
     return found, path.rstrip("/")
 
 
