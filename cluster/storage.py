@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from cluster.node_cache import FileContent, NodeCache, check_inside
+from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
 from ragr1_actors.core.files import WRITING, is_no_room
 from ragr1_actors.core.folders import AnyFolder
@@ -144,7 +144,12 @@ class Storage:
             write(stream)
 
     def download(self, name: str, file: Path) -> str:
-        """Write an object into a file and return the SHA-256 of what was written; ``UserError`` if there is none."""
+        """Write an object into a file and return the SHA-256 of what was written.
+
+        Raises:
+            UserError: there is no such object, or it cannot be read.
+            OSError: the disk of the file is full.
+        """
 
         def download() -> str:
             digest = hashlib.sha256()
@@ -253,7 +258,10 @@ class Storage:
         return self._fs.open_output_stream(path)
 
     def _try(self, verb: str, name: str, call: Callable[[], T]) -> T:
-        """Repeat a call that fails for ``retry_s``; then ``UserError``, but ``FileNotFoundError`` at once."""
+        """Repeat a call that fails for ``retry_s``; then ``UserError``.
+
+        At once: ``FileNotFoundError``, and the ``OSError`` of a disk that is too full for what is read.
+        """
 
         def tell(state: RetryCallState) -> None:
             if state.attempt_number == 1:
@@ -276,6 +284,8 @@ class Storage:
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException) as error:
+            if verb == "read" and is_no_room(error):  # on the disk of this node
+                raise
             raise UserError(
                 f"cannot {verb} {self.at(name)}: {self._reason(error)}; look at the network, the name and the "
                 "credentials of the storage"
@@ -293,9 +303,9 @@ def _copy(file: Path, stream: pa.NativeFile) -> None:
 
 
 def check_uri(uri: str) -> None:
-    """Refuse, with a ``ConfigError``, a URI of no file system of ``pyarrow.fs``, such as ``foo://x``, or of no folder.
+    """Refuse, with a ``ConfigError``, a URI that names no file system of ``pyarrow.fs``, or no bucket.
 
-    It is not asked for over the network: to make a connection to S3, pyarrow asks Amazon for region and credentials.
+    Nothing is connected to. Of S3 only the form is checked: pyarrow would ask Amazon for region and credentials.
     """
     try:
         parts = urlsplit(uri)
@@ -304,7 +314,7 @@ def check_uri(uri: str) -> None:
     if re.search(r"\s", uri):
         raise ConfigError(f"{without_secrets(uri)!r} has white space; {_EXPECTED}")
     if uri.startswith("s3://"):
-        if not parts.netloc:
+        if not parts.hostname:
             raise ConfigError(f"{without_secrets(uri)} names no bucket; {_EXPECTED}")
     elif parts.scheme not in ("hdfs", "viewfs"):  # of which pyarrow starts a Java machine
         _connect(uri)
@@ -391,7 +401,7 @@ class Artifact:
 
     def fetch(self) -> Path:
         """Return the folder at its path, if this node has the content there, else in this node's cache."""
-        if self.path and all(file.is_in(Path(self.path)) for file in self.files):
+        if self.path and has_files(Path(self.path), self.files):
             return Path(self.path)
         return NodeCache.of_this_node().get(self.content, self.files, self._download)
 
@@ -427,7 +437,7 @@ class Artifact:
             raise DataError(f"{self.name} is on no storage; give --run-dir a URI that all nodes reach")
         for name, content in ray.get(self.blobs).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            content.tofile(folder / name)
+            (folder / name).write_bytes(content)  # tofile() has no errno
 
 
 @dataclass(frozen=True)
