@@ -165,7 +165,7 @@ class Autoscaler:
     def _desired(self, wanted: float) -> int:
         """Return the size that a wanted one means: the same within the tolerance, else scaled as Serve does."""
         size, settings = self.num_replicas, self._settings
-        wanted = min(wanted, _MOST)
+        wanted = min(max(wanted, 0.0), _MOST)  # of what is no number the size stays
         if abs(wanted - size) > settings.tolerance * size:
             factor = settings.upscaling_factor if wanted > size else settings.downscaling_factor
             scaled = math.ceil(size + factor * (wanted - size) - 1e-9)
@@ -185,8 +185,8 @@ class Autoscaler:
 
     def _bound(self, wanted: float) -> str:
         settings = self._settings
-        if math.ceil(wanted - 1e-9) > self.num_replicas == settings.max_replicas:
-            return f"; max_replicas allows {settings.max_replicas} of {math.ceil(wanted)}"
+        if wanted - 1e-9 > self.num_replicas == settings.max_replicas:
+            return f"; max_replicas allows {settings.max_replicas} of {math.ceil(min(wanted, _MOST))}"
         return ""
 
 

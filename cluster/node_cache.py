@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import WRITING, fingerprint_file
+from ragr1_actors.core.files import WRITING, fingerprint_file, is_no_room
 
 CACHE_VARIABLE = "RAGR1_CACHE"
 """Environment variable: the folder of this node's cache, on a local disk; default ``~/.cache/ragr1``."""
@@ -69,6 +70,11 @@ class FileContent:
             return False
 
 
+def has_files(folder: Path, files: Sequence[FileContent]) -> bool:
+    """Return whether there is a folder with these files, which may be none."""
+    return folder.is_dir() and all(file.is_in(folder) for file in files)
+
+
 def check_inside(name: str) -> None:
     """Refuse, with a ``DataError``, a relative name that is outside of its folder, or the folder itself."""
     path = PurePosixPath(name)
@@ -107,7 +113,14 @@ class NodeCache:
         given = os.environ.get(BYTES_VARIABLE) or "0"
         if not given.isdecimal():
             raise UserError(f"{BYTES_VARIABLE}: got {given!r}, expected a whole number of bytes")
-        return cls(Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ragr1").absolute(), int(given))
+        try:
+            directory = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ragr1")
+        except RuntimeError as error:  # as in a container that runs as a user of its own
+            raise UserError(
+                f"user {os.getuid()} of node {socket.gethostname()} has no home directory for the cache; set "
+                f"{CACHE_VARIABLE} to a local folder"
+            ) from error
+        return cls(directory.absolute(), int(given))
 
     def get(self, name: str, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> Path:
         """Return the folder of an entry, which stays in the cache until this process ends.
@@ -118,12 +131,24 @@ class NodeCache:
         Raises:
             DataError: there is no room, or what was fetched is not what is expected.
         """
+        try:
+            return self._get(name, files, fetch)
+        except OSError as error:
+            if not is_no_room(error):
+                raise
+            num_bytes = sum(file.num_bytes for file in files)
+            raise DataError(
+                f"the disk of the cache {self.directory} of node {socket.gethostname()} has no room to fetch "
+                f"{num_bytes:,} bytes ({error.strerror}); free some, or set {CACHE_VARIABLE} to a folder on a larger disk"
+            ) from error
+
+    def _get(self, name: str, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> Path:
         entry = self.directory / name
         with _IN_USE_LOCK:
             if entry in _IN_USE:
                 return entry
         with self._lock(f"{name}.fetch"):
-            if not all(file.is_in(entry) for file in files):
+            if not has_files(entry, files):
                 self._replace(entry, files, fetch)
             descriptor = self._open_lock(f"{name}.use")
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # at once: who removes the entry holds the other lock, too

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from cluster.node_cache import FileContent, NodeCache, check_inside
+from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
 from ragr1_actors.core.files import WRITING, is_no_room
 from ragr1_actors.core.folders import AnyFolder
@@ -46,6 +46,9 @@ RETRY_S = 120.0
 _CHUNK_BYTES = 8 * 2**20
 _SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creation", "project_id")
 """Parameters of a URI that are shown and stored."""
+
+_EXAMPLE = "such as s3://bucket/runs/mine"
+_EXPECTED = f"expected one {_EXAMPLE}"
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -121,27 +124,32 @@ class Storage:
         """Write an object; readers see the one before or the new one."""
         self._try("write", name, lambda: self._replace(name, lambda stream: stream.write(content)))
 
-    def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
-        is_local = isinstance(self._fs, fs.LocalFileSystem)  # an object appears when it is whole, a file does not
-        path = self._path(name)
-        writing = f"{path}{WRITING}{secrets.token_hex(4)}" if is_local else path
-        with self._output(writing) as stream:
-            write(stream)
-        if is_local:
-            self._fs.move(writing, path)
-
     def upload(self, name: str, file: Path) -> None:
-        """Write a file as an object; readers of a folder see the one before or the new one."""
+        """Write a file, on S3 of at most 5 GB, as an object; readers see the one before or the new one."""
+        self._try("write", name, lambda: self._replace(name, partial(_copy, file)))
 
-        def send(stream: pa.NativeFile) -> None:
-            with file.open("rb") as source:
-                while chunk := source.read(_CHUNK_BYTES):
-                    stream.write(chunk)
+    def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
+        """Fill an object of another name, and rename it: whatever ends a stream makes an object of what it has."""
+        writing = f"{name}{WRITING}{secrets.token_hex(4)}"
+        try:
+            self._fill(writing, write)
+            self._fs.move(self._path(writing), self._path(name))
+        except BaseException:
+            with suppress(OSError):  # it was not made, or the connection is cut
+                self._fs.delete_file(self._path(writing))
+            raise
 
-        self._try("write", name, lambda: self._replace(name, send))
+    def _fill(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
+        with self._output(self._path(name)) as stream:
+            write(stream)
 
     def download(self, name: str, file: Path) -> str:
-        """Write an object into a file and return the SHA-256 of what was written; ``UserError`` if there is none."""
+        """Write an object into a file and return the SHA-256 of what was written.
+
+        Raises:
+            UserError: there is no such object, or it cannot be read.
+            OSError: the disk of the file is full.
+        """
 
         def download() -> str:
             digest = hashlib.sha256()
@@ -220,9 +228,10 @@ class Storage:
         self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
 
     def deliver(self, prefix: str, part: str, folder: Path, files: Sequence[FileContent]) -> None:
-        """Upload the files of a part, and then what they are."""
+        """Upload the files of a part, and then what they are; who reads before that finds nothing."""
         for file in files:
-            self.upload(f"{prefix}/{file.name}", folder / file.name)
+            name = f"{prefix}/{file.name}"
+            self._try("write", name, partial(self._fill, name, partial(_copy, folder / file.name)))
         self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
 
     def _read_as(self, kind: TypeAdapter[T], name: str) -> T | None:
@@ -249,7 +258,10 @@ class Storage:
         return self._fs.open_output_stream(path)
 
     def _try(self, verb: str, name: str, call: Callable[[], T]) -> T:
-        """Repeat a call that fails for ``retry_s``; then ``UserError``, but ``FileNotFoundError`` at once."""
+        """Repeat a call that fails for ``retry_s``; then ``UserError``.
+
+        At once: ``FileNotFoundError``, and the ``OSError`` of a disk that is too full for what is read.
+        """
 
         def tell(state: RetryCallState) -> None:
             if state.attempt_number == 1:
@@ -272,6 +284,8 @@ class Storage:
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException) as error:
+            if verb == "read" and is_no_room(error):  # on the disk of this node
+                raise
             raise UserError(
                 f"cannot {verb} {self.at(name)}: {self._reason(error)}; look at the network, the name and the "
                 "credentials of the storage"
@@ -282,15 +296,37 @@ class Storage:
         return _without(one_line(error, 300), self.uri)
 
 
+def _copy(file: Path, stream: pa.NativeFile) -> None:
+    with file.open("rb") as source:
+        while chunk := source.read(_CHUNK_BYTES):
+            stream.write(chunk)
+
+
+def check_uri(uri: str) -> None:
+    """Refuse, with a ``ConfigError``, a URI that names no file system of ``pyarrow.fs``, or no bucket.
+
+    Nothing is connected to. Of S3 only the form is checked: pyarrow would ask Amazon for region and credentials.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(f"got a URI that cannot be read ({error}); {_EXPECTED}") from None
+    if re.search(r"\s", uri):
+        raise ConfigError(f"{without_secrets(uri)!r} has white space; {_EXPECTED}")
+    if uri.startswith("s3://"):
+        if not parts.hostname:
+            raise ConfigError(f"{without_secrets(uri)} names no bucket; {_EXPECTED}")
+    elif parts.scheme not in ("hdfs", "viewfs"):  # of which pyarrow starts a Java machine
+        _connect(uri)
+
+
 @cache
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found, path = fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, ImportError) as error:  # ImportError: a file system that pyarrow does not bring along
         reason = _without(one_line(error, 300), uri)
-        raise ConfigError(
-            f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"
-        ) from None
+        raise ConfigError(f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, {_EXAMPLE}") from None
     return found, path.rstrip("/")
 
 
@@ -365,7 +401,7 @@ class Artifact:
 
     def fetch(self) -> Path:
         """Return the folder at its path, if this node has the content there, else in this node's cache."""
-        if self.path and all(file.is_in(Path(self.path)) for file in self.files):
+        if self.path and has_files(Path(self.path), self.files):
             return Path(self.path)
         return NodeCache.of_this_node().get(self.content, self.files, self._download)
 
@@ -401,7 +437,7 @@ class Artifact:
             raise DataError(f"{self.name} is on no storage; give --run-dir a URI that all nodes reach")
         for name, content in ray.get(self.blobs).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            content.tofile(folder / name)
+            (folder / name).write_bytes(content)  # tofile() has no errno
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,13 @@ def test_a_directory_with_a_run_offers_resume(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "{}"
 
 
+@pytest.mark.parametrize("option", [(), ("--resume",), ("--auto-resume",)])
+def test_a_run_directory_of_an_unknown_scheme_is_no_damage(option: tuple[str, ...]) -> None:
+    said = invoke("train", "quickstart", "--run-dir", "foo://bucket/run", *option)
+    assert said.startswith("error: foo://bucket/run: Unrecognized filesystem type in URI"), said
+    assert said.endswith("expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"), said
+
+
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     assert "--run-dir" in invoke("train", "quickstart", "--resume")
     assert "holds no run" in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path))

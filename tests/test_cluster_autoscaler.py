@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from autoscaling_world import Load, Outcome, Trainer, serve_queries
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
+from cluster.autoscaler import Autoscaler, Demand, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from ragr1_actors.core.config import RetrieverAutoscaling, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError
 
@@ -270,6 +271,23 @@ def test_whatever_is_measured_the_size_stays_within_its_bounds(steps: list[Fleet
         sums = {"busy_s": total.busy_s + one.busy_s, "num_answered": total.num_answered + one.num_answered}
         total = replace(one, time_s=total.time_s + 1, learner=learner, **sums)
         assert 2 <= scaler.decide(total).num_replicas <= 10
+
+
+@pytest.mark.parametrize("wanted", [math.inf, 1e308, 12.0, math.nan, 0.0, -math.inf])
+def test_any_demand_gives_a_size_and_a_reason(wanted: float) -> None:
+    for size in (1, 2, 3, 99):  # 1 and 99 are out of bounds, as after a person's order
+        scaler = Autoscaler(fast(min_replicas=2, max_replicas=3), lambda *_: Demand(wanted, "measured"), size)
+        decisions = [scaler.decide(FleetState(float(second), size)) for second in range(60)]
+        assert decisions[-1].num_replicas in (2, 3)
+        assert all(decision.reason.startswith("measured") for decision in decisions)
+
+
+def test_answers_in_no_time_are_an_infinite_demand() -> None:
+    scaler = autoscale_retrievers(fast(upscale_delay_s=0), 2)
+    scaler.decide(FleetState(0.0, 2))
+    decision = scaler.decide(FleetState(5e-324, 2, busy_s=1.0, num_answered=100.0))
+    assert decision.num_replicas == 10
+    assert "max_replicas allows 10 of 1000000000" in decision.reason
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,14 @@ def test_a_listing_cannot_name_a_file_outside_the_folder(name: str) -> None:
         FileContent(name, 1, "0", "0")
 
 
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAGR1_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4242421)  # of no account, as in some containers
+    with pytest.raises(UserError, match=r"^user 4242421 of node .* has no home directory .*; set RAGR1_CACHE to a local"):
+        NodeCache.of_this_node()
+
+
 def test_the_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

@@ -70,6 +70,16 @@ def test_a_folder_reaches_a_node_that_does_not_see_it(storage: Storage, tmp_path
     assert on_this_node(put) == found
 
 
+def test_an_empty_folder_is_there_after_it_was_fetched(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    put = storage.put(tmp_path / "empty", "empty")
+    (tmp_path / "empty").rmdir()  # as on a node with another disk
+    part = hidden(storage.put(make_folder(tmp_path / "policy"), "policy")).only("adapter/")
+    for artifact in (put, hidden(put), part):
+        found = artifact.fetch()
+        assert found.is_dir() and contents(found) == {}
+
+
 def test_the_same_content_is_uploaded_once(storage: Storage, tmp_path: Path) -> None:
     first = storage.put(make_folder(tmp_path / "a"))
     names = storage.names()
@@ -215,11 +225,12 @@ class CutFile(PosixPath):
         return Cut(bytes(100))
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    storage = Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
+def test_a_file_is_replaced_as_a_whole(storage: Storage, tmp_path: Path) -> None:
     storage.write("metrics.jsonl", b"old")
-    with pytest.raises(KeyboardInterrupt):
-        storage.upload("metrics.jsonl", CutFile(tmp_path / "file"))
+    for name in ("metrics.jsonl", "report.json"):
+        with pytest.raises(KeyboardInterrupt):
+            storage.upload(name, CutFile(tmp_path / "file"))
+    assert storage.names() == ["metrics.jsonl"]
     assert storage.read("metrics.jsonl") == b"old"
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import ray
 import yaml
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 
-from ragr1_actors.core.errors import RunDirectoryError
+from cluster.node_cache import NodeCache
+from cluster.storage import Artifact, Storage, read_contents
+from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
@@ -63,6 +68,32 @@ def test_half_a_configuration_is_never_resumed_from(disk: Path, tmp_path: Path) 
     create_run_directory(config, disk / "run")
     assert open_run_directory(disk / "run") == config
     assert [path.name for path in (disk / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("is_on_storage", [True, False])
+def test_a_full_cache_is_named_and_not_the_network(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, is_on_storage: bool
+) -> None:
+    monkeypatch.setenv("RAGR1_CACHE", str(disk / "cache"))
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "weights").write_bytes(bytes(100_000))
+    if is_on_storage:
+        put = Storage(f"file://{tmp_path / 'stored'}", retry_s=60).put(tmp_path / "policy")
+    else:
+        request.getfixturevalue("ray_local")
+        blobs = ray.put({"weights": np.zeros(100_000, np.uint8)})
+        put = Artifact(read_contents(tmp_path / "policy"), "policy", blobs=blobs)
+    away = replace(put, path="")
+    NodeCache.of_this_node()
+    fill(disk)
+    with pytest.raises(
+        DataError,
+        match=rf"^the disk of the cache {disk}/cache of node .* has no room to fetch 100,000 bytes \(No space left on "
+        r"device\); free some, or set RAGR1_CACHE to a folder on a larger disk$",
+    ):
+        away.fetch()
+    (disk / FILLER).unlink()
+    assert (away.fetch() / "weights").read_bytes() == bytes(100_000)
 
 
 def test_a_folder_is_whole_or_as_it_was(disk: Path) -> None:

@@ -196,12 +196,17 @@ def test_a_run_with_patience_goes_on_after_the_cut(
 def test_a_place_is_a_folder_or_a_uri(uri: str, tmp_path: Path, files: Path) -> None:
     assert str(find_place(tmp_path / "run")) == str(find_place(f"{tmp_path}/run")) == f"{tmp_path}/run"
     place = find_place(uri)
+    assert isinstance(place, StoredPlace)
     assert SECRET not in str(place) and place.path.name == "run"
     assert find_place("s3://bucket/..").path.name == "run", "a name from a URI stays inside the folder"
     with pytest.raises(RunDirectoryError, match=r"/run.* holds no run \(no config\.yaml\); give the directory"):
         open_run_directory(place)
     create_run_directory(run_config(files), place)
     assert open_run_directory(find_place(uri)) == run_config(files)
+    place.storage.write("trajectories.json", b"{")
+    with pytest.raises(DataError, match=r"/run/trajectories\.json is damaged"):
+        open_run_directory(find_place(uri))
+    place.storage.remove(["trajectories.json"])
     with pytest.raises(RunDirectoryError, match="holds a run already; continue it with --resume, or choose another"):
         create_run_directory(run_config(files), find_place(uri))
     with pytest.raises(RunDirectoryError, match="has no checkpoint yet; let the run continue until it has written one"):

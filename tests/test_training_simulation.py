@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 from rich.console import Console
 from small_world import invoke
 
+from cluster.storage import Storage
 from ragr1_actors.cli import simulate as cli
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
@@ -29,6 +31,7 @@ from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.bottleneck import Limit
 from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
@@ -287,6 +290,14 @@ def test_times_read_from_a_run_are_those_that_it_took(tmp_path: Path) -> None:
     assert found.pace.search.batch_s(2) == pytest.approx(0.14, rel=0.15)
     assert found.pace.learner.trajectory_s == pytest.approx(0.01)
     assert found.pace.learner.publish_s == pytest.approx(0.5)
+    uri = f"file://{tmp_path / 'stored'}"
+    with StoredPlace(Storage(uri)) as place:
+        for name in ("config.yaml", "metrics.jsonl"):
+            shutil.copy(tmp_path / name, place.path)
+        shutil.copytree(tmp_path / "trajectories", place.path / "trajectories")
+    stored = read_recording(uri)
+    assert (stored.config, stored.num_iterations) == (config, 6)
+    assert (stored.pace.engine, stored.trajectories_per_s) == (found.pace.engine, found.trajectories_per_s)
     again = simulate(config, found.pace, found.workload, Size(3, 2), 6)
     assert again.trajectories_per_s == pytest.approx(found.trajectories_per_s, rel=0.15)
 
@@ -296,12 +307,17 @@ def as_metrics(iteration: Iteration, simulator: Simulator) -> dict[str, float]:
     return iteration.rollout | seconds | simulator.retrievers.metrics()
 
 
-def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
-    create_run_directory(configured(), tmp_path)
-    with closing(MetricsLogger(tmp_path)) as logger:
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_run_without_times_is_refused(tmp_path: Path, scheme: str) -> None:
+    run_dir = f"{scheme}{tmp_path / 'run'}"
+    create_run_directory(configured(), place := find_place(run_dir))
+    with closing(MetricsLogger(place.path)) as logger:
         logger.log("rl", 1, {"time/iteration_s": 1.0})
+    place.upload()
     with pytest.raises(DataError, match="no iteration of RL with time/generation_s"):
-        read_recording(tmp_path)
+        read_recording(run_dir)
+    said = invoke("simulate", "quickstart", "--from", run_dir)
+    assert said.startswith(f"error: {run_dir} has no iteration of RL with time/generation_s")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

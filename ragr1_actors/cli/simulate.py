@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +34,8 @@ def simulate(
     iterations: Annotated[int, typer.Option(min=1, help="Iterations, after a warm-up.")] = 4,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same result.")] = None,
     run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="Take times and trajectories from this run.")
+        str | None,
+        typer.Option("--from", metavar="RUN", help="Take times and trajectories from this run, a directory or URI."),
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...")] = "a100-80gb",
     passages: Annotated[

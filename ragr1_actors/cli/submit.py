@@ -83,8 +83,10 @@ def train_arguments(recipe: str, overrides: list[str], run_dir: str | None, work
     """Return the arguments of ``ragr1`` on the cluster, after a check of every key and value here.
 
     Raises:
-        UserError: the recipe is not in the working directory, a key or a value is wrong, or ``run_dir`` is relative.
+        UserError: the recipe is not in the working directory, a key or a value is wrong, or ``run_dir`` is relative
+            or a URI that cannot be read.
     """
+    from cluster.storage import check_uri, is_uri
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     local = recipe
@@ -98,7 +100,9 @@ def train_arguments(recipe: str, overrides: list[str], run_dir: str | None, work
     if run_dir is None:
         return arguments
     refuse_credentials(run_dir, "--run-dir")
-    if not run_dir.startswith("/") and "://" not in run_dir:
+    if is_uri(run_dir):
+        check_uri(run_dir)
+    elif not run_dir.startswith("/"):
         raise UserError(
             f"--run-dir: got {run_dir!r}, expected an absolute path that every node of the cluster sees, or a URI such "
             "as s3://bucket/runs/mine; a relative path would lie in the job's folder, which Ray deletes"

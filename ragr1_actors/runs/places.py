@@ -26,8 +26,8 @@ from typing import Protocol, Self
 from urllib.parse import urlsplit
 
 from cluster.node_cache import FileContent
-from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, with_name
-from ragr1_actors.core.errors import ConfigError, UserError
+from cluster.storage import Artifact, Storage, StorageSink, check_uri, is_uri, share, with_name
+from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
     POLICY_FILES,
     WRITING,
@@ -116,16 +116,6 @@ class Place(Protocol):
     def retry_for(self, duration_s: float) -> None:
         """Repeat a call to a storage that fails for so long before the run ends."""
         ...
-
-
-def check_uri(uri: str) -> None:
-    """Refuse what cannot be taken apart, such as ``s3://[::1/x``, with a ``ConfigError``."""
-    try:
-        urlsplit(uri)
-    except ValueError as error:
-        raise ConfigError(
-            f"got a URI that cannot be read ({error}), expected one such as s3://bucket/runs/mine"
-        ) from None
 
 
 def find_place(run_dir: str | Path | Place) -> Place:

@@ -13,9 +13,11 @@ from typing import Any
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.folders import on_this_node, part_of
+from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import open_run_directory
 from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.plan import START_S
@@ -54,26 +56,30 @@ class Recording:
     """That were trained in them."""
 
 
-def read_recording(run_dir: Path) -> Recording:
-    """Read the newest ``NUM_ITERATIONS`` of a run.
+def read_recording(run_dir: str | Path) -> Recording:
+    """Read the newest ``NUM_ITERATIONS`` of a run in a directory or at a URI.
 
     Raises:
         RunDirectoryError: not a run directory.
         DataError: it has no iteration of RL with trajectories and times.
     """
-    config = open_run_directory(run_dir)
-    rows = [row for row in read_metrics(run_dir) if row["stage"] == "rl" and _GENERATION in row][-NUM_ITERATIONS:]
+    place = find_place(run_dir)
+    config = open_run_directory(place)
+    rows = [row for row in read_metrics(place.path) if row["stage"] == "rl" and _GENERATION in row][-NUM_ITERATIONS:]
     kept: list[dict[str, Any]] = []
     groups: list[list[Trajectory]] = []
-    for row in rows:
-        path = run_dir / "trajectories" / f"iteration_{int(row['iteration']):05d}.arrow"
-        if path.is_file():
-            kept.append(row)
-            groups += [_finished(group.trajectories) for group in read_trajectories(path)]
+    names = [f"iteration_{int(row['iteration']):05d}.arrow" for row in rows]
+    found = place.find(TRAJECTORIES)
+    if found is not None:
+        folder = Path(on_this_node(part_of(found, *names)))
+        for row, name in zip(rows, names, strict=True):
+            if (folder / name).is_file():
+                kept.append(row)
+                groups += [_finished(group.trajectories) for group in read_trajectories(folder / name)]
     groups = [group for group in groups if group]
     if not groups:
         raise DataError(
-            f"{run_dir} has no iteration of RL with {_GENERATION} and its trajectories; train with "
+            f"{place} has no iteration of RL with {_GENERATION} and its trajectories; train with "
             "checkpointing.keep_trajectories=true, as is the default, by this version of the program"
         )
     trajectories = [trajectory for group in groups for trajectory in group]
