@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
@@ -21,13 +19,11 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
 from ray.exceptions import AuthenticationError, RpcError
 
+from cluster import leftovers
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 from ragr1_actors.core.interrupts import SIGNALS, TerminationError
 
 CONNECT_TIMEOUT_S = 5.0
-_TEMP = Path("/tmp")
-"""Where Ray's files are: paths of its sockets, which are in it, have at most 107 characters."""
-_FOLDER = "ragr1-ray-"
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts."""
@@ -64,38 +60,20 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def _session_folder() -> Iterator[str]:
-    """Make a folder for the files of a local session, and remove it in the end.
+    """Make a folder for the files of a local session, which ends with what is left of the session.
 
     The process holds a lock on it. A folder without one is of a process that was killed, and is removed, too.
     """
-    for left in _TEMP.glob(f"{_FOLDER}*"):
-        if (descriptor := _lock(left)) is not None:
-            if os.fstat(descriptor).st_uid == os.getuid():
-                shutil.rmtree(left, ignore_errors=True)
-            os.close(descriptor)
-    made = Path(tempfile.mkdtemp(prefix="ragr1-new-", dir=_TEMP))
-    descriptor = _lock(made)
-    folder = made.rename(_TEMP / made.name.replace("ragr1-new-", _FOLDER))  # never there without its lock
+    for _ in leftovers.remove_leftovers():
+        pass
+    made = Path(tempfile.mkdtemp(prefix="ragr1-new-", dir=leftovers.TEMP))
+    descriptor = leftovers.lock(made)
     try:
-        yield str(folder)
+        folder = made.rename(made.with_name(made.name.replace("ragr1-new-", leftovers.PREFIX)))  # never without lock
+        with leftovers.watched(folder, descriptor):
+            yield str(folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder and return its descriptor; None if another process has done so, or it is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
         os.close(descriptor)
-        return None
-    return descriptor
 
 
 @contextmanager

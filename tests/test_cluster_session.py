@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import ray
 from processes import run_python
+from small_world import ended, invoke, wait_for
 
+from cluster.leftovers import processes_of
 from cluster.session import ray_session
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError
@@ -138,32 +140,103 @@ def test_a_local_session_asks_for_a_token_that_no_other_user_can_read(tmp_path: 
 
 
 KILLED = """
-import os, ray, signal, sys
+import os, signal, sys, time
+from pathlib import Path
+from cluster.leftovers import processes_of
 from cluster.session import ray_session
+class Actor:
+    pass
 with ray_session():
-    print(ray.nodes()[0]["RayletSocketName"], flush=True)
-    if sys.argv[1] == "killed":
+    import ray
+    actor = ray.remote(num_cpus=0)(Actor).remote()
+    ray.get(actor.__ray_ready__.remote())
+    folder = Path(ray.nodes()[0]["RayletSocketName"]).parents[2]
+    pids = processes_of(folder)
+    print(folder, *pids, flush=True)
+    assert len(pids) > 6  # this process, Ray's and the actor's
+    if "watcher" in sys.argv:
+        watchers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")
+                    if f"leftovers.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes()]
+        assert len(watchers) == 1
+        os.kill(watchers[0], signal.SIGKILL)
+    if "driver" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-def test_the_folder_of_a_session_is_removed_at_its_end_or_by_the_next_one() -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "killed"],
+def end_session(*killed: str) -> tuple[Path, set[int]]:
+    """Start a session, end it or kill these processes of it, and return its folder and the processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *killed],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = Path(killed.stdout.strip()).parents[2]
+    assert done.returncode == (-signal.SIGKILL if "driver" in killed else 0), done.stderr
+    folder, *pids = done.stdout.split()
+    assert Path(folder).parent == Path("/tmp")
+    return Path(folder), set(map(int, pids))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["nothing", "driver", "watcher"])
+def test_nothing_of_a_session_is_left_at_its_end_or_if_its_driver_is_killed(killed: str) -> None:
+    folder, pids = end_session(killed)
+    assert wait_for(lambda: not folder.exists(), 60)
+    assert processes_of(folder) == set()
+    assert wait_for(lambda: ended(pids), 60)
+
+
+LIVING = """
+import sys
+from cluster.session import ray_session
+with ray_session():
+    import ray
+    print(ray.nodes()[0]["RayletSocketName"], flush=True)
+    sys.stdin.read()
+    print(ray.get(ray.remote(lambda: "works").remote()))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_doctor_removes_what_a_dead_session_left_and_nothing_else() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVING],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as living:
+        assert living.stdout is not None
+        folder = Path(living.stdout.readline()).parents[2]
+        left, pids = end_session("driver", "watcher")
+        assert not ended(pids)  # Ray's agents at least
+        with (
+            next(left.glob("session_latest/logs/raylet.out")).open() as log,
+            subprocess.Popen("cat", stdin=log) as reads,
+        ):
+            os.kill(reads.pid, signal.SIGSTOP)
+            printed = invoke("doctor", "--clean")
+            reads.send_signal(signal.SIGCONT)
+        assert reads.returncode == 0  # a person may read the log
+        assert re.fullmatch(rf" +ok  dead session: {left} removed, \d+ processes killed\n", printed), printed
+        assert not left.exists()
+        assert wait_for(lambda: ended(pids), 60)
+        assert "none in /tmp" in invoke("doctor", "--clean")
+        assert folder.is_dir()
+        assert "works" in living.communicate("")[0]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_next_session_removes_what_a_dead_one_left() -> None:
+    left, _ = end_session("driver", "watcher")
     assert left.is_dir()
-    folder = Path(run_python(KILLED, "ends").strip()).parents[2]
-    assert folder.parent == left.parent == Path("/tmp")
+    end_session("nothing")
     assert not left.exists()
-    assert not folder.exists()
 
 
 def test_the_folder_of_a_session_that_goes_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

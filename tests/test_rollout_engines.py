@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from benchmarks.rollout.fleet import PacedScripts
-from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.errors import ConfigError, DataError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
@@ -319,7 +319,7 @@ async def test_an_update_that_lacks_a_parameter_is_refused(policy_dir: Path, tok
 
 @pytest.mark.engine
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
-    with pytest.raises(EngineError, match="cannot load a model"):
+    with pytest.raises(DataError, match="cannot load a model"):
         TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         PolicyTokenizer(tmp_path)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 from small_world import invoke, make_config, make_files
+from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
 from ragr1_actors.core.errors import DataError, RunDirectoryError
@@ -17,6 +20,7 @@ from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, only_process_in
 from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 
@@ -108,6 +112,85 @@ def test_damaged_tensors_and_going_on_without_them(run_dir: Path, damage: str) -
     assert "RL iteration 2" in resume(run_dir)
     assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == [1, 2, 3]
     assert read_report(run_dir).tasks.trained == 24
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def swap_weights(path: Path) -> None:
+    other = path.parent.with_name("other")
+    make_tiny_policy(other, ["Riga"], seed=0, vocab_size=300, hidden_size=32, num_layers=2, num_heads=2)
+    shutil.copyfile(other / path.name, path)
+
+
+def drop_weight(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: tensors[name] for name in sorted(tensors)[1:]}, path)
+
+
+def set_key(path: Path, key: str, value: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+WEIGHTS = "model.safetensors"
+DAMAGED_POLICIES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "weights are cut": (WEIGHTS, cut, "{path} cannot be read: "),
+    "weights are empty": (WEIGHTS, lambda path: path.write_bytes(b""), "{path} cannot be read: "),
+    "weights are no weights": (WEIGHTS, lambda path: path.write_bytes(b"\xff" * 100), "{path} cannot be read: "),
+    "weights are gone": (WEIGHTS, Path.unlink, "cannot load a model from {path.parent}: "),
+    "weights of other shapes": (WEIGHTS, swap_weights, "of another shape, such as model"),
+    "a weight is gone": (WEIGHTS, drop_weight, "(2 missing, such as lm_head.weight)"),
+    "config is cut": ("config.json", cut, "{path} cannot be read: "),
+    "config is empty": ("config.json", lambda path: path.write_text(""), "{path} cannot be read: "),
+    "config is a list": ("config.json", lambda path: path.write_text("[]"), "{path} cannot be read: "),
+    "config of a GPT-2": ("config.json", lambda path: GPT2Config().save_pretrained(path.parent), "missing, such as"),
+    "config of a llama": ("config.json", lambda path: set_key(path, "model_type", "llama"), "too many, such as"),
+    "config of a CLIP": ("config.json", lambda path: set_key(path, "model_type", "clip"), "cannot load a model from"),
+    "config without heads": (
+        "config.json",
+        lambda path: set_key(path, "num_attention_heads", 0),
+        "cannot load a model",
+    ),
+    "config with a word": (
+        "config.json",
+        lambda path: set_key(path, "hidden_size", "wide"),
+        "expected int, got str",
+    ),
+    "tokenizer is cut": ("tokenizer.json", cut, "{path} cannot be read: "),
+    "tokenizer is empty": ("tokenizer.json", lambda path: path.write_text(""), "{path} cannot be read: "),
+    "tokenizer has no tokens": ("tokenizer.json", lambda path: path.write_text("{}"), "cannot load a tokenizer from"),
+    "tokenizer of no known sort": (
+        "tokenizer.json",
+        lambda path: set_key(path, "model", {"type": "none"}),
+        "cannot load a tokenizer from",
+    ),
+    "tokenizer's config is cut": ("tokenizer_config.json", cut, "{path} cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_POLICIES)
+def test_a_damaged_policy_is_one_sentence_for_every_command(
+    run_dir: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, change, problem = DAMAGED_POLICIES[damage]
+    path = run_dir / "checkpoints" / "step_3" / "policy" / name
+    change(path)
+    new = run_dir.with_name("new")
+    for command in (
+        ["ask", str(run_dir), "Where is the lamp ?"],
+        ["evaluate", str(run_dir)],
+        ["train", "quickstart", f"policy.model={path.parent}", "--run-dir", str(new)],
+    ):
+        refused = invoke(*command)
+        assert refused.startswith("error: "), refused
+        assert problem.format(path=path) in refused
+        assert str(path.parent) in refused
+        assert refused.endswith("; copy the folder again, or take another model or checkpoint"), refused
+        assert "\n" not in refused
+    assert not new.exists()
+    assert capfd.readouterr().err == ""  # transformers prints tables of weights
+    assert "lamp" in invoke("ask", str(run_dir / "checkpoints" / "step_2"), "Where is the lamp ?")
 
 
 def test_without_any_checkpoint_a_run_begins_anew(run_dir: Path) -> None:

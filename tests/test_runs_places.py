@@ -70,7 +70,21 @@ def test_the_directory_of_a_run_that_cannot_begin_is_removed(uri: str, tmp_path:
             raise DataError
         assert not holds_run(find_place(run_dir))
         create_run_directory(RunConfig(), place)
+        for made in ("index", "policy"):  # the run fails after it has made them
+            (place.path / made).mkdir()
+            (place.path / made / "file").write_text("content")
         (place.path / "metrics.jsonl").touch()
+        place.upload()
+        with pytest.raises(DataError), removed_if_unused(place):
+            raise DataError
+        assert not place.path.exists()
+        again = find_place(run_dir)
+        assert not holds_run(again) and again.find("index") is again.find("policy") is None
+        if isinstance(place, StoredPlace):
+            assert place.storage.names() == []
+        place.path.parent.mkdir(exist_ok=True)
+        create_run_directory(RunConfig(), place)
+        (place.path / "metrics.jsonl").write_text("{}\n")
         with pytest.raises(DataError), removed_if_unused(place):
             raise DataError
         assert holds_run(find_place(run_dir))

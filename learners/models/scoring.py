@@ -22,6 +22,7 @@ from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_code import check_code
+from ragr1_actors.core.model_files import check_files
 
 
 class TokenOutputs(NamedTuple):
@@ -85,8 +86,10 @@ def load_causal_lm(
     Raises:
         ConfigError: the model changes its logits after the head, takes no attention function, or brings code that is
             not trusted.
+        DataError: a file is damaged.
     """
     check_code(policy_dir, trusted=trust_remote_code)
+    check_files(policy_dir)
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from cluster import leftovers
 from ragr1_actors.cli import JsonLinesOption, print_json, print_state
 from ragr1_actors.core.errors import RagR1Error, UserError, one_line
 
@@ -44,6 +45,10 @@ class Finding:
 def doctor(
     recipe: Annotated[str, typer.Argument(help="A recipe to run here (see `ragr1 recipes`), or a YAML file.")] = "",
     with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Start Ray too; this takes seconds.")] = True,
+    clean: Annotated[
+        bool,
+        typer.Option("--clean", help="Only remove the processes and folders of sessions that were killed."),
+    ] = False,
     as_json: JsonLinesOption = False,
 ) -> None:
     """Check this machine: packages, cores, GPUs, memory, disk; exit status 1 if something required is missing.
@@ -51,7 +56,7 @@ def doctor(
     With a recipe, compare the free disk with what its checkpoints, trajectories and index take.
     """
     is_whole = True
-    for finding in examine(with_ray, recipe):
+    for finding in remove_leftovers() if clean else examine(with_ray, recipe):
         is_whole = is_whole and finding.state != "missing"
         if as_json:
             print_json(asdict(finding))
@@ -74,6 +79,20 @@ def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
     yield _room("disk", Path.cwd(), *(_disk_of(recipe) if recipe else (MIN_DISK_BYTES, "runs are written here")))
     if with_ray:
         yield _ray()
+
+
+def remove_leftovers() -> Iterator[Finding]:
+    """Remove what this user's killed sessions left, and yield what that was; a living session is not touched."""
+    found = False
+    for left in leftovers.remove_leftovers():
+        found = True
+        killed = f"{len(left.killed)} {'process' if len(left.killed) == 1 else 'processes'} killed"
+        if left.is_gone:
+            yield Finding("dead session", "ok", f"{left.folder} removed, {killed}")
+        else:
+            yield Finding("dead session", "warning", f"{left.folder} cannot be removed, {killed}; restart the machine")
+    if not found:
+        yield Finding("dead sessions", "ok", f"none in {leftovers.TEMP}")
 
 
 def requirements() -> list[Requirement]:

@@ -36,7 +36,7 @@ from ragr1_actors.cli import (
     submit,
 )
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
-from ragr1_actors.core.interrupts import InterruptGuard, exit_status
+from ragr1_actors.core.interrupts import InterruptGuard, exit_status, held_during_imports
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # typer does not export the base of its Context
         """Run the command."""
-        with exit_on_interrupt("start the same command again"):
+        with exit_on_interrupt("start the same command again"), InterruptGuard():
             return super().invoke(ctx)
 
 
@@ -94,17 +94,18 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
-    from cluster.submit import stop_warning
-    from ragr1_actors.runs.places import INDEX, find_place
-    from ragr1_actors.runs.run_directory import (
-        change_learners,
-        holds_run,
-        open_run_directory,
-        removed_if_unused,
-        start_again,
-    )
-    from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_gpus, check_names
+    with held_during_imports():
+        from cluster.submit import stop_warning
+        from ragr1_actors.runs.places import INDEX, find_place
+        from ragr1_actors.runs.run_directory import (
+            change_learners,
+            holds_run,
+            open_run_directory,
+            removed_if_unused,
+            start_again,
+        )
+        from ragr1_actors.training.algorithm_config import AlgorithmConfig
+        from ragr1_actors.training.preflight import check_gpus, check_names
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -309,8 +310,7 @@ def render_comparison(comparison: Comparison) -> Table:
 def main() -> None:
     """Run the command line. A ``UserError`` and a full disk print one sentence and exit with status 2."""
     try:
-        with InterruptGuard():
-            app(standalone_mode=True)
+        app(standalone_mode=True)
     except UserError as error:
         print_error(f"error: {error}")
         sys.exit(2)
@@ -341,7 +341,8 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
 
 def _run(config: RunConfig, place: Place) -> RunReport:
     """Take a run to its end and print its table."""
-    from ragr1_actors.training.stages import TrainingRun
+    with held_during_imports():
+        from ragr1_actors.training.stages import TrainingRun
 
     run = TrainingRun(config, place, console)
     report = run.execute()

@@ -64,3 +64,10 @@ class InterruptGuard:
             return
         self.is_torn = self.is_torn or self._depth > 0
         raise interrupt
+
+
+@contextmanager
+def held_during_imports() -> Iterator[None]:
+    """Raise an interrupt at the end of the block: in the midst of an import, Python and libraries may lose it."""
+    with InterruptGuard() as guard, guard.held():
+        yield

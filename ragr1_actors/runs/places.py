@@ -198,8 +198,8 @@ class LocalPlace:
         """Do nothing."""
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
-        (self.path / name).unlink()
+        """Remove a file or folder."""
+        _remove(self.path / name)
 
     def retry_for(self, duration_s: float) -> None:
         """Do nothing."""
@@ -291,9 +291,10 @@ class StoredPlace:
         self._upload(self.storage)
 
     def remove(self, name: str) -> None:
-        """Remove a file here and on the storage."""
-        (self.path / name).unlink()
-        self.storage.remove([name])
+        """Remove a file or folder here and on the storage."""
+        _remove(self.path / name)
+        found = self.storage.find(name) if name in FOLDERS else None
+        self.storage.remove([name] if found is None else [f"{name}.json", *self.storage.names(found.prefix)])
 
     def retry_for(self, duration_s: float) -> None:
         """Repeat a call that fails for so long."""
@@ -346,6 +347,13 @@ class StoredPlace:
             first, *_ = path.relative_to(self.path).parts
             if path.is_file() and first not in FOLDERS and WRITING not in str(path):
                 yield path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -23,13 +23,16 @@ from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.places import CHECKPOINTS, Place, StoredPlace, find_place, split_checkpoint
+from ragr1_actors.runs.metrics import METRICS_FILE
+from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
 
 if TYPE_CHECKING:
     import ray
 
 CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
+_MADE_FIRST = (INDEX, POLICY, METRICS_FILE, CONFIG_FILE)
+"""What a run makes before it learns; the configuration is removed last, or the next run would take the index for its."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
@@ -50,20 +53,28 @@ def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
 
 @contextmanager
 def removed_if_unused(run_dir: Path | Place) -> Iterator[None]:
-    """Remove the directory of a new run where the block raises ``UserError`` and it holds only the configuration.
+    """Remove the directory of a new run where the block raises ``UserError`` before anything was learned or measured.
 
-    The corrected command may use its name then.
+    The corrected command may use its name then, and makes its own index and policy.
     """
     place = find_place(run_dir)
     try:
         yield
     except UserError:
         # a person may have removed the directory under the run
-        if place.path.is_dir() and [path.name for path in place.path.iterdir()] == [CONFIG_FILE]:
-            place.remove(CONFIG_FILE)
+        if place.path.is_dir() and _is_unused(place.path):
+            for name in _MADE_FIRST:
+                if (place.path / name).exists():
+                    place.remove(name)
             with suppress(OSError):  # it is a mount point, or another process writes there
                 place.path.rmdir()
         raise
+
+
+def _is_unused(run_dir: Path) -> bool:
+    found = {path.name for path in run_dir.iterdir()}
+    metrics = run_dir / METRICS_FILE
+    return CONFIG_FILE in found and found.issubset(_MADE_FIRST) and not (metrics.exists() and metrics.stat().st_size)
 
 
 def _write_config(config: RunConfig, place: Place) -> None:

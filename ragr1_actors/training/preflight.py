@@ -16,9 +16,11 @@ from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.files import read_json
 from ragr1_actors.core.model_code import check_code
+from ragr1_actors.core.model_files import check_files, load_model
 from ragr1_actors.core.resolve import load_object
-from ragr1_actors.rollout.engines.base import ENGINES, Engine
+from ragr1_actors.rollout.engines.base import ENGINES, Engine, PolicyTokenizer
 from ragr1_actors.training.plan import count_passages, make_plan, reserved_gpus, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
@@ -90,6 +92,8 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     check_classes(config)
     _check_policy(config.policy.model)
     check_code(config.policy.model, trusted=config.policy.trust_remote_code)
+    if Path(config.policy.model).is_dir():
+        _check_model(config.policy.model, trusted=config.policy.trust_remote_code)
     retrieval = config.retrieval
     run = str(retrieval.options.get("run", ""))
     if retrieval.type == "replay" and is_uri(run) and "@" in run:
@@ -184,6 +188,15 @@ def _check_policy(model: str) -> None:
         raise ConfigError(f"policy.model: the folder {model} holds no config.json, expected {expected}")
     if not is_folder and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
         raise ConfigError(f"policy.model: there is no folder {model!r}, expected {expected}")
+
+
+def _check_model(folder: str, *, trusted: bool) -> None:
+    """Refuse a damaged folder here, and not in every actor that loads it; its weights are not read."""
+    check_files(folder)
+    is_quantized = "quantization_config" in read_json(Path(folder, "config.json"))
+    if not trusted and not is_quantized:  # their packages may be on the actors' nodes only
+        load_model(folder, device_map="meta", trust_remote_code=False)
+        PolicyTokenizer(folder)
 
 
 def _check_file(key: str, name: str, expected: str) -> None:

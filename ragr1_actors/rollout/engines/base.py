@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.model_code import check_code, code_refused
+from ragr1_actors.core.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
 WakeTag = Literal["weights", "kv_cache"]
@@ -50,16 +51,20 @@ class PolicyTokenizer:
 
         Raises:
             ConfigError: either is missing, or code in the folder would have to be trusted.
+            DataError: a file of the folder is damaged.
         """
         from transformers import AutoTokenizer, GenerationConfig  # here, or a recipe would wait for torch to be checked
 
         check_code(policy_dir, trusted=trust_remote_code)
+        check_files(policy_dir)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(policy_dir, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a damaged tokenizer.json, tokenizers raises its own without a class
             if "trust_remote_code" in str(error):
                 raise code_refused(policy_dir, "for its tokenizer") from error
-            raise ConfigError(f"cannot load a tokenizer from {policy_dir}: {error}") from error
+            raise ConfigError(
+                f"cannot load a tokenizer from {policy_dir} ({type(error).__name__}: {one_line(error)}); {ADVICE}"
+            ) from error
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         eos: list[int | None] = [self._tokenizer.eos_token_id]

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedModel
 
 from ragr1_actors.core.errors import EngineError, one_line
+from ragr1_actors.core.model_files import load_model
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
@@ -43,17 +43,12 @@ class TransformersEngine:
         """Load the model.
 
         Raises:
-            EngineError: the folder holds no model that can be loaded, or ``settings.options`` are not empty.
+            DataError: the folder holds no model, or a damaged one.
+            EngineError: ``settings.options`` are not empty, or the engine cannot run such a model.
         """
         if settings.options:
             raise EngineError(f"the transformers engine has no options, got {', '.join(settings.options)}")
-        logging.disable_progress_bar()
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                policy_dir, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise EngineError(f"cannot load a model from {policy_dir}: {error}") from error
+        model = load_model(policy_dir, dtype=_DTYPES[settings.dtype], trust_remote_code=settings.trust_remote_code)
         if model._is_stateful:
             raise EngineError(
                 f"the layers of {type(model).__name__} keep a state beside keys and values, which the transformers "

@@ -1,0 +1,94 @@
+"""The files of a policy's folder: damaged ones, and weights of another model than the configuration's, are refused.
+
+transformers reads each kind of file with another library, each with exceptions of its own. Weights that are missing it
+makes up, and weights for which the model has no place it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.files import read_json
+
+_JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+ADVICE = "copy the folder again, or take another model or checkpoint"
+
+
+def check_files(folder: str | Path) -> None:
+    """Read the JSON files of a model's folder and the headers of its weights, which tell a file that was cut.
+
+    Nothing is checked of a hub name. Raises ``DataError``: names the file.
+    """
+    present = [path for name in _JSON_FILES if (path := Path(folder, name)).is_file()]
+    for path in (*present, *sorted(Path(folder).glob("*.safetensors"))):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np"):
+                    pass
+            elif not isinstance(read_json(path), dict):
+                raise DataError(f"{path} cannot be read: it holds no JSON object")
+        except DataError as error:
+            raise DataError(f"{error}; {ADVICE}") from error
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read: {error}; {ADVICE}") from error
+
+
+def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
+    """Return what ``AutoModelForCausalLM.from_pretrained`` does with ``options``.
+
+    With ``device_map="meta"`` no weights are read.
+
+    Raises:
+        DataError: a file is damaged, or the weights are not those of the model in ``config.json``.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    check_files(policy)
+    try:
+        with _without_output():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                policy,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise DataError(f"cannot load a model from {policy}: {one_line(error, 200)}; {ADVICE}") from error
+    modules = dict(model.named_modules())
+    problems = {
+        "missing": found["missing_keys"],
+        "of another shape": {name for name, *_ in found["mismatched_keys"]},
+        # of a module that the model has: a published model may have more modules, such as those of other tasks
+        "too many": {name for name in found["unexpected_keys"] if name.rpartition(".")[0] in modules},
+    }
+    for problem, names in problems.items():
+        if names:
+            raise DataError(
+                f"{policy}: the weights are not those of its config.json ({len(names)} {problem}, such as "
+                f"{min(names)}); {ADVICE}"
+            )
+    return model
+
+
+@contextmanager
+def _without_output() -> Iterator[None]:
+    """Have transformers print neither a progress bar nor a table of the weights; the error says what is wrong."""
+    from transformers.utils import logging
+
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
