@@ -139,7 +139,7 @@ class NodeCache:
             num_bytes = sum(file.num_bytes for file in files)
             raise DataError(
                 f"the disk of the cache {self.directory} of node {socket.gethostname()} has no room to fetch "
-                f"{num_bytes:,} bytes ({error.strerror}); free some, or set {CACHE_VARIABLE} to a folder on a larger disk"
+                f"{num_bytes:,} bytes ({error.strerror}); free some, or set {CACHE_VARIABLE} to a larger disk"
             ) from error
 
     def _get(self, name: str, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> Path:

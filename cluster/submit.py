@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,6 +147,13 @@ class JobClient:
         with self._explained():
             found = [details for details in self._client.list_jobs() if details.submission_id]
         return sorted(map(_job, found), key=lambda job: job.started_s)
+
+    def num_log_chars(self, job_id: str) -> int:
+        """Return the characters of a job's log so far, from which to ``follow`` it; 0 if the log cannot be read."""
+        _check_id(job_id)
+        with suppress(UserError), self._explained(job_id):
+            return len(self._client.get_job_logs(job_id))
+        return 0
 
     def stop(self, job_id: str) -> bool:
         """Ask a job to end, with SIGTERM; returns at once. False if it has ended already."""
@@ -319,9 +326,14 @@ def _warn_only(*loggers: str) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def is_job() -> bool:
+    """Return whether this process was started as a job of a cluster, and not by a person."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
 def stop_warning() -> str:
     """Return what a run says at its start if Ray would kill it seconds after ``ray job stop``; "" otherwise."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or _STOP_WAIT in os.environ:  # not started as a job
+    if not is_job() or _STOP_WAIT in os.environ:
         return ""
     return (
         f"ray job stop kills this run after 3 s, perhaps before its checkpoint is written; submit it with {_STOP_WAIT}="

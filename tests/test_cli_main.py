@@ -17,7 +17,7 @@ from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from ragr1_actors.cli.main import Comparison, app, describe_start, render_comparison
+from ragr1_actors.cli.main import Comparison, app, describe_start, how_to_continue, render_comparison
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
@@ -98,6 +98,22 @@ def test_a_run_directory_of_an_unknown_scheme_is_no_damage(option: tuple[str, ..
     said = invoke("train", "quickstart", "--run-dir", "foo://bucket/run", *option)
     assert said.startswith("error: foo://bucket/run: Unrecognized filesystem type in URI"), said
     assert said.endswith("expected a URI of pyarrow.fs, such as s3://bucket/runs/mine"), said
+
+
+def test_how_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert how_to_continue("mine.yaml", "s3://b/r?region=eu", lasts=True, repeats=False) == (
+        "go on with: ragr1 train mine.yaml --run-dir 's3://b/r?region=eu' --resume"
+    )
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # as in a job
+    assert how_to_continue("mine.yaml", "/runs/a", lasts=True, repeats=True) == (
+        "submit the same command again, and the run goes on"
+    )
+    assert how_to_continue("mine.yaml", "s3://b/r?region=eu", lasts=True, repeats=False) == (
+        "submit the same command again with --run-dir 's3://b/r?region=eu' --auto-resume, and the run goes on"
+    )
+    lost = how_to_continue("mine.yaml", "runs/mine", lasts=False, repeats=True)
+    assert lost.startswith("runs/mine is in the job's folder, which Ray deletes; submit it with --run-dir s3://")
 
 
 def test_resume_needs_a_run(tmp_path: Path) -> None:

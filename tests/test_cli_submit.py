@@ -104,8 +104,14 @@ def test_a_directory_above_rays_limit_names_its_largest_entries(tmp_path: Path) 
         (("quickstart", "--run-dir", "foo://bucket/runs"), "foo://bucket/runs: Unrecognized filesystem type in URI"),
         (("quickstart", "--run-dir", "s3://"), "s3:// names no bucket; expected one such as s3://bucket/runs/mine"),
         (("quickstart", "--run-dir", "s3:///runs"), "s3:///runs names no bucket; expected one such as"),
-        (("quickstart", "--run-dir", "s3://bucket/my runs"), "'s3://bucket/my runs' has white space; expected one such"),
-        (("quickstart", "--run-dir", "s3://[::1/runs"), "got a URI that cannot be read (Invalid IPv6 URL); expected one"),
+        (
+            ("quickstart", "--run-dir", "s3://bucket/my runs"),
+            "'s3://bucket/my runs' has white space; expected one",
+        ),
+        (
+            ("quickstart", "--run-dir", "s3://[::1/runs"),
+            "got a URI that cannot be read (Invalid IPv6 URL); ",
+        ),
         (("quickstart", "--run-dir", "file://shared/runs"), "Unsupported hostname"),
         (("quickstart", "--address", "10.0.0.2:8265"), "--address: got '10.0.0.2:8265', expected the head's dashboard"),
         (("--list", "--address", "http://me:hidden@10.0.0.2:8265"), "--address: the address holds a password"),

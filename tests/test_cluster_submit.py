@@ -186,6 +186,7 @@ def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     stopped = submit("--stop", job, "--address", address, cwd=project)
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     assert f"job {job} stopped" in stopped.stdout
+    assert "interrupted; submit the same command again, and the run goes on" in stopped.stdout
     newest = CheckpointStore(run_dir / "checkpoints").latest()
     assert newest is not None
     iteration = read_state(newest).iteration
@@ -201,6 +202,22 @@ def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     assert (tasks.trained, tasks.lost, tasks.doubled) == (8 * NUM_ITERATIONS, 0, 0)
     logged = [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"]
     assert logged == list(range(1, NUM_ITERATIONS + 1))
+
+
+def test_stopping_shows_what_comes_after_it_was_asked_for(address: str, tmp_path: Path) -> None:
+    client = JobSubmissionClient(address)
+    command = "echo begun €; trap 'echo ending; exit 0' TERM; while :; do sleep 0.1; done"
+    job = client.submit_job(entrypoint=command)
+    assert wait_for(lambda: all(line in client.get_job_logs(job) for line in ("begun €\n", "Running entrypoint")), 120)
+    stopped = submit("--stop", job, "--address", address, cwd=tmp_path)
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    first, *shown, last = stopped.stdout.splitlines()
+    assert (first, last) == (f"stopping {job}: it ends its step and writes a checkpoint first", f"job {job} stopped")
+    assert shown[-1] == "ending" and set(shown) <= {"Terminated", "ending"}  # the shell's word on its sleep
+    again = submit("--stop", job, "--address", address, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (143, f"job {job} stopped\n")
+    whole = submit("--logs", job, "--address", address, cwd=tmp_path).stdout
+    assert {"begun €", "ending"} <= set(whole.splitlines())
 
 
 @pytest.mark.parametrize(("answer", "status", "ends"), [("y\n", 143, True), ("n\n", 130, False)])

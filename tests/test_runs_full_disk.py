@@ -89,7 +89,7 @@ def test_a_full_cache_is_named_and_not_the_network(
     with pytest.raises(
         DataError,
         match=rf"^the disk of the cache {disk}/cache of node .* has no room to fetch 100,000 bytes \(No space left on "
-        r"device\); free some, or set RAGR1_CACHE to a folder on a larger disk$",
+        r"device\); free some, or set RAGR1_CACHE to a larger disk$",
     ):
         away.fetch()
     (disk / FILLER).unlink()

@@ -95,6 +95,7 @@ def train(
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with held_during_imports():
+        from cluster.storage import is_uri
         from cluster.submit import stop_warning
         from ragr1_actors.runs.places import INDEX, find_place
         from ragr1_actors.runs.run_directory import (
@@ -130,7 +131,8 @@ def train(
         config = _begin(AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze(), place)
         cleaned = removed_if_unused(place)
     name = shlex.quote(str(place))
-    with exit_on_interrupt(f"go on with: ragr1 train {recipe} --run-dir {name} --resume"), cleaned:
+    lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
+    with exit_on_interrupt(how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)), cleaned:
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place)
     try:
@@ -139,6 +141,29 @@ def train(
         print_error(f"note: {error}", style="yellow")
         question = evaluate.NO_EXAMPLE
     print_line(f'try: ragr1 ask {name} "{question}"')
+
+
+def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) -> str:
+    """Return what a run says when it is interrupted.
+
+    Args:
+        recipe: As given.
+        run_dir: Path or URI of the run.
+        lasts: Whether ``run_dir`` is there after the job, if the run is one.
+        repeats: Whether the same command continues the run.
+    """
+    from cluster.submit import is_job
+
+    name = shlex.quote(run_dir)
+    if not is_job():
+        return f"go on with: ragr1 train {recipe} --run-dir {name} --resume"
+    if not lasts:
+        return (
+            f"{run_dir} is in the job's folder, which Ray deletes; submit it with --run-dir s3://bucket/runs/mine or "
+            "an absolute path that all nodes see, and it can go on"
+        )
+    options = "" if repeats else f" with --run-dir {name} --auto-resume"
+    return f"submit the same command again{options}, and the run goes on"
 
 
 @app.command()

@@ -60,8 +60,9 @@ def submit(
         if list_jobs:
             console.print(render_jobs(client.jobs()))
         elif stop is not None:
+            start = client.num_log_chars(stop)
             _stop(client, stop)
-            _follow(client, stop, address)
+            _follow(client, stop, address, start)
         elif logs is not None:
             _follow(client, logs, address)
         return
@@ -124,9 +125,9 @@ def render_jobs(jobs: list[Job]) -> Table:
 class LogView:
     """Writes the log of a job as it arrives. On a terminal, a line of progress replaces the one before."""
 
-    def __init__(self, *, is_terminal: bool) -> None:
-        """Write to standard output."""
-        self.num_chars = 0
+    def __init__(self, *, is_terminal: bool, num_chars: int = 0) -> None:
+        """Write to standard output what follows the first ``num_chars`` characters."""
+        self.num_chars = num_chars
         """Characters of the log so far."""
         self._is_terminal = is_terminal
         self._rest = ""
@@ -152,10 +153,10 @@ class LogView:
             self._rest, self._has_progress = "", False
 
 
-def _follow(client: JobClient, job_id: str, address: str) -> None:
-    """Show a job until it ends, and exit with its status; Ctrl-C asks whether to stop it."""
+def _follow(client: JobClient, job_id: str, address: str, start: int = 0) -> None:
+    """Show a job, from a character of its log on, until it ends, and exit with its status; Ctrl-C asks about a stop."""
     is_stopping = False
-    view = LogView(is_terminal=sys.stdout.isatty())
+    view = LogView(is_terminal=sys.stdout.isatty(), num_chars=start)
     while True:
         try:
             job = client.follow(job_id, view.write, start=view.num_chars)

@@ -53,7 +53,8 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     check_files(policy)
     try:
         with _without_output():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            auto: Any = AutoModelForCausalLM  # its annotation lacks the pair
+            model, found = auto.from_pretrained(
                 policy,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, CONFIG_FILE)
-"""What a run makes before it learns; the configuration is removed last, or the next run would take the index for its."""
+"""What a run makes before it learns. The configuration is removed last: without it the next run takes the index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
