@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, CONFIG_FILE)
-"""What a run makes before it learns; the configuration is removed last, or the next run would take the index for its."""
+"""What a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
@@ -164,9 +164,9 @@ def open_run_directory(run_dir: Path | Place) -> RunConfig:
 
 
 @contextmanager
-def only_process_in(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory; ``RunDirectoryError`` if another process of this machine continues the same run."""
-    held = os.open(run_dir, os.O_RDONLY)
+def only_process_in(run_dir: Path | Place) -> Iterator[None]:
+    """Hold a run until the process ends; ``RunDirectoryError`` if another one of this machine works in it."""
+    held = find_place(run_dir).open_lock()
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
