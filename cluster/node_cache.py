@@ -150,7 +150,7 @@ class NodeCache:
         with self._lock(f"{name}.fetch"):
             if not has_files(entry, files):
                 self._replace(entry, files, fetch)
-            descriptor = self._open_lock(f"{name}.use")
+            descriptor = self.open_lock(f"{name}.use")
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # at once: who removes the entry holds the other lock, too
             os.utime(descriptor)  # the time of the last use
         with _IN_USE_LOCK:
@@ -213,7 +213,7 @@ class NodeCache:
         descriptors: list[int] = []
         try:
             for lock in locks:
-                descriptors.append(self._open_lock(lock))
+                descriptors.append(self.open_lock(lock))
                 fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._remove(folder)
         except BlockingIOError:
@@ -242,14 +242,15 @@ class NodeCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        descriptor = self._open_lock(name)
+        descriptor = self.open_lock(name)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
 
-    def _open_lock(self, name: str) -> int:
+    def open_lock(self, name: str) -> int:
+        """Open the file of a lock, which ``fcntl.flock`` takes; the caller closes it."""
         return os.open(self._lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _lock_path(self, name: str) -> Path:

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -340,3 +341,44 @@ def test_help_answers_without_what_training_needs() -> None:
     slow = ("numpy", "pydantic", "yaml", "ray", "torch")
     script = f"import sys, ragr1_actors.cli.main; print([m for m in {slow} if m in sys.modules])"
     assert run_python(script) == "[]\n"
+
+
+INTERRUPTED = """
+import os, signal, sys
+module, number = sys.argv[1], int(sys.argv[2])
+sys.argv[1:3] = []
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            try:
+                signal.raise_signal(number)
+            except BaseException:
+                print("lost")  # as an exception is in a callback of Python's, which runs during imports
+sys.meta_path.insert(0, Interrupt())
+from ragr1_actors.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        ("typer", "start the same command again"),
+        ("ragr1_actors.training.preflight", "start the same command again"),
+        ("ragr1_actors.training.stages", "go on with: ragr1 train quickstart --run-dir run --resume"),
+    ],
+)
+def test_an_interrupt_during_imports_is_one_line_and_not_lost(
+    tmp_path: Path, module: str, advice: str, number: signal.Signals
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module, str(int(number)), "train", "quickstart", "--run-dir", "run"],
+        cwd=tmp_path,
+        env=a_persons_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (128 + number, f"interrupted; {advice}\n")
+    assert "lost" not in done.stdout

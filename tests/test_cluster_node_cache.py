@@ -156,9 +156,7 @@ def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.Monk
     monkeypatch.delenv("RAGR1_CACHE", raising=False)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 4242421)  # of no account, as in some containers
-    with pytest.raises(
-        UserError, match=r"^user 4242421 of node .* has no home directory .*; set RAGR1_CACHE to a"
-    ):
+    with pytest.raises(UserError, match=r"^user 4242421 of node .* has no home directory .*; set RAGR1_CACHE to a"):
         NodeCache.of_this_node()
 
 

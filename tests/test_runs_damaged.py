@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
-from small_world import invoke, make_config, make_files
+from small_world import ROOT, invoke, make_config, make_files
 from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
@@ -243,9 +247,35 @@ def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: 
     assert store.without(tmp_path / "step_10").endswith("goes on from step_9")
 
 
-def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
-    refused = pytest.raises(RunDirectoryError, match="another process works in")
-    with only_process_in(tmp_path), refused, only_process_in(tmp_path):
-        pass
-    with only_process_in(tmp_path):
-        pass
+HOLD = """
+import subprocess, sys
+from ragr1_actors.runs.run_directory import only_process_in
+with only_process_in(sys.argv[1]):
+    print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "URI"])
+def test_one_process_works_in_a_run_and_a_killed_one_does_not_hold_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGR1_CACHE", str(tmp_path / "cache"))
+    run = str(tmp_path) if kind == "folder" else f"file://{tmp_path}/run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, run],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holds:
+        assert holds.stdout is not None
+        child = int(holds.stdout.readline())
+        with pytest.raises(RunDirectoryError, match=f"^another process works in {run}; "), only_process_in(run):
+            pass
+        holds.kill()
+    try:
+        with only_process_in(run):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -53,8 +53,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     check_files(policy)
     try:
         with _without_output():
-            auto: Any = AutoModelForCausalLM  # its annotation lacks the pair
-            model, found = auto.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 policy,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -63,6 +62,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
             )
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise DataError(f"cannot load a model from {policy}: {one_line(error, 200)}; {ADVICE}") from error
+    model, found = loaded
     modules = dict(model.named_modules())
     problems = {
         "missing": found["missing_keys"],

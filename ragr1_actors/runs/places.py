@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Protocol, Self
 from urllib.parse import urlsplit
 
-from cluster.node_cache import FileContent
+from cluster.node_cache import FileContent, NodeCache
 from cluster.storage import Artifact, Storage, StorageSink, check_uri, is_uri, share, with_name
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
@@ -117,6 +119,10 @@ class Place(Protocol):
         """Repeat a call to a storage that fails for so long before the run ends."""
         ...
 
+    def open_lock(self) -> int:
+        """Open what the process that works in the run locks by ``fcntl.flock``; the caller closes the descriptor."""
+        ...
+
 
 def find_place(run_dir: str | Path | Place) -> Place:
     """Return the place of a run for its path or URI; nothing is read or made there yet."""
@@ -203,6 +209,10 @@ class LocalPlace:
 
     def retry_for(self, duration_s: float) -> None:
         """Do nothing."""
+
+    def open_lock(self) -> int:
+        """Open the folder."""
+        return os.open(self.path, os.O_RDONLY)
 
 
 class StoredPlace:
@@ -299,6 +309,10 @@ class StoredPlace:
     def retry_for(self, duration_s: float) -> None:
         """Repeat a call that fails for so long."""
         self.storage = replace(self.storage, retry_s=duration_s)
+
+    def open_lock(self) -> int:
+        """Open a file of this machine's cache; a process on another machine is not noticed."""
+        return NodeCache.of_this_node().open_lock(f"run_{hashlib.sha256(str(self).encode()).hexdigest()}")
 
     def load(self) -> None:
         """Bring the files of an earlier process to ``path``, of which this one reads some and goes on with others."""

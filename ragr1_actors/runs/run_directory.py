@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, CONFIG_FILE)
-"""What a run makes before it learns. The configuration is removed last: without it the next run takes the index."""
+"""What a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
@@ -147,8 +147,8 @@ def open_run_directory(run_dir: Path | Place) -> RunConfig:
     """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
     place = find_place(run_dir)
     path = place.path / CONFIG_FILE
-    place.load()
     try:
+        place.load()
         if not path.is_file():
             raise RunDirectoryError(f"{place} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -164,9 +164,9 @@ def open_run_directory(run_dir: Path | Place) -> RunConfig:
 
 
 @contextmanager
-def only_process_in(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory; ``RunDirectoryError`` if another process of this machine continues the same run."""
-    held = os.open(run_dir, os.O_RDONLY)
+def only_process_in(run_dir: Path | Place) -> Iterator[None]:
+    """Hold a run until the process ends; ``RunDirectoryError`` if another one of this machine works in it."""
+    held = find_place(run_dir).open_lock()
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

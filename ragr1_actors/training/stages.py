@@ -68,7 +68,7 @@ class TrainingRun:
             UserError: a setting or file cannot be used, or the disk is full; all actors have ended.
         """
         try:
-            with only_process_in(self._run_dir), self._place:
+            with only_process_in(self._place), self._place:
                 return self._execute()
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):
