@@ -147,8 +147,8 @@ def open_run_directory(run_dir: Path | Place) -> RunConfig:
     """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
     place = find_place(run_dir)
     path = place.path / CONFIG_FILE
+    place.load()
     try:
-        place.load()
         if not path.is_file():
             raise RunDirectoryError(f"{place} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
