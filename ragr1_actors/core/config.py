@@ -161,7 +161,11 @@ class EnvRunnerSettings(Section):
     """Nucleus sampling; 1 (default) is off. Below 1 the engine's log-probs are those of the nucleus, so the learner
     computes the log-probs of every batch again: one more forward pass."""
     max_task_retries: int = Field(3, ge=0)
-    """Times that a task is issued again after an engine, environment or retrieval failure."""
+    """Times that a task is issued again after its environment or reward raised, before it is put in quarantine;
+    evaluation counts failures of engine and retrieval, too."""
+    failed_trajectories: Literal["refill", "shrink"] = "refill"
+    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and trains
+    on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
     hang_timeout_s: float = Field(20, gt=0)
     """An env runner that has not answered for this long hangs: it is ended, its groups go to others, and it starts
     again."""

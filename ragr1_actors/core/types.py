@@ -48,6 +48,15 @@ class TokenKind(IntEnum):
     """Written into the policy's turn by code, such as a forced prefix."""
 
 
+class Failure(StrEnum):
+    """Why a trajectory failed that the policy did not fail. A malformed or over-long answer is no failure."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """Engine or retrieval: the task is sampled again, on any runner, and it does not count against the task."""
+    DATA = "data"
+    """The environment raised on the task: it counts against the task, which is quarantined after some tries."""
+
+
 class StopReason(StrEnum):
     """Why a trajectory ended."""
 
@@ -58,16 +67,26 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"
     """No room was left in the context for another turn."""
     RETRIEVAL_FAILED = "retrieval_failed"
-    """A search failed on every replica. Left out of the group's baseline; the task is issued again."""
+    """A search failed on every replica: a failure of the infrastructure."""
     ENV_ERROR = "env_error"
-    """The environment raised. Left out of the group's baseline; the task is issued again."""
+    """The environment raised: a failure of the data."""
     ENGINE_ERROR = "engine_error"
-    """The engine failed or returned a log-prob that is not finite. Left out; the task is issued again."""
+    """The engine failed or returned a log-prob that is not finite: a failure of the infrastructure."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """What failed; None if the policy ended the trajectory itself, be it by using up its turns or its context."""
+        match self:
+            case StopReason.RETRIEVAL_FAILED | StopReason.ENGINE_ERROR:
+                return Failure.INFRASTRUCTURE
+            case StopReason.ENV_ERROR:
+                return Failure.DATA
+        return None
 
     @property
     def is_failure(self) -> bool:
-        """Whether the machinery failed rather than the policy: such a trajectory carries no reward and no gradient."""
-        return self in (StopReason.RETRIEVAL_FAILED, StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
+        """Whether the trajectory carries no reward and no gradient, and is in no baseline."""
+        return self.failure is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +107,20 @@ class Task:
     """Passage ids that hold the evidence, where known; recall is measured against them."""
     plan: tuple[tuple[str, ...], ...] = ()
     """The queries a perfect searcher asks, a tuple per round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTask:
+    """A training task that was given up in one epoch: ``FailedTask("nq/7", 0, Failure.DATA, 4, "KeyError: 'gold'")``."""
+
+    task_id: str
+    epoch: int
+    failure: Failure
+    """With ``DATA`` the task is in quarantine: no later epoch of the run issues it."""
+    num_tries: int
+    """Groups in which a trajectory failed."""
+    error: str
+    """Of the last try."""
 
 
 def normalize_answer(text: str) -> str:

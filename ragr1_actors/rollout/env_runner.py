@@ -28,7 +28,7 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.types import Completion, OnText, Sampling, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import Completion, Failure, OnText, Sampling, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
@@ -72,6 +72,8 @@ class GroupSummary:
     """The lowest policy version of any token; -1 if none was sampled."""
     means: dict[str, float]
     """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's metrics."""
+    data_errors: tuple[str, ...] = ()
+    """Those of ``errors`` that are ``Failure.DATA``."""
 
 
 class EnvRunner:
@@ -289,4 +291,5 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
         errors=tuple(t.error for t in group.trajectories if t.error),
         oldest_version=min(versions, default=-1),
         means={name: total / len(kept) for name, total in totals.items()},
+        data_errors=tuple(t.error for t in group.trajectories if t.stop_reason.failure is Failure.DATA),
     )

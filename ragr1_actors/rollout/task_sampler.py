@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
+from ragr1_actors.core.types import FailedTask, Failure, Task
+
+MAX_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +25,29 @@ class Issue:
     task: Task
     epoch: int
     attempt: int = 0
+    num_failures: int = 0
+    """Attempts with a failure of the data."""
+    num_outages: int = 0
+    """Attempts with a failure of the infrastructure only."""
 
     @property
     def group_id(self) -> str:
         """Unique per attempt: the sampling seeds depend on it."""
         return f"{self.issue_id}.{self.attempt}" if self.attempt else self.issue_id
 
+    def failed(self, failure: Failure) -> Issue:
+        """Return the issue with one more attempt that failed."""
+        is_data = failure is Failure.DATA
+        return replace(self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data))
+
 
 class TaskSampler:
     """Issues tasks in a seeded order and remembers which are outstanding.
 
-    An issue is outstanding until it is ``trained``, or until ``give_up`` after too many failures. A resumed run issues
-    outstanding tasks again.
+    An issue is outstanding until it is ``trained``, or until ``give_up`` after too many failures: while it waits, while
+    it is sampled, while its group is in the buffer and while the learner works on it. The state therefore holds no
+    group and no request. A resumed run issues outstanding tasks again; their groups, finished ones included, are
+    sampled anew. What is trained changes only together with the learner, so no task is lost or trained twice.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -48,26 +61,45 @@ class TaskSampler:
         self._order = self._shuffle(0)
         self._again: deque[Issue] = deque()
         self._outstanding: dict[str, Issue] = {}
-        self.num_issued = self.num_trained = self.num_failed = self.num_doubled = 0
+        self.num_issued = self.num_trained = self.num_doubled = 0
+        self.failed_tasks: list[FailedTask] = []
+        """In the order in which they were given up."""
+        self._quarantined: set[str] = set()
+
+    @property
+    def num_failed(self) -> int:
+        """Tasks that were given up, once for each epoch."""
+        return len(self.failed_tasks)
 
     def _shuffle(self, epoch: int) -> list[int]:
         order: list[int] = np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks)).tolist()
         return order
 
     def next(self) -> Issue:
-        """Return the next issue: one that failed, else the next task of the epoch."""
+        """Return the next issue: one to sample again, else the next task of the epoch that is not in quarantine.
+
+        Raises:
+            FleetError: every task is in quarantine.
+        """
         if self._again:
-            issue = self._again.popleft()
-        else:
-            if self._cursor == len(self._tasks):
-                self._epoch, self._cursor = self._epoch + 1, 0
-                self._order = self._shuffle(self._epoch)
-            task = self._tasks[self._order[self._cursor]]
-            self._cursor += 1
-            issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
-            self.num_issued += 1
+            return self._again.popleft()
+        if len(self._quarantined) == len(self._tasks):
+            raise FleetError(
+                f"all of {len(self._tasks)} tasks failed; the last one with: {self.failed_tasks[-1].error}"
+            )
+        while (task := self._next_task()).task_id in self._quarantined:
+            pass
+        issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
+        self.num_issued += 1
         self._outstanding[issue.issue_id] = issue
         return issue
+
+    def _next_task(self) -> Task:
+        if self._cursor == len(self._tasks):
+            self._epoch, self._cursor = self._epoch + 1, 0
+            self._order = self._shuffle(self._epoch)
+        self._cursor += 1
+        return self._tasks[self._order[self._cursor - 1]]
 
     def trained(self, issue: Issue) -> None:
         """Count an issue that the learner has used."""
@@ -77,12 +109,18 @@ class TaskSampler:
             self.num_trained += 1
 
     def again(self, issue: Issue) -> None:
-        """Issue a task again, because it failed or became stale."""
-        self._again.append(replace(issue, attempt=issue.attempt + 1))
+        """Issue a task again, because it failed, became stale or was lost with its node."""
+        issue = replace(issue, attempt=issue.attempt + 1)
+        self._outstanding[issue.issue_id] = issue
+        self._again.append(issue)
 
-    def give_up(self, issue: Issue) -> None:
-        """Count a task that failed too often; it is not issued again in this epoch."""
-        self.num_failed += 1
+    def give_up(self, issue: Issue, failure: Failure, error: str) -> None:
+        """Count a task that failed too often; it is not issued again in this epoch, and after ``DATA`` in no other."""
+        num_tries = issue.num_failures + issue.num_outages
+        error = shortened(" ".join(error.split()), MAX_ERROR_CHARACTERS)
+        self.failed_tasks.append(FailedTask(issue.task.task_id, issue.epoch, failure, num_tries, error))
+        if failure is Failure.DATA:
+            self._quarantined.add(issue.task.task_id)
         self._outstanding.pop(issue.issue_id, None)
 
     def counts(self) -> dict[str, int]:
@@ -101,8 +139,11 @@ class TaskSampler:
             "epoch": self._epoch,
             "cursor": self._cursor,
             "tasks": self._fingerprint,
-            "outstanding": [[i.task.task_id, i.epoch, i.attempt] for i in self._outstanding.values()],
+            "outstanding": [
+                [i.task.task_id, i.epoch, i.attempt, i.num_failures, i.num_outages] for i in self._outstanding.values()
+            ],
             "counts": self.counts(),
+            "failed_tasks": [asdict(failed) for failed in self.failed_tasks],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -115,9 +156,13 @@ class TaskSampler:
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle(self._epoch)
-        issues = [Issue(f"{task_id}#{epoch}", by_id[task_id], epoch, n) for task_id, epoch, n in state["outstanding"]]
+        issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *numbers) for id_, epoch, *numbers in state["outstanding"]]
         self._outstanding = {issue.issue_id: issue for issue in issues}
         self._again = deque(issues)
         counts = state["counts"]
-        self.num_issued, self.num_trained, self.num_failed = counts["issued"], counts["trained"], counts["failed"]
+        self.num_issued, self.num_trained = counts["issued"], counts["trained"]
         self.num_doubled = counts["doubled"]
+        self.failed_tasks = [
+            FailedTask(**failed | {"failure": Failure(failed["failure"])}) for failed in state["failed_tasks"]
+        ]
+        self._quarantined = {failed.task_id for failed in self.failed_tasks if failed.failure is Failure.DATA}

@@ -41,6 +41,7 @@ from ragr1_actors.core.files import (
     write_json,
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
+from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.report import StageReport, TaskCounts
 
 STATE_FILE = "state.json"
@@ -64,9 +65,11 @@ class Books(_Stored):
     cursor: int = Field(ge=0)
     tasks: str
     """Hash of the ids and questions of the training tasks, in their order."""
-    outstanding: list[tuple[str, int, int]]
-    """Task id, epoch and attempt of each task that was issued and not yet trained."""
+    outstanding: list[tuple[str, int, int, int, int]]
+    """Task id, epoch, attempt, failures and outages of each task that was issued and not yet trained: those in flight,
+    and those whose group was finished. A resumed run samples them again."""
     counts: TaskCounts
+    failed_tasks: list[FailedTask]
 
 
 class RunState(_Stored):

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
+from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.scaling import ScalingDecision
@@ -70,7 +71,7 @@ class TaskCounts:
     issued: NonNegativeInt
     trained: NonNegativeInt
     failed: NonNegativeInt
-    """Failed in every attempt."""
+    """Given up after too many failures; ``RunReport.failed_tasks`` names them."""
     lost: int
     """Issued, but neither trained nor failed."""
     doubled: NonNegativeInt
@@ -92,6 +93,8 @@ class RunReport:
     """Sizes that the fleets got while the run was under way, those of ``metrics.jsonl``."""
     incidents: tuple[Incident, ...] = ()
     """What failed and was mended, by ``metrics.jsonl``."""
+    failed_tasks: tuple[FailedTask, ...] = ()
+    """Training tasks that were given up, with the reason; those that failed on their data are in quarantine."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
@@ -213,6 +216,7 @@ svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
 <h1>{title}</h1>
 {table}
 <p>{summary}</p>
+{failed}
 {curves}
 {decisions}
 {incidents}
@@ -230,10 +234,28 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
         title=html.escape(title),
         table=f"<table><tr><th>{_num_tasks(report)}</th>{head}</tr>{body}</table>",
         summary=summary,
+        failed=_failed_tasks(report),
         decisions=_timed("fleets", [(made.time_s, str(made)) for made in report.decisions]),
         incidents=_timed("incidents", [(found.time_s, found.what) for found in report.incidents]),
         curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
     )
+
+
+def _failed_tasks(report: RunReport) -> str:
+    """Return a table of the training tasks that were given up; empty if there are none."""
+    if not report.failed_tasks:
+        return ""
+    head = "<tr><th>task</th><th>epoch</th><th>failure</th><th>tries</th><th>last error</th></tr>"
+    rows = "".join(
+        f"<tr><td>{html.escape(task.task_id)}</td><td>{task.epoch}</td><td>{_what_failed(task)}</td>"
+        f"<td>{task.num_tries}</td><td>{html.escape(task.error)}</td></tr>"
+        for task in report.failed_tasks
+    )
+    return f"<h2>training tasks given up</h2><table>{head}{rows}</table>"
+
+
+def _what_failed(task: FailedTask) -> str:
+    return "data, in quarantine" if task.failure is Failure.DATA else str(task.failure)
 
 
 def _timed(title: str, lines: Sequence[tuple[float, str]]) -> str:

@@ -40,7 +40,7 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.types import TrajectoryGroup
+from ragr1_actors.core.types import FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
@@ -362,6 +362,10 @@ class Algorithm:
     def task_counts(self) -> dict[str, int]:
         """Return the tasks of RL: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
         return self._collector.tasks.counts()
+
+    def failed_tasks(self) -> tuple[FailedTask, ...]:
+        """Return the tasks of RL that were given up, with the reason."""
+        return tuple(self._collector.tasks.failed_tasks)
 
     def stop(self) -> None:
         """End all fleets, after a checkpoint that is being written; ``UserError``, in the end, if that failed."""

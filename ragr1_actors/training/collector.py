@@ -9,6 +9,7 @@ learner waits for those that are still sampled. The bound is that of AReaL (arXi
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ import numpy as np
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Failure, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
-from ragr1_actors.rollout.task_sampler import TaskSampler
+from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
 
-HOPELESS_TASKS = 64
-"""If this many tasks failed before any was trained, the cause is not the tasks, and the run ends."""
+logger = logging.getLogger(__name__)
+
+HOPELESS_TASKS = 16
+"""If this many tasks in a row were given up, without a group between that can be trained, the run ends."""
+MAX_OUTAGES = 16
+"""Times that the infrastructure may fail on a task, which does not count against it, before the task is given up."""
 
 
 class GroupFleet(Protocol):
@@ -69,8 +74,8 @@ class BatchCollector:
         """Collect from ``fleet`` groups of ``tasks``, the training tasks of a run."""
         self.tasks = TaskSampler(tasks, config.debugging.seed)
         self._config = config
-        self._num_tasks = len(tasks)
         self._fleet = fleet
+        self._num_given_up = 0  # in a row
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._policy_version = 0
         self._in_flight: Counter[int] = Counter()
@@ -102,7 +107,7 @@ class BatchCollector:
         to groups that no node has any more.
 
         Raises:
-            FleetError: every task failed, or all of the first ``HOPELESS_TASKS``.
+            FleetError: every task is in quarantine, or ``HOPELESS_TASKS`` in a row were given up.
         """
         size = self._config.training.train_batch_size
         num_stale = num_awaited = 0
@@ -136,21 +141,37 @@ class BatchCollector:
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
     def sort(self, group: FinishedGroup) -> None:
-        """Keep a group without failures; issue a failed task again; after the last attempt keep what did not fail."""
-        summary, issue = group.summary, group.request.issue
+        """Keep a group that can be trained; else issue its task again, or give it up after its last try.
+
+        A group with failed trajectories is kept, without them, as ``env_runners.failed_trajectories`` says, or after
+        the last try of its task. At least two must be left, as one alone has no baseline.
+        """
+        summary, settings = group.summary, self._config.env_runners
         self._in_flight[group.request.policy_version] -= 1
         if not summary.num_failed:
-            self._buffer.add(group)
-        elif issue.attempt < self._config.env_runners.max_task_retries:
-            self.tasks.again(issue)
-        elif summary.rewards:
-            self._buffer.add(group)
+            self._keep(group)
+            return
+        failure = Failure.DATA if summary.data_errors else Failure.INFRASTRUCTURE
+        issue = group.request.issue.failed(failure)
+        was_last = issue.num_failures > settings.max_task_retries or issue.num_outages == MAX_OUTAGES
+        can_shrink = len(summary.rewards) >= min(2, group.request.num_trajectories)
+        if can_shrink and (was_last or settings.failed_trajectories == "shrink"):
+            self._keep(group)
+        elif was_last:
+            self._give_up(issue, failure, (summary.data_errors or summary.errors)[-1])
         else:
-            self.tasks.give_up(issue)
-            num_failed = self.tasks.num_failed
-            is_hopeless = num_failed >= HOPELESS_TASKS and not self.tasks.num_trained and not len(self._buffer)
-            if num_failed >= self._num_tasks or is_hopeless:
-                raise FleetError(f"all of {num_failed} tasks failed; the last one with: {summary.errors[-1]}")
+            self.tasks.again(issue)
+
+    def _keep(self, group: FinishedGroup) -> None:
+        self._buffer.add(group)
+        self._num_given_up = 0
+
+    def _give_up(self, issue: Issue, failure: Failure, error: str) -> None:
+        self.tasks.give_up(issue, failure, error)
+        logger.warning("task %s was given up (%s): %s", issue.task.task_id, failure, error)
+        self._num_given_up += 1
+        if self._num_given_up == HOPELESS_TASKS:
+            raise FleetError(f"all of the last {HOPELESS_TASKS} tasks failed; the last one with: {error}")
 
     def trained(self, batch: Sequence[FinishedGroup]) -> list[FinishedGroup]:
         """Count the tasks of a batch that the learner has used, and of the groups set aside for it; return the latter.

@@ -118,6 +118,7 @@ class TrainingRun:
             wall_s=self._wall_s(),
             peak_rss_bytes=memory.peak_bytes,
             tasks=TaskCounts(**algorithm.task_counts()),
+            failed_tasks=algorithm.failed_tasks(),
             ratios=recall,
             decisions=read_decisions(self._run_dir),
             incidents=read_incidents(self._run_dir),
@@ -254,6 +255,9 @@ class TrainingRun:
         """Print the table of results, and the paths of what was written."""
         run_dir = str(self._place).partition("?")[0]
         self._console.print(render_table(report))
+        if failed := report.failed_tasks:
+            told = f"training tasks given up: {len(failed):,}, listed in the report; the last was {failed[-1].task_id}"
+            self._console.print(f"{told}: {failed[-1].error}", highlight=False, markup=False)
         self._console.print(
             f"TensorBoard   tensorboard --logdir {run_dir}/tensorboard\n"
             f"trajectories  {run_dir}/trajectories\n"

@@ -205,7 +205,7 @@ class SimulatedRunners:
         self._lives: list[_Life] = []
         self._ended_busy_s = 0.0
         self._pending: deque[GroupRequest] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], tuple[_Runner, GroupRequest]] = {}
         self._num_in_flight = 0
         self._finished: list[FinishedGroup] = []
         self._loads: list[float] = []
@@ -338,8 +338,8 @@ class SimulatedRunners:
             runner.count(request.num_trajectories, now_s)
             self._num_in_flight += 1
             task = self._loop.create_task(self._sample(runner, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = runner, request
+            task.add_done_callback(self._tasks.pop)
 
     async def _sample(self, runner: _Runner, request: GroupRequest) -> None:
         """Do what ``EnvRunnerActor.sample_group`` does."""

@@ -134,16 +134,25 @@ class Simulator:
     """A run in virtual time. ``train()`` is an iteration, as ``Algorithm.train``."""
 
     def __init__(
-        self, loop: VirtualLoop, config: RunConfig, pace: Pace, workload: Workload, size: Size, load_at: LoadAt
+        self,
+        loop: VirtualLoop,
+        config: RunConfig,
+        pace: Pace,
+        workload: Workload,
+        size: Size,
+        load_at: LoadAt,
+        *,
+        num_tasks: int = NUM_TASKS,
+        runners: type[SimulatedRunners] = SimulatedRunners,
     ) -> None:
-        """Begin with fleets that are ready."""
+        """Begin with fleets that are ready; ``runners`` is the class of the env runners, such as one with faults."""
         self._loop, self._config, self._pace = loop, config, pace
         self._takes_turns = choose_transport(config) == "ipc"
         self._version = 0
         self.retrievers = SimulatedRetrievers(loop, config, pace, workload, size.num_retrievers)
-        self.runners = SimulatedRunners(loop, config, pace, workload, self.retrievers, load_at)
+        self.runners = runners(loop, config, pace, workload, self.retrievers, load_at)
         self.runners.scale_to(size.num_runners, 0.0)
-        self.collector = BatchCollector(config, [made_up_task(number) for number in range(NUM_TASKS)], self.runners)
+        self.collector = BatchCollector(config, [made_up_task(number) for number in range(num_tasks)], self.runners)
         self._learner = LearnerClock(loop.time)
         self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
         self._ticking = loop.create_task(self._tick())
