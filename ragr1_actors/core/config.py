@@ -164,8 +164,8 @@ class EnvRunnerSettings(Section):
     """Times that a task is issued again after its environment or reward raised, before it is put in quarantine;
     evaluation counts failures of engine and retrieval, too."""
     failed_trajectories: Literal["refill", "shrink"] = "refill"
-    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and trains
-    on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
+    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and
+    trains on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
     weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).

@@ -38,9 +38,7 @@ class Issue:
     def failed(self, failure: Failure) -> Issue:
         """Return the issue with one more attempt that failed."""
         is_data = failure is Failure.DATA
-        return replace(
-            self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data)
-        )
+        return replace(self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data))
 
 
 class TaskSampler:
@@ -86,7 +84,9 @@ class TaskSampler:
         if self._again:
             return self._again.popleft()
         if len(self._quarantined) == len(self._tasks):
-            raise FleetError(f"all of {len(self._tasks)} tasks failed; the last one with: {self.failed_tasks[-1].error}")
+            raise FleetError(
+                f"all of {len(self._tasks)} tasks failed; the last one with: {self.failed_tasks[-1].error}"
+            )
         while (task := self._next_task()).task_id in self._quarantined:
             pass
         issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
