@@ -75,6 +75,9 @@ class Life(Simulator):
 
     def _issue(self, request: GroupRequest) -> None:
         assert request.issue.issue_id not in {*self.trained, *self.failed}, "issued after its end"
+        if request.issue.issue_id not in self.issued:
+            failed = self.collector.tasks.failed_tasks
+            assert request.issue.task.task_id not in {one.task_id for one in failed if one.failure is Failure.DATA}
         self.issued.add(request.issue.issue_id)
 
     @property
