@@ -28,6 +28,8 @@ class Weather:
     rng: random.Random
     gap_s: float
     """Mean time between two faults of runners."""
+    faults_left: int
+    """Of runners: with faults for ever, a run could be without progress for ever."""
     search_failures: float
     """Share of the searches that no replica answers."""
     flaws: float
@@ -43,8 +45,8 @@ class Weather:
         return happened
 
     def load_at(self, time_s: float) -> float:
-        """Every third stretch of five seconds, engines are twenty times slower."""
-        return 20.0 if self.slow_searches and int(time_s / 5) % 3 == 2 else 1.0
+        """Return 1, or 10 in every third stretch of five seconds: engines are slower."""
+        return 10.0 if self.slow_searches and int(time_s / 5) % 3 == 2 else 1.0
 
 
 class FaultyEnv(SearchEnv):
@@ -106,9 +108,10 @@ class FaultyRunners(SimulatedRunners):
             runner.engine.pause()
 
     async def storm(self) -> None:
-        """Let runners die and hang until the task is cancelled."""
+        """Let runners die and hang, now and then."""
         rng = self.weather.rng
-        while True:
+        while self.weather.faults_left:
+            self.weather.faults_left -= 1
             await asyncio.sleep(rng.expovariate(1 / self.weather.gap_s))
             runner = rng.choice(self._runners)
             if self.weather.happens("runner kills", 0.5):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.errors import FleetError, RunDirectoryError
+from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
@@ -57,7 +57,7 @@ def test_no_task_is_lost_or_doubled_whatever_happens(actions: list[str], seed: i
             elif action == "again":
                 sampler.again(issue)
             else:
-                sampler.give_up(issue)
+                sampler.give_up(issue, Failure.INFRASTRUCTURE, "no replica answered")
                 given_up.add(issue.issue_id)
                 saved = json.dumps(sampler.get_state())
         counts = sampler.counts()
@@ -87,6 +87,48 @@ def test_a_second_attempt_has_other_seeds() -> None:
     again = sampler.next()
     assert again.issue_id == issue.issue_id
     assert again.group_id != issue.group_id
+
+
+def test_a_task_that_fails_on_its_data_is_issued_in_no_later_epoch() -> None:
+    sampler = TaskSampler(TASKS, 0)
+    for number, issue in enumerate([sampler.next() for _ in TASKS]):
+        if number == 0:
+            sampler.give_up(issue.failed(Failure.DATA), Failure.DATA, "KeyError:\n  'gold'")
+            bad = issue.task.task_id
+        elif number == 1:
+            sampler.give_up(issue.failed(Failure.INFRASTRUCTURE), Failure.INFRASTRUCTURE, "no replica answered")
+            unlucky = issue.task.task_id
+        else:
+            sampler.trained(issue)
+    expected = [
+        FailedTask(bad, 0, Failure.DATA, 1, "KeyError: 'gold'"),
+        FailedTask(unlucky, 0, Failure.INFRASTRUCTURE, 1, "no replica answered"),
+    ]
+    resumed = TaskSampler(TASKS, 0)
+    resumed.set_state(json.loads(json.dumps(sampler.get_state())))
+    for each in sampler, resumed:
+        assert each.failed_tasks == expected
+        second = [each.next() for _ in TASKS[1:]]
+        assert {issue.task.task_id for issue in second} == {task.task_id for task in TASKS} - {bad}
+        assert each.next().epoch == 2
+        assert each.counts()["lost"] == 0
+
+
+def test_the_state_has_the_failures_of_a_task_that_waits_for_its_next_try() -> None:
+    sampler = TaskSampler(TASKS[:1], 0)
+    sampler.again(sampler.next().failed(Failure.DATA).failed(Failure.INFRASTRUCTURE))
+    resumed = TaskSampler(TASKS[:1], 0)
+    resumed.set_state(json.loads(json.dumps(sampler.get_state())))
+    issue = resumed.next()
+    assert (issue.attempt, issue.num_failures, issue.num_outages) == (1, 1, 1)
+
+
+def test_no_task_is_left_once_all_are_in_quarantine() -> None:
+    sampler = TaskSampler(TASKS[:2], 0)
+    for _ in range(2):
+        sampler.give_up(sampler.next(), Failure.DATA, "KeyError: 'gold'")
+    with pytest.raises(FleetError, match=r"all of 2 tasks failed; the last one with: KeyError: 'gold'"):
+        sampler.next()
 
 
 @pytest.mark.parametrize(

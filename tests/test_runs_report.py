@@ -15,6 +15,7 @@ from rich.console import Console
 from small_world import wait_for
 
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import (
     EvalResult,
@@ -43,7 +44,8 @@ REPORT = RunReport(
 def test_report_json(tmp_path: Path) -> None:
     write_report(tmp_path, REPORT)
     written = json.loads((tmp_path / "report.json").read_text())
-    assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios", "decisions", "incidents"}
+    lists = {"decisions", "incidents", "failed_tasks"}
+    assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios"} | lists
     assert written["stages"][2]["stage"] == "rl"
     assert written["stages"][2]["eval"]["em"] == 0.925
     assert {"em", "f1", "rounds", "queries", "tokens"} <= set(written["stages"][0]["eval"])
@@ -64,6 +66,23 @@ def test_tasks_that_failed_are_shown_where_there_are_any(tmp_path: Path) -> None
     assert read_report(tmp_path).stages[2].eval.num_failed == 3
     assert re.search(r"failed tasks, in no mean\W+0\W+0\W+3\b", text(report))
     assert "failed tasks, in no mean" in (tmp_path / "report.html").read_text()
+
+
+def test_tasks_that_were_given_up_are_listed_with_their_errors(tmp_path: Path) -> None:
+    failed = (
+        FailedTask("nq/7", 0, Failure.DATA, 4, "KeyError: '<gold>'"),
+        FailedTask("nq/8", 1, Failure.INFRASTRUCTURE, 16, "no replica answered"),
+    )
+    write_report(tmp_path, REPORT)
+    assert "given up" not in (tmp_path / "report.html").read_text()
+    write_report(tmp_path, dataclasses.replace(REPORT, failed_tasks=failed))
+    assert read_report(tmp_path).failed_tasks == failed
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "<td>nq/7</td><td>0</td><td>data, in quarantine</td><td>4</td><td>KeyError: &#x27;&lt;gold&gt;&#x27;</td>"
+        in page
+    )
+    assert "<td>nq/8</td><td>1</td><td>infrastructure</td><td>16</td><td>no replica answered</td>" in page
 
 
 def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:

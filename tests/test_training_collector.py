@@ -1,14 +1,22 @@
-"""BatchCollector over a fleet that finishes everything at once."""
+"""BatchCollector over a fleet that finishes everything at once: its batches, and what becomes of failures."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from dataclasses import replace
 
-from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
+import pytest
+import torch
+from learners_common import make_groups
+
+from learners.advantages import group_advantages
+from learners.train_batch import make_batch
+from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, summarize
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.collector import BatchCollector, mean_lag
+from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, mean_lag
 
 BATCH = 4
 
@@ -133,3 +141,130 @@ def test_groups_that_a_node_took_with_it_are_sampled_again() -> None:
     assert fleet.num_sampled == BATCH + 3
     collector.trained(found.groups)
     assert collector.tasks.counts() == {"issued": BATCH, "trained": BATCH, "failed": 0, "lost": 0, "doubled": 0}
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def ended(reasons: Sequence[StopReason]) -> TrajectoryGroup:
+    """A group whose trajectories ended so; those that did not fail have rewards 0, 1, 2, ..."""
+    group = make_groups(0, num_groups=1, group_size=len(reasons))[0]
+    trajectories = [
+        replace(trajectory, stop_reason=reason, reward=0.0 if reason.is_failure else float(number), error=reason.value)
+        for number, (trajectory, reason) in enumerate(zip(group.trajectories, reasons, strict=True))
+    ]
+    return replace(group, trajectories=tuple(trajectories))
+
+
+class FailingFleet(InstantFleet):
+    """Its trajectories end as ``by_task`` says at the first, second, ... try, and at last with answers."""
+
+    def __init__(self, by_task: dict[str, list[list[StopReason]]]) -> None:
+        super().__init__()
+        self.by_task = by_task
+
+    def submit(self, request: GroupRequest) -> None:
+        self.num_sampled += 1
+        tries = self.by_task.get(request.issue.task.task_id, [])
+        reasons = tries.pop(0) if tries else [StopReason.ANSWERED] * request.num_trajectories
+        self.finished.append(FinishedGroup(request, summarize(ended(reasons)), None))
+
+
+OK, SEARCH, ENGINE, ENV = (
+    StopReason.ANSWERED,
+    StopReason.RETRIEVAL_FAILED,
+    StopReason.ENGINE_ERROR,
+    StopReason.ENV_ERROR,
+)
+
+
+def batch_of(
+    tries: list[list[StopReason]], *, rule: str = "refill", retries: int = 2
+) -> tuple[BatchCollector, FinishedGroup, int]:
+    """Collect a batch of one group; return it with the collector and the number of groups that were sampled."""
+    settings = AlgorithmConfig().training(train_batch_size=1, group_size=3)
+    settings = settings.env_runners(failed_trajectories=rule, max_task_retries=retries)
+    tasks = [Task("a", "?", ("a",)), Task("b", "?", ("b",))]
+    fleet = FailingFleet({})
+    collector = BatchCollector(settings.freeze(), tasks, fleet)
+    first = collector.tasks.next()
+    fleet.by_task = {first.task.task_id: tries}
+    fleet.submit(GroupRequest(first, 3, 1.0))
+    (group,), _ = collector.next_batch(0)
+    collector.trained([group])
+    assert collector.tasks.counts()["lost"] == collector.tasks.counts()["doubled"] == 0
+    return collector, group, fleet.num_sampled
+
+
+@pytest.mark.parametrize("reason", [SEARCH, ENGINE])
+def test_a_failure_of_the_infrastructure_does_not_count_against_the_task(reason: StopReason) -> None:
+    collector, group, num_sampled = batch_of([[OK, OK, reason]] * 5, retries=0)
+    assert (group.request.issue.attempt, group.summary.num_failed, num_sampled) == (5, 0, 6)
+    assert collector.tasks.failed_tasks == []
+
+
+def test_a_task_that_no_machine_can_serve_does_not_hold_the_run() -> None:
+    collector, group, num_sampled = batch_of([[ENGINE, ENGINE, ENGINE]] * 99)
+    assert num_sampled == MAX_OUTAGES + 1
+    (failed,) = collector.tasks.failed_tasks
+    assert (failed.failure, failed.num_tries, failed.error) == (Failure.INFRASTRUCTURE, MAX_OUTAGES, ENGINE.value)
+    assert group.request.issue.task.task_id != failed.task_id
+
+
+def test_a_task_on_which_the_environment_raises_is_quarantined() -> None:
+    # searches fail meanwhile, which does not count
+    collector, group, num_sampled = batch_of([[ENV, OK, SEARCH], [SEARCH, OK, OK], [ENV] * 3, [ENV, SEARCH, SEARCH]])
+    (failed,) = collector.tasks.failed_tasks
+    assert failed == FailedTask(failed.task_id, 0, Failure.DATA, 4, ENV.value)
+    assert num_sampled == 5
+    assert group.request.issue.task.task_id != failed.task_id
+    collector.tasks.next()
+    assert collector.tasks.next().task.task_id != failed.task_id
+
+
+@pytest.mark.parametrize(("rule", "num_sampled", "num_failed"), [("refill", 2, 0), ("shrink", 1, 1)])
+def test_a_group_is_refilled_or_shrunk(rule: str, num_sampled: int, num_failed: int) -> None:
+    collector, group, sampled = batch_of([[OK, ENV, OK]], rule=rule)
+    assert (sampled, group.summary.num_failed, len(group.summary.rewards)) == (num_sampled, num_failed, 3 - num_failed)
+    assert collector.tasks.failed_tasks == []
+
+
+def test_a_group_is_shrunk_after_its_last_try() -> None:
+    _, group, num_sampled = batch_of([[OK, ENV, OK]] * 9, retries=2)
+    assert (num_sampled, group.summary.rewards) == (3, (0.0, 2.0))
+
+
+@pytest.mark.parametrize("rule", ["refill", "shrink"])
+def test_one_trajectory_alone_is_no_group(rule: str) -> None:
+    """Its advantage would be its reward, as it has no baseline."""
+    collector, _, num_sampled = batch_of([[ENV, OK, ENV]] * 9, rule=rule, retries=1)
+    assert num_sampled == 3
+    assert [failed.num_tries for failed in collector.tasks.failed_tasks] == [2]
+
+
+def test_failed_trajectories_are_in_no_baseline() -> None:
+    batch = make_batch([ended([OK, SEARCH, OK, ENV])], lambda members: members, has_rollout_logprobs=True)
+    assert batch is not None
+    assert batch.rewards.tolist() == [0.0, 2.0]
+    advantages = group_advantages(batch.rewards, torch.tensor(batch.group_ids))
+    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("reason", [StopReason.MAX_TURNS, StopReason.CONTEXT_FULL, StopReason.ANSWERED])
+def test_what_the_policy_did_wrong_is_no_failure(reason: StopReason) -> None:
+    assert reason.failure is None
+    _, group, num_sampled = batch_of([[reason, OK, OK]])
+    assert (num_sampled, group.summary.num_failed, group.summary.rewards) == (1, 0, (0.0, 1.0, 2.0))
+
+
+def test_the_run_ends_when_nothing_but_failures_comes_back() -> None:
+    settings = AlgorithmConfig().training(train_batch_size=4, group_size=2).env_runners(max_task_retries=0)
+    tasks = [Task(f"t/{number}", "?", ("a",)) for number in range(100)]
+    bad = {task.task_id: [[ENV, ENV]] for task in tasks}
+    for task in tasks[::5]:  # now and then one does not fail
+        bad[task.task_id] = []
+    collector = BatchCollector(settings.freeze(), tasks, FailingFleet(bad))
+    collector.trained(collector.next_batch(0)[0])
+    collector = BatchCollector(settings.freeze(), tasks, FailingFleet({task.task_id: [[ENV, ENV]] for task in tasks}))
+    with pytest.raises(FleetError, match=rf"all of the last {HOPELESS_TASKS} tasks failed; the last one with: env_err"):
+        collector.next_batch(0)

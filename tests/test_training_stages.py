@@ -84,7 +84,7 @@ def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
     config = changed(config, "env_runners", max_task_retries=0)
     algorithm = Algorithm.create(config, tmp_path / "run")
-    with pytest.raises(FleetError, match=r"all of 3 tasks failed; the last one with: .*no library today"):
+    with pytest.raises(FleetError, match=r"all of the last 3 tasks failed; the last one with: .*no library today"):
         algorithm.train()
     algorithm.stop()
 

@@ -164,8 +164,8 @@ class EnvRunnerSettings(Section):
     """Times that a task is issued again after its environment or reward raised, before it is put in quarantine;
     evaluation counts failures of engine and retrieval, too."""
     failed_trajectories: Literal["refill", "shrink"] = "refill"
-    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and trains
-    on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
+    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and
+    trains on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
     hang_timeout_s: float = Field(20, gt=0)
     """An env runner that has not answered for this long hangs: it is ended, its groups go to others, and it starts
     again."""

@@ -111,7 +111,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class FailedTask:
-    """A training task that was given up in one epoch: ``FailedTask("nq/7", 0, Failure.DATA, 4, "KeyError: 'gold'")``."""
+    """A training task that was given up in one epoch: ``FailedTask("nq/7", 0, Failure.DATA, 4, "KeyError: 'a'")``."""
 
     task_id: str
     epoch: int

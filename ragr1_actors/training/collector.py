@@ -154,7 +154,7 @@ class BatchCollector:
         failure = Failure.DATA if summary.data_errors else Failure.INFRASTRUCTURE
         issue = group.request.issue.failed(failure)
         was_last = issue.num_failures > settings.max_task_retries or issue.num_outages == MAX_OUTAGES
-        can_shrink = len(summary.rewards) >= min(2, group.request.num_trajectories)
+        can_shrink = len(summary.rewards) >= 2
         if can_shrink and (was_last or settings.failed_trajectories == "shrink"):
             self._keep(group)
         elif was_last:
