@@ -160,6 +160,36 @@ def test_a_runner_that_hangs_is_ended_and_replaced(
 
 
 @pytest.mark.slow
+def test_a_group_that_takes_long_is_sampled_by_an_idle_runner_too(
+    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One runner is stopped, which no heartbeat notices in this time; it goes on afterwards, and what it has is left."""
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=2), policy_dir, OnePassage())
+    fleet.wait_until_ready()
+    for index in range(16):
+        fleet.submit(request(index))
+    assert len(drain(fleet)) == 16
+    slow = pids(fleet)[0]
+    os.kill(slow, signal.SIGSTOP)
+    try:
+        for index in range(16, 20):
+            fleet.submit(request(index))
+        finished = drain(fleet)
+    finally:
+        os.kill(slow, signal.SIGCONT)
+    assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(16, 20)]
+    metrics = fleet.metrics()
+    assert metrics["num_hedged"] >= 1
+    assert metrics["num_restarts"] == 0
+    assert "env runner 1 samples it, too" in caplog.text
+    for index in range(20, 30):
+        fleet.submit(request(index))
+    assert len(drain(fleet)) == 10
+    assert fleet.num_unfinished == 0
+    fleet.stop()
+
+
+@pytest.mark.slow
 def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     ray_local: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -169,6 +169,9 @@ class EnvRunnerSettings(Section):
     hang_timeout_s: float = Field(20, gt=0)
     """An env runner that has not answered for this long hangs: it is ended, its groups go to others, and it starts
     again."""
+    hedge_factor: float = Field(4, ge=0)
+    """A group that takes this many times the median time is sampled by an idle env runner, too, and the first to finish
+    counts; 0 never does it."""
     weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).

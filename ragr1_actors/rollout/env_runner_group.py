@@ -6,6 +6,9 @@
                   ▲                                            │
                   └── the runner died: give it to another ─────┘
 
+A group that takes several times as long as usual is sampled by an idle runner, too; the first to finish counts, and the
+other is cancelled. Both sample with the same seeds.
+
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
@@ -17,12 +20,14 @@ returned those it has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, TypeVar
 
 import ray
@@ -48,6 +53,10 @@ PROBE_INTERVAL_S = 1.0
 """Between two probes of a runner that is not healthy, and the longest wait for a group before the next probes."""
 PING_INTERVAL_S = 5.0
 """Between two pings of a healthy runner."""
+_USUAL_GROUPS = 64
+"""Groups that finished last, of which the median time is usual."""
+_HEDGE_AFTER_S = 5.0
+"""No group is sampled twice before."""
 MAX_FAILED_LOADS = 3
 """Consecutive failures of an engine to load beside learners after its actor was restarted; then the runner is lost."""
 RESTART_TIMEOUT_S = 300.0
@@ -98,6 +107,23 @@ class _Runner:
         return self.is_healthy and not self.is_draining
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A group at a runner."""
+
+    request: GroupRequest
+    runner: _Runner
+    summary: Any
+    """References of the two results."""
+    batch: Any
+    sent_at: float = field(default_factory=time.monotonic)
+    twin: _Flight | None = None
+    """The same group at another runner."""
+    was_hedged: bool = False
+    is_abandoned: bool = False
+    """Its twin has finished."""
+
+
 @dataclass(slots=True)
 class _Newest:
     """The policy version published last."""
@@ -131,7 +157,11 @@ class EnvRunnerGroup:
         self.on_wait: Callable[[], None] = lambda: None
         """Called about once a second while ``collect`` waits."""
         self._pending: deque[GroupRequest] = deque()
-        self._in_flight: dict[Any, tuple[GroupRequest, _Runner, Any]] = {}  # the last is the reference of the batch
+        self._in_flight: dict[Any, _Flight] = {}  # by the reference of the summary
+        self._num_extra = 0  # flights of groups that another flight or result stands for
+        self._took_s: deque[float] = deque(maxlen=_USUAL_GROUPS)
+        self._hedge_factor = settings.hedge_factor
+        self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
         self._runners: list[_Runner] = []
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
@@ -183,7 +213,7 @@ class EnvRunnerGroup:
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not collected."""
-        return len(self._pending) + len(self._in_flight) + len(self._finished)
+        return len(self._pending) + len(self._in_flight) - self._num_extra + len(self._finished)
 
     @property
     def num_finished(self) -> int:
@@ -250,6 +280,7 @@ class EnvRunnerGroup:
             "num_healthy": float(self.num_healthy),
             "num_restarts": float(self.num_restarts),
             "num_hangs": float(self.num_hangs),
+            "num_hedged": float(self.num_hedged),
             "num_lost": float(sum(runner.is_lost for runner in self._runners)),
             "num_draining": float(sum(runner.is_draining for runner in self._runners)),
             "load": sum(load for load, _ in loads) / len(loads),
@@ -318,6 +349,7 @@ class EnvRunnerGroup:
             except RagR1Error as error:  # of an environment: ``collect`` raises it
                 self._error = error
         self._dispatch()
+        self._hedge()
         self._end_drained()
 
     def _account(self) -> None:
@@ -405,6 +437,7 @@ class EnvRunnerGroup:
             ray.kill(runner.handle, no_restart=True)
         self._runners = []
         self._in_flight.clear()
+        self._num_extra = 0
         self._pending.clear()
         self._finished.clear()
 
@@ -413,27 +446,65 @@ class EnvRunnerGroup:
             free = [r for r in self._runners if r.takes_requests and r.num_in_flight < self._max_in_flight]
             if not free:
                 return
-            runner = min(free, key=lambda r: r.num_in_flight)
-            request = self._pending.popleft()
-            summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
-            runner.num_in_flight += request.num_trajectories
-            self._in_flight[summary] = request, runner, batch
+            self._send(self._pending.popleft(), min(free, key=lambda r: r.num_in_flight))
+
+    def _send(self, request: GroupRequest, runner: _Runner) -> _Flight:
+        summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
+        runner.num_in_flight += request.num_trajectories
+        self._in_flight[summary] = flight = _Flight(request, runner, summary, batch)
+        return flight
+
+    def _hedge(self) -> None:
+        """Send groups that take long to runners that have nothing to do, once each."""
+        if not self._hedge_factor or self._pending or len(self._took_s) < _USUAL_GROUPS // 4:
+            return
+        usual_s, now = median(self._took_s), time.monotonic()
+        for flight in list(self._in_flight.values()):
+            takes_s = now - flight.sent_at
+            if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._hedge_factor * usual_s):
+                continue
+            idle = next((r for r in self._runners if r.takes_requests and not r.num_in_flight), None)
+            if idle is None:
+                return
+            twin = self._send(flight.request, idle)
+            flight.twin, twin.twin = twin, flight
+            flight.was_hedged = twin.was_hedged = True
+            self._num_extra += 1
+            self.num_hedged += 1
+            logger.warning(
+                "%s takes %.0f s at %s, %.1f s are usual; %s samples it, too",
+                *(flight.request.issue.group_id, takes_s, flight.runner.name, usual_s, idle.name),
+            )
 
     def _finish(self, ref: Any) -> FinishedGroup | None:
-        request, runner, batch = self._in_flight.pop(ref)
+        flight = self._in_flight.pop(ref)
+        request, runner, twin = flight.request, flight.runner, flight.twin
         runner.num_in_flight -= request.num_trajectories
+        if flight.is_abandoned:
+            self._num_extra -= 1
+            with contextlib.suppress(RayError):
+                ray.get(ref)
+            return None
         try:
             summary = ray.get(ref)
         except RayActorError as error:
-            self._pending.appendleft(request)
+            if twin is None:
+                self._pending.appendleft(request)
+            else:
+                twin.twin = None
+                self._num_extra -= 1
             self._mark_dead(runner, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+        if twin is not None:
+            twin.is_abandoned, twin.twin = True, None
+            ray.cancel(twin.summary)
+        self._took_s.append(time.monotonic() - flight.sent_at)
         self._num_sampled += request.num_trajectories
-        return FinishedGroup(request, summary, batch)
+        return FinishedGroup(request, summary, flight.batch)
 
     def _note_death(self, runner: _Runner, cause: str) -> None:
         runner.is_healthy, runner.probe = False, None
