@@ -163,7 +163,7 @@ def test_a_runner_that_hangs_is_ended_and_replaced(
 def test_a_group_that_takes_long_is_sampled_by_an_idle_runner_too(
     ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One runner is stopped, which no heartbeat notices in this time; it goes on afterwards, and what it has is left."""
+    """One runner is stopped, which no heartbeat notices in this time; later it goes on, and what it has is left out."""
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=2), policy_dir, OnePassage())
     fleet.wait_until_ready()
     for index in range(16):
