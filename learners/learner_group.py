@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -329,6 +330,7 @@ class LearnerGroup:
             "%s; restart %d of at most %d of the learner group: %d updates are repeated, and %s",
             *(failure, self.num_restarts, max_restarts, sum(name == "update" for name, _ in calls), method),
         )
+        started = time.monotonic()
         try:
             self._start_actors()
             if history is not None:
@@ -340,6 +342,7 @@ class LearnerGroup:
         except KeyboardInterrupt:  # a state in between must not be saved
             self._kill_actors()
             raise
+        logger.warning("learner group is back after %.0f s", time.monotonic() - started)
 
     def _wait(self, refs: list[Any], *, is_update: bool = False) -> list[Any]:
         """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective.

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from ragr1_actors.cli import (
     JsonLinesOption,
     JsonOption,
+    chaos,
     console,
     doctor,
     evaluate,
@@ -287,6 +288,7 @@ def _load_benchmark(name: str) -> Any:
 
 
 app.command()(doctor.doctor)
+app.command()(chaos.chaos)
 
 
 def describe_start(recipe: str, config: RunConfig, run_dir: str) -> Panel:

@@ -61,6 +61,8 @@ class _Member:
     """When each of them was made."""
     loads: dict[str, ActorLoad] = field(default_factory=dict)
     """What each actor answered last, since it was last reached."""
+    died_at: dict[str, float] = field(default_factory=dict)
+    """When each actor that is not back yet was found dead, or ended."""
     is_draining: bool = False
     """Its node goes away: it serves until others take over."""
 
@@ -240,8 +242,13 @@ class ActorFleet:
                 load = member.loads[name] = ray.get(call)
             except RayError as error:  # it restarts
                 if before is not None:
+                    member.died_at[name] = time.monotonic()
                     logger.warning("%s %s died (%s)", self.kind, name, last_line(error))
                 continue
+            if name in member.died_at:
+                logger.warning(
+                    "%s %s is back after %.0f s", self.kind, name, time.monotonic() - member.died_at.pop(name)
+                )
             is_same = before is not None and before.started == load.started
             self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
             self._num_answered += load.queries - (before.queries if before and is_same else 0)
@@ -258,6 +265,7 @@ class ActorFleet:
                     logger.warning("%s %s hangs: it has not answered for %.0f s", self.kind, name, waited_s)
                     self.num_hangs += 1
                     del member.loads[name]
+                    member.died_at[name] = time.monotonic()
                     ray.kill(member.actors[name], no_restart=False)
 
     def stop(self) -> None:

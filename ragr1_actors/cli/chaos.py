@@ -1,0 +1,215 @@
+"""``ragr1 chaos``: trains a recipe while its processes are killed and stopped, and counts what was lost.
+
+::
+
+    ragr1 train RECIPE ──► a process of a random kind is killed or stopped ──► the run logs progress ──► the next one
+            ▲                                │
+            └── with --auto-resume ── the driver was killed
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
+
+import psutil
+import typer
+from rich.table import Table
+
+from ragr1_actors.cli import console, print_line
+from ragr1_actors.core.errors import RunDirectoryError, UserError
+
+if TYPE_CHECKING:
+    from ragr1_actors.runs.report import RunReport
+
+DRIVER = "driver"
+ACTORS = {
+    "env runner": "EnvRunnerActor",
+    "retriever": "RetrieverActor",
+    "encoder": "EncoderActor",
+    "learner": "LearnerWorker",
+}
+"""The class of each kind; Ray names a worker process after it."""
+LOG = "chaos.log"
+"""Beside the run directory: what the drivers printed."""
+STOPPED_SHARE = 0.25
+"""Of the actors that are hit, those that are stopped and not killed: they hang."""
+_LOOK_INTERVAL_S = 0.2
+_BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.* is back after (\d+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What happens to a process: ``Hit("retriever", signal.SIGKILL)``."""
+
+    kind: str
+    signal: signal.Signals
+
+
+def schedule(num_hits: int, kinds: Sequence[str], seed: int) -> list[Hit]:
+    """Return hits in a random order, of every kind as many, up to one."""
+    rng = random.Random(f"chaos {seed}")
+    chosen = list(itertools.islice(itertools.cycle(rng.sample(kinds, len(kinds))), num_hits))
+    rng.shuffle(chosen)
+    return [
+        Hit(kind, signal.SIGSTOP if kind != DRIVER and rng.random() < STOPPED_SHARE else signal.SIGKILL)
+        for kind in chosen
+    ]
+
+
+class Victim:
+    """A run in a process of the operating system, which is started again with ``--auto-resume`` after it was killed."""
+
+    def __init__(self, recipe: str, overrides: Sequence[str], run_dir: Path) -> None:
+        """Start the run; its output is appended to ``LOG``."""
+        self._command = [sys.executable, "-m", "ragr1_actors", "train", recipe, *overrides]
+        self._command += ["--run-dir", str(run_dir), "--auto-resume"]
+        self._run_dir = run_dir
+        self.log = run_dir.parent / f"{run_dir.name}.{LOG}"
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
+            self.driver = psutil.Popen(self._command, stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the driver's process is gone."""
+        return self.driver.poll() is not None
+
+    def find(self, kind: str) -> list[psutil.Process]:
+        """Return the processes of a kind that are there, without those that this command has stopped."""
+        if kind == DRIVER:
+            return [] if self.has_ended else [self.driver]
+        found = []
+        for process in self.driver.children(recursive=True):
+            try:
+                is_one = process.name().startswith("ray::") and process.cmdline()[0].startswith(f"ray::{ACTORS[kind]}")
+                if is_one and process.status() != psutil.STATUS_STOPPED:
+                    found.append(process)
+            except (psutil.NoSuchProcess, IndexError):  # it has just ended
+                continue
+        return found
+
+    def progress(self) -> str:
+        """Return the newest line of the metrics, which changes with every iteration or step that is logged."""
+        from ragr1_actors.runs.metrics import read_metrics
+
+        try:
+            rows = read_metrics(self._run_dir)
+        except RunDirectoryError:  # it has not begun
+            return ""
+        return f"{len(rows)} {rows[-1]}" if rows else ""
+
+    def wait_for_progress(self, before: str) -> None:
+        """Return once the run has logged something new, or has ended."""
+        while not self.has_ended and self.progress() == before:
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def hit(self, hit: Hit, rng: random.Random) -> bool:
+        """Kill or stop a process of the kind, once there is one; False if the run has ended before."""
+        while not (found := self.find(hit.kind)):
+            if self.has_ended:
+                return False
+            time.sleep(_LOOK_INTERVAL_S)
+        process = rng.choice(found)
+        process.send_signal(hit.signal)
+        if process is self.driver:
+            self.driver.wait()
+            self._start()
+        return True
+
+    def recoveries(self) -> Iterator[tuple[str, float]]:
+        """Yield kind and seconds of every return that the run has printed."""
+        for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if found := _BACK.search(line):
+                yield found[1], float(found[2])
+
+
+@contextmanager
+def _ended(victim: Victim) -> Iterator[None]:
+    """End the run with the block."""
+    try:
+        yield
+    finally:
+        if not victim.has_ended:
+            victim.driver.terminate()
+            victim.driver.wait()
+
+
+def chaos(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Processes that are killed or stopped.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the kinds and their order.")] = 0,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Directory of the run; default: runs/chaos-DATE-TIME.")
+    ] = None,
+) -> None:
+    """Train on this machine while processes of every kind are killed or hang; exit status 1 if a task is lost."""
+    from ragr1_actors.runs.report import read_report
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+
+    place = run_dir or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
+    if place.exists():
+        raise UserError(f"{place} exists; give a new directory, or none")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    patient = [f"learners.max_restarts={kills}", "checkpointing.interval=1", *(overrides or [])]
+    config = AlgorithmConfig.from_recipe(recipe).override(patient).freeze()
+    sizes = {
+        "env runner": config.env_runners.num_env_runners,
+        "retriever": config.retrieval.num_retrievers,
+        "encoder": config.retrieval.num_encoders,
+        "learner": config.learners.num_learners,
+    }
+    hits = schedule(kills, [DRIVER, *(kind for kind, size in sizes.items() if size)], seed)
+    rng, driver_s, num_hits = random.Random(seed), [], 0
+    victim = Victim(recipe, patient, place)
+    with _ended(victim):
+        victim.wait_for_progress("")
+        for hit in hits:
+            before, hit_at = victim.progress(), time.monotonic()
+            if not victim.hit(hit, rng):
+                break
+            num_hits += 1
+            print_line(f"{hit.signal.name} {hit.kind}")
+            victim.wait_for_progress(before)
+            if hit.kind == DRIVER:
+                driver_s.append(time.monotonic() - hit_at)
+        status = victim.driver.wait()
+    if status:
+        raise UserError(f"the run ended with status {status} after {num_hits} of {kills} hits; see {victim.log}")
+    recoveries = [*victim.recoveries(), *((DRIVER, took_s) for took_s in driver_s)]
+    report = read_report(place)
+    console.print(_table(report, recoveries, num_hits))
+    print_line(f"ragr1 report {shlex.quote(str(place))}")
+    if report.tasks.lost or report.tasks.doubled:
+        raise typer.Exit(1)
+    if num_hits < kills:
+        raise UserError(f"the run ended after {num_hits} of {kills} hits; take fewer, or a longer run")
+
+
+def _table(report: RunReport, recoveries: Sequence[tuple[str, float]], num_hits: int) -> Table:
+    table = Table(title=f"{num_hits} processes killed or stopped", show_header=False)
+    for name in ("issued", "trained", "failed", "lost", "doubled"):
+        table.add_row(f"tasks {name}", f"{getattr(report.tasks, name):,}")
+    for kind in (*ACTORS, DRIVER):
+        took_s = [seconds for found, seconds in recoveries if found == kind]
+        if took_s:
+            table.add_row(
+                f"{kind} back after", f"{mean(took_s):.1f} s in the mean of {len(took_s)}, {max(took_s):.0f} s at most"
+            )
+    table.add_row("EM", f"{report.stages[-1].eval.em:.3f}")
+    return table
