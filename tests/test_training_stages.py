@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
-from ragr1_actors.runs.report import RunReport
+from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.stages import TrainingRun
@@ -87,6 +88,33 @@ def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     with pytest.raises(FleetError, match=r"all of the last 3 tasks failed; the last one with: .*no library today"):
         algorithm.train()
     algorithm.stop()
+
+
+class SometimesUnsearchable(SearchEnv):
+    """An environment that does not know every third task."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        if zlib.crc32(task.task_id.encode()) % 3 == 0:
+            raise LookupError("no such shelf")
+        return await super().reset(task)
+
+
+@pytest.mark.engine
+def test_tasks_that_were_given_up_are_in_the_report(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=2)
+    config = changed(config, "environment", env=f"{__name__}:SometimesUnsearchable")
+    config = changed(config, "env_runners", max_task_retries=1)
+    report, _ = execute(config, tmp_path / "run")
+    assert report.failed_tasks
+    assert report.tasks.failed == len(report.failed_tasks)
+    for failed in report.failed_tasks:
+        assert (failed.failure, failed.num_tries, failed.error) == ("data", 2, "LookupError: no such shelf")
+    assert read_report(tmp_path / "run").failed_tasks == report.failed_tasks
+    printed = io.StringIO()
+    TrainingRun(config, tmp_path / "run", Console(file=printed, width=300)).describe_end(report)
+    assert (
+        f"training tasks given up: {len(report.failed_tasks)}, listed in the report; the last was" in printed.getvalue()
+    )
 
 
 @pytest.fixture(scope="module")
