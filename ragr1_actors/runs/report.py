@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
+from ragr1_actors.runs.alarms import Alarm
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.scaling import ScalingDecision
 
@@ -88,6 +89,8 @@ class RunReport:
     """Further figures, such as ``{"recall@3": 0.61}``."""
     decisions: tuple[ScalingDecision, ...] = ()
     """Sizes that the fleets got while the run was under way, those of ``metrics.jsonl``."""
+    alarms: tuple[Alarm, ...] = ()
+    """Those of the collapse guard."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
@@ -210,6 +213,7 @@ svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
 {table}
 <p>{summary}</p>
 {curves}
+{alarms}
 {decisions}
 </body></html>
 """
@@ -225,9 +229,21 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
         title=html.escape(title),
         table=f"<table><tr><th>{_num_tasks(report)}</th>{head}</tr>{body}</table>",
         summary=summary,
+        alarms=_alarms(report),
         decisions=_decisions(report),
         curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
     )
+
+
+def _alarms(report: RunReport) -> str:
+    """Return a table of the alarms; empty if there was none."""
+    if not report.alarms:
+        return ""
+    rows = "".join(
+        f"<tr><td>{alarm.name}</td><td>{html.escape(str(alarm))}</td><td>{alarm.action}</td></tr>"
+        for alarm in report.alarms
+    )
+    return f"<h2>alarms</h2><table>{rows}</table>"
 
 
 def _decisions(report: RunReport) -> str:
