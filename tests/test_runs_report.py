@@ -43,7 +43,7 @@ REPORT = RunReport(
 def test_report_json(tmp_path: Path) -> None:
     write_report(tmp_path, REPORT)
     written = json.loads((tmp_path / "report.json").read_text())
-    assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios", "decisions"}
+    assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios", "decisions", "alarms"}
     assert written["stages"][2]["stage"] == "rl"
     assert written["stages"][2]["eval"]["em"] == 0.925
     assert {"em", "f1", "rounds", "queries", "tokens"} <= set(written["stages"][0]["eval"])

@@ -64,7 +64,7 @@ RULES: dict[AlarmName, Rule] = {
     "good_logprob": Rule("learner/good_logprob", "plus", low=-0.3, from_best=True),
     "grad_norm": Rule("learner/grad_norm", "times", high=4.0),
     "logprob_gap": Rule("learner/logprob_gap_mean", "absolute", high=0.1),
-    "format": Rule("rollout/well_formed", "times", low=0.9, slack=0.05, from_best=True),
+    "format": Rule("rollout/well_formed", "times", low=0.85, slack=0.05, from_best=True),
     "searches": Rule("rollout/queries", "times", low=0.4, slack=0.1),
     "repeat_queries": Rule("rollout/repeat_query_rate", "absolute", high=0.3),
     "observation_share": Rule("rollout/observation_share", "times", low=0.4, high=2.0, slack=0.2),
