@@ -24,7 +24,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from learners.options import OPTIONS  # noqa: E402
-from ragr1_actors.core.config import LoraSettings, RetrieverAutoscaling, RunConfig, RunnerAutoscaling  # noqa: E402
+from ragr1_actors.core.config import (  # noqa: E402
+    GuardSettings,
+    LoraSettings,
+    RetrieverAutoscaling,
+    RunConfig,
+    RunnerAutoscaling,
+)
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
 from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
@@ -67,6 +73,7 @@ def page() -> str:
         "## Options of retrieval.type=replay\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         "| `run` | text | required | A run directory whose recorded searches are answered again. |\n"
     )
+    parts.append(f"## Keys of training.guard\n\n{_model_table([GuardSettings], '')}")
     parts.append(f"## Keys of learners.lora\n\n{_model_table([LoraSettings], '')}")
     parts.append(f"## Keys of env_runners.autoscaling\n\n{_model_table([RunnerAutoscaling], '')}")
     parts.append(

@@ -87,6 +87,8 @@ class Learner(ABC):
         self.dtype = DTYPES[config.policy.dtype]
         self.options = self.make_options()
         self.schedule = self.make_schedule()
+        self.lr_factor = 1.0
+        """Of ``scale_lr``."""
         self.num_updates = 0
         self.num_micro_batches = 0
         """Trained and scored; ``LearnerGroup`` reads it from another thread, as a sign of progress."""
@@ -115,6 +117,12 @@ class Learner(ABC):
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
         )
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of the configuration by ``factor``; the learner's state keeps it."""
+        self.lr_factor = factor
+        schedule = self.make_schedule()
+        self.schedule = replace(schedule, lr=factor * schedule.lr)
 
     @property
     def temperature(self) -> float:
@@ -289,6 +297,8 @@ class Learner(ABC):
                     meter.add_gap(outputs.logprobs, chosen.rollout_logprobs, chosen.is_fresh)
                 if chosen.old_logprobs is None:
                     chosen = replace(chosen, old_logprobs=outputs.logprobs.detach())
+            if micro_batch.weight and chosen.advantages is not None:
+                meter.add_good(outputs.logprobs, chosen.advantages)
             token_loss = self._checked(self.compute_loss(outputs, chosen), len(outputs.logprobs))
             loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.
@@ -411,6 +421,7 @@ class Learner(ABC):
         parts: dict[str, Part] = {}
         if self.rank == 0:
             parts["num_updates"] = Part(np.asarray([self.num_updates], dtype=np.int64), 0, ())
+            parts["lr_factor"] = Part(np.asarray([self.lr_factor]), 0, ())
         for name, engine in self.engines().items():
             with engine.in_use():
                 parts |= {f"{name}/{key}": part for key, part in engine.get_parts().items()}
@@ -436,6 +447,7 @@ class Learner(ABC):
         if "num_updates" not in state:
             raise DataError("the learner's state has no num_updates")
         self.num_updates = int(state["num_updates"])
+        self.scale_lr(float(state.get("lr_factor", 1.0)))  # a checkpoint of before has none
         for name, engine in self.engines().items():
             with engine.in_use():
                 engine.set_state(state, f"{name}/")

@@ -26,6 +26,7 @@ _COUNTS = {
     "ratio_outliers": "_gap_tokens",
     "logprob_gap_mean_fresh": "_fresh_tokens",
     "ratio_outliers_fresh": "_fresh_tokens",
+    "good_logprob": "_good_tokens",
 }
 """The count that divides a sum, where it is not the number of all tokens."""
 
@@ -92,6 +93,15 @@ class Meter:
             self._sums["_fresh_tokens"] += is_fresh_M.sum()
             self._sums["logprob_gap_mean_fresh"] += (gaps_M * is_fresh_M).sum()
             self._sums["ratio_outliers_fresh"] += (is_outlier_M & is_fresh_M).sum()
+
+    def add_good(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
+        """Add the tokens with a positive advantage, whose mean log-prob is reported as ``good_logprob``, in nats.
+
+        It falls when training makes good actions less likely, too: lazy likelihood displacement (arXiv:2512.04220).
+        """
+        is_good_M = advantages_M > 0
+        self._sums["_good_tokens"] += is_good_M.sum()
+        self._sums["good_logprob"] += logprobs_M.detach().float()[is_good_M].sum()
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
         """Add values per MODEL token; they are reported as means."""

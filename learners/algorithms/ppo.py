@@ -39,7 +39,7 @@ class PPOLearner(PolicyGradientLearner):
     @property
     def critic_schedule(self) -> Schedule:
         """The policy's schedule with the learning rate and warm-up of the critic."""
-        lr = self.options.vf_lr or 10 * self.schedule.lr
+        lr = self.lr_factor * self.options.vf_lr if self.options.vf_lr else 10 * self.schedule.lr
         return replace(self.schedule, lr=lr, warmup_steps=self.options.vf_warmup_steps)
 
     def engines(self) -> dict[str, DeepSpeedEngine]:

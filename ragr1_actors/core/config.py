@@ -34,6 +34,18 @@ QueryFormat = Literal["lines", "comma", "json", "single"]
 ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
 """How passages are written inside ``<information>``; ``envs/observations.py`` shows each format."""
 LRSchedule = Literal["constant", "cosine"]
+GuardAction = Literal["ignore", "warn", "stop", "roll_back"]
+AlarmName = Literal[
+    "entropy",
+    "good_logprob",
+    "grad_norm",
+    "logprob_gap",
+    "format",
+    "searches",
+    "repeat_queries",
+    "observation_share",
+]
+"""The alarms of the collapse guard; ``training/guard.py`` has their metrics and limits."""
 
 _LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
@@ -296,6 +308,34 @@ class TrainingSettings(Section):
     """Weight of the entropy bonus, per token; Search-R1 and RAG-R1 take 0.001."""
     options: dict[str, Any] = {}
     """Options of the algorithm, by its names: for ``ppo`` ``{vf_clip: 0.5}``; see ``learners/options.py``."""
+    guard: dict[str, Any] = {}
+    """What happens when training collapses: ``{action: roll_back}``, the keys of ``GuardSettings``; ``{}`` (default)
+    warns."""
+
+
+class GuardSettings(Section):
+    """The keys of ``training.guard``: alarms that compare the metrics of an iteration with those of the run before."""
+
+    action: GuardAction = "warn"
+    """What every alarm does: ``warn`` (default), ``stop`` the run after a checkpoint, ``roll_back`` to a checkpoint
+    from before with a smaller learning rate, or ``ignore``: the guard is off."""
+    actions: dict[AlarmName, GuardAction] = {}
+    """What single alarms do instead: ``{entropy: roll_back, searches: ignore}``."""
+    limits: dict[AlarmName, tuple[float | None, float | None]] = {}
+    """Lower and upper limit of single alarms, in the unit of the alarm; null is none: ``{grad_norm: [null, 10]}``."""
+    patience: int = Field(2, ge=1)
+    """Iterations in a row for which a metric must be outside its limits."""
+    baseline_iterations: int = Field(10, ge=2)
+    """Iterations whose median is the baseline: the newest ones inside the limits. With half as many it begins."""
+    lr_factor: float = Field(0.5, gt=0, le=1)
+    """What each roll-back multiplies the learning rate by."""
+    max_roll_backs: int = Field(2, ge=1)
+    """Roll-backs per run; the next one is a stop."""
+
+
+def read_guard(settings: TrainingSettings) -> GuardSettings:
+    """Return ``training.guard`` with all keys; ``ConfigError`` on a wrong key or value."""
+    return GuardSettings.read(settings.guard, "training.guard")
 
 
 class LearnerSettings(Section):

@@ -22,6 +22,7 @@ from ragr1_actors.core.config import (
     RunConfig,
     Section,
     read_encoder_autoscaling,
+    read_guard,
     read_lora,
     read_retriever_autoscaling,
     read_runner_autoscaling,
@@ -124,6 +125,7 @@ def _check_settings(config: RunConfig) -> None:
                 f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
                 f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
             )
+    read_guard(config.training)
     _check_offload(config)
     _check_autoscaling(config)
     check_transport(config)

@@ -265,6 +265,17 @@ class Trajectory:
         """Queries executed over all rounds."""
         return sum(len(turn.queries) for turn in self.turns)
 
+    @property
+    def num_repeated_queries(self) -> int:
+        """Those of them that an earlier turn had asked already, in any case of letters."""
+        return self.num_queries - len({query.casefold() for turn in self.turns for query in turn.queries})
+
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether it ended with an answer, and every turn had a valid action."""
+        is_answered = self.stop_reason is StopReason.ANSWERED
+        return is_answered and all(turn.action != "malformed" for turn in self.turns)
+
 
 @dataclass(frozen=True)
 class TrajectoryGroup:

@@ -280,6 +280,8 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
             "tokens": float(trajectory.num_model_tokens),
             "observation_tokens": float((trajectory.kinds == TokenKind.OBSERVATION).sum()),
             "context_tokens": float(trajectory.num_tokens),
+            "well_formed": float(trajectory.is_well_formed),
+            "repeated_queries": float(trajectory.num_repeated_queries),
             f"stop_{trajectory.stop_reason.value}": 1.0,
             **trajectory.metrics,
         }

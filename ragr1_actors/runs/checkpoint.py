@@ -42,6 +42,7 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
 from ragr1_actors.core.types import FailedTask
+from ragr1_actors.runs.alarms import GuardState
 from ragr1_actors.runs.report import StageReport, TaskCounts
 
 STATE_FILE = "state.json"
@@ -86,10 +87,11 @@ class RunState(_Stored):
 
 
 class Standing(_Stored):
-    """What ``TrainingRun`` stores in addition: the wall time so far in seconds, and the finished stages."""
+    """What ``TrainingRun`` stores in addition: the wall time so far in seconds, the finished stages and the guard."""
 
     wall_s: float
     stages: list[StageReport]
+    guard: GuardState = GuardState()
 
 
 def read_state(checkpoint: AnyFolder) -> RunState:
@@ -114,6 +116,10 @@ class Checkpoints(Protocol):
 
     def latest(self) -> AnyFolder | None:
         """Return the newest whole checkpoint; None if there is none."""
+        ...
+
+    def best_until(self, step: int) -> AnyFolder | None:
+        """Return the best checkpoint up to ``step``, the newest if none has a score; None if there is none."""
         ...
 
     def without(self, checkpoint: AnyFolder) -> str:
@@ -204,12 +210,12 @@ class CheckpointStore:
 
     def is_best(self, score: float) -> bool:
         """Return whether a checkpoint with this score would be the best; False without a ``best_metric``."""
-        best = self._best()
+        best = self._best(self._whole())
         return bool(self._best_metric) and (best is None or score > best[0])
 
-    def _best(self) -> tuple[float, Path] | None:
+    def _best(self, whole: dict[int, Path]) -> tuple[float, Path] | None:
         """Return the highest score and the newest checkpoint with it; None if no checkpoint has a score."""
-        newest_first = [path for _, path in sorted(self._whole().items(), reverse=True)]
+        newest_first = [path for _, path in sorted(whole.items(), reverse=True)]
         scored = [(score, path) for path in newest_first if (score := self._score(path)) is not None]
         return max(scored, key=lambda entry: entry[0], default=None)
 
@@ -222,6 +228,12 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
         return max(self._whole().items(), default=(0, None))[1]
+
+    def best_until(self, step: int) -> Path | None:
+        """Return the best checkpoint up to ``step``, the newest if none has a score; None if there is none."""
+        earlier = {number: path for number, path in self._whole().items() if number <= step}
+        best = self._best(earlier)
+        return best[1] if best else max(earlier.items(), default=(0, None))[1]
 
     def without(self, checkpoint: AnyFolder) -> str:
         """Return the end of a message on a damaged checkpoint.
@@ -247,7 +259,7 @@ class CheckpointStore:
     def _prune(self, saved: int) -> None:
         whole = self._whole()
         self._remove(path for step, path in whole.items() if step > saved)
-        best = self._best()
+        best = self._best(self._whole())
         self._link(best[1] if best else None)
         older = [path for step, path in sorted(whole.items()) if step <= saved][: -self._num_to_keep]
         self._remove(path for path in older if best is None or path != best[1])

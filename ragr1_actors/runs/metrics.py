@@ -97,6 +97,11 @@ class MetricsLogger:
         if decisions:
             self._events[stage].write_text(iteration, DECISIONS, "\n\n".join(map(str, decisions)))
 
+    def rewind(self, stage: str) -> None:
+        """Have the next line of a stage drop the lines from its iteration on, as after a resume."""
+        if stage in self._events:
+            self._events.pop(stage).close()
+
     def close(self) -> None:
         """Close every file, even if writing the last bytes of one fails; may be called twice."""
         with ExitStack() as files:

@@ -421,6 +421,12 @@ class StoredCheckpoints:
         """Return the newest whole checkpoint; None if there is none."""
         return max(self._whole().items(), default=(0, None))[1]
 
+    def best_until(self, step: int) -> Artifact | None:
+        """Return the best checkpoint up to ``step``, the newest if none has a score; None if there is none."""
+        earlier = {number: found for number, found in self._whole().items() if number <= step}
+        best = self._best(earlier)
+        return earlier[best[1]] if best else max(earlier.items(), default=(0, None))[1]
+
     def without(self, checkpoint: AnyFolder) -> str:
         """Return the end of a message on a damaged checkpoint."""
         before = [step for step, found in self._whole().items() if str(found) != str(checkpoint)]

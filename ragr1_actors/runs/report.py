@@ -19,6 +19,7 @@ from rich.table import Table
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
 from ragr1_actors.core.types import FailedTask, Failure
+from ragr1_actors.runs.alarms import Alarm
 from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.scaling import ScalingDecision
@@ -95,6 +96,8 @@ class RunReport:
     """What failed and was mended, by ``metrics.jsonl``."""
     failed_tasks: tuple[FailedTask, ...] = ()
     """Training tasks that were given up, with the reason; those that failed on their data are in quarantine."""
+    alarms: tuple[Alarm, ...] = ()
+    """Those of the collapse guard."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
@@ -218,6 +221,7 @@ svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
 <p>{summary}</p>
 {failed}
 {curves}
+{alarms}
 {decisions}
 {incidents}
 </body></html>
@@ -237,6 +241,7 @@ def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
         failed=_failed_tasks(report),
         decisions=_timed("fleets", [(made.time_s, str(made)) for made in report.decisions]),
         incidents=_timed("incidents", [(found.time_s, found.what) for found in report.incidents]),
+        alarms=_alarms(report),
         curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
     )
 
@@ -256,6 +261,17 @@ def _failed_tasks(report: RunReport) -> str:
 
 def _what_failed(task: FailedTask) -> str:
     return "data, in quarantine" if task.failure is Failure.DATA else str(task.failure)
+
+
+def _alarms(report: RunReport) -> str:
+    """Return a table of the alarms; empty if there was none."""
+    if not report.alarms:
+        return ""
+    rows = "".join(
+        f"<tr><td>{alarm.name}</td><td>{html.escape(str(alarm))}</td><td>{alarm.action}</td></tr>"
+        for alarm in report.alarms
+    )
+    return f"<h2>alarms</h2><table>{rows}</table>"
 
 
 def _timed(title: str, lines: Sequence[tuple[float, str]]) -> str:

@@ -25,8 +25,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cluster.placement import Placement
 from learners.learner_group import LearnerGroup
@@ -54,6 +55,9 @@ from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, 
 from ragr1_actors.training.evaluation import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.preflight import check_names
+
+if TYPE_CHECKING:  # imports torch
+    from learners.learner import Learner
 
 OnProgress = Callable[[int, dict[str, float]], None]
 """Called with the number of steps done and the newest metrics."""
@@ -100,7 +104,7 @@ class Algorithm:
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
         self._transport = WeightSync(config, learners, self._env_runners)
-        self.fleets = FleetController(config, sampler, place, self._collector.num_finished_batches)
+        self.fleets = FleetController(config, sampler, place, lambda: self._collector.num_finished_batches())
         self._env_runners.on_wait = self.fleets.tick
         learners.on_wait = self._while_learning
 
@@ -344,8 +348,30 @@ class Algorithm:
     def restore(self) -> dict[str, Any] | None:
         """Continue from the newest checkpoint and return its ``extra``; None without any, ``DataError`` if damaged."""
         checkpoint = self._store.latest()
-        if checkpoint is None:
-            return None
+        return None if checkpoint is None else self._continue_from(checkpoint)
+
+    def roll_back(self, last_good: int, lr_factor: float) -> dict[str, Any] | None:
+        """Continue from an earlier checkpoint, with the learning rate of the configuration times ``lr_factor``.
+
+        It is the best one up to iteration ``last_good``, or the newest if none was evaluated. Returns its ``extra``;
+        None, and changes nothing, if there is none. Call it between iterations, and ``save`` after it: the newest
+        checkpoint is one that is given up. Groups that are being sampled are waited for and dropped; the restored task
+        sampler issues their tasks again. The policy version keeps rising.
+        """
+        with self._held():
+            self._saver.finish()
+            checkpoint = self._store.best_until(last_good)
+            if checkpoint is None:
+                return None
+            while self._env_runners.num_unfinished:
+                self._env_runners.collect()
+            self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._env_runners)
+            self._learner_name = ""  # builds the learner again, which may have begun from another policy
+            extra = self._continue_from(checkpoint)
+            self._learners.foreach_learner(partial(_scale_lr, factor=lr_factor))
+        return extra
+
+    def _continue_from(self, checkpoint: AnyFolder) -> dict[str, Any]:
         state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
         self._collector.tasks.set_state(state.sampler.model_dump())
@@ -355,7 +381,7 @@ class Algorithm:
         self._build_learner(learner, self._stage_policy)
         if state.learner == learner:  # else it was saved between the stages, and the policy is the whole state
             self._learners.load_state(part_of(checkpoint, LEARNER_PREFIX))
-        self.policy_version = state.policy_version - 1
+        self.policy_version = max(self.policy_version, state.policy_version - 1)
         self._publish()
         return state.extra
 
@@ -376,6 +402,10 @@ class Algorithm:
             self._sampler.stop()
             self._learners.stop()
             self._placement.remove()
+
+
+def _scale_lr(learner: Learner, factor: float) -> None:
+    learner.scale_lr(factor)
 
 
 class CheckpointSaver:

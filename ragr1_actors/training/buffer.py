@@ -88,5 +88,9 @@ def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
         "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
         "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),
         "rollout/queries_per_round": means["queries"] / means["rounds"] if means.get("rounds") else 0.0,
+        "rollout/repeat_query_rate": means["repeated_queries"] / means["queries"] if means.get("queries") else 0.0,
+        "rollout/observation_share": (
+            means["observation_tokens"] / means["context_tokens"] if means.get("context_tokens") else 0.0
+        ),
         "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
     }

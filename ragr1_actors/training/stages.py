@@ -6,7 +6,7 @@ This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decid
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_guard
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
@@ -38,8 +38,9 @@ from ragr1_actors.runs.report import (
 )
 from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
-from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.algorithm import Algorithm, HeldBlock
 from ragr1_actors.training.data import Workspace, prepare
+from ragr1_actors.training.guard import Guard
 
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between two checkpoints, which take some minutes."""
@@ -57,6 +58,8 @@ class TrainingRun:
         self._console = console
         self._incidents = IncidentLog(lambda line: console.print(line, highlight=False, markup=False))
         self._stages: list[StageReport] = []
+        self._guard = Guard(read_guard(config.training))
+        self._held: HeldBlock = nullcontext
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
 
@@ -65,7 +68,8 @@ class TrainingRun:
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint is written and all actors have ended.
-            UserError: a setting or file cannot be used, or the disk is full; all actors have ended.
+            UserError: a setting or file cannot be used, the disk is full, or an alarm stopped the run; all actors have
+                ended.
         """
         try:
             with only_process_in(self._place), self._place:
@@ -86,7 +90,7 @@ class TrainingRun:
     def _execute(self) -> RunReport:
         with (
             PeakMemory() as memory,
-            InterruptGuard() as guard,
+            InterruptGuard() as interrupts,
             self._incidents,
             session_for(self._config, self._show_placement, self._console.print),
             ExitStack() as stack,
@@ -99,7 +103,8 @@ class TrainingRun:
             logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export)))
             before_start = time.monotonic()
             with self._console.status("starting the fleets"):
-                algorithm = Algorithm.start(self._config, self._place, workspace, guard.held)
+                self._held = interrupts.held
+                algorithm = Algorithm.start(self._config, self._place, workspace, self._held)
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             try:
                 self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
@@ -108,7 +113,7 @@ class TrainingRun:
                     self._describe(workspace, recall)
                     self._run_stages(algorithm, logger)
                 except KeyboardInterrupt:
-                    if not guard.is_torn:  # else learner and task sampler differ; the checkpoint before is valid
+                    if not interrupts.is_torn:  # else learner and task sampler differ; the checkpoint before is valid
                         self._save(algorithm)
                     raise
             finally:
@@ -122,6 +127,7 @@ class TrainingRun:
             ratios=recall,
             decisions=read_decisions(self._run_dir),
             incidents=read_incidents(self._run_dir),
+            alarms=tuple(self._guard.state.alarms),
         )
         write_report(self._run_dir, report)
         return report
@@ -142,10 +148,15 @@ class TrainingRun:
         except DataError as error:
             raise RunDirectoryError(f"{error}; {store.without(checkpoint)}") from error
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
+        self._guard = Guard(self._guard.settings, standing.guard)
         self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
 
     def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
-        extra = {"wall_s": self._wall_s(), "stages": [asdict(stage) for stage in self._stages]}
+        extra = {
+            "wall_s": self._wall_s(),
+            "stages": [asdict(stage) for stage in self._stages],
+            "guard": asdict(self._guard.state),
+        }
         algorithm.save(extra, score=score, wait=wait)
         self._saved = time.monotonic()
 
@@ -205,7 +216,10 @@ class TrainingRun:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
-                logger.log("rl", iteration, metrics, self._decisions(algorithm), self._incidents.take())
+                for alarm in self._guard.observe(iteration, metrics):
+                    self._say(alarm)
+                found = metrics | self._guard.metrics()
+                logger.log("rl", iteration, found, self._decisions(algorithm), self._incidents.take())
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
@@ -214,8 +228,13 @@ class TrainingRun:
                 was_idle = is_idle
                 report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
 
-            while algorithm.iteration < config.training.num_iterations:
+            while algorithm.iteration < total or self._guard.state.unanswered:
+                if self._guard.state.unanswered:
+                    self._answer_alarms(algorithm, logger)
+                    continue
                 metrics = algorithm.train(on_iteration)
+                if self._guard.state.unanswered:
+                    continue
                 iteration = algorithm.iteration
                 is_last = iteration == config.training.num_iterations
                 score = None
@@ -227,8 +246,36 @@ class TrainingRun:
                 is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
                 is_due = self._is_due(iteration, config.checkpointing.interval)
                 is_best = score is not None and algorithm.is_best(score)
-                if (is_due or is_best) and not is_last and not is_stuck:
+                is_sound = not is_stuck and not self._guard.is_suspicious
+                if (is_due or is_best) and not is_last and is_sound:
                     self._save(algorithm, score, wait=False)
+
+    def _answer_alarms(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
+        """Roll back, or stop the run with a ``UserError``; in both cases a checkpoint is written."""
+        guard = self._guard
+        with self._held():
+            alarms, extra = guard.answer(), None
+            if not (why_stop := guard.why_stop(alarms)):
+                extra = algorithm.roll_back(guard.last_good(alarms), guard.next_lr_factor)
+            if extra is not None:
+                then = validated(Standing, extra, f"extra in {STATE_FILE}").guard
+                guard.rolled_back(alarms, algorithm.iteration, then)
+                logger.rewind("rl")
+            self._save(algorithm)
+        if extra is None:
+            raise UserError(
+                f"the guard stopped the run{why_stop or ', for want of an earlier checkpoint'}, at {alarms[0]}; go on "
+                f"in spite of it with --resume, from {algorithm.place.checkpoint_name(algorithm.iteration)}, or begin "
+                "a new run with a smaller training.lr or with training.guard={action: roll_back}"
+            )
+        self._say(
+            f"rolled back to iteration {algorithm.iteration}, the learning rate is multiplied by "
+            f"{guard.settings.lr_factor:g} (roll-back {guard.state.num_roll_backs} of at most "
+            f"{guard.settings.max_roll_backs})"
+        )
+
+    def _say(self, text: object) -> None:
+        self._console.print(f"guard: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def _decisions(self, algorithm: Algorithm) -> list[ScalingDecision]:
         """Return and print the sizes that the fleets got since the last call."""
