@@ -24,7 +24,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from learners.options import OPTIONS  # noqa: E402
-from ragr1_actors.core.config import LoraSettings, RetrieverAutoscaling, RunConfig, RunnerAutoscaling  # noqa: E402
+from ragr1_actors.core.config import (  # noqa: E402
+    FaultToleranceSettings,
+    LoraSettings,
+    RetrieverAutoscaling,
+    RunConfig,
+    RunnerAutoscaling,
+)
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
 from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
@@ -73,6 +79,7 @@ def page() -> str:
         "## Keys of retrieval.autoscaling and retrieval.encoder_autoscaling\n\n"
         f"{_model_table([RetrieverAutoscaling], '')}"
     )
+    parts.append(f"## Keys of debugging.fault_tolerance\n\n{_model_table([FaultToleranceSettings], '')}")
     return "\n".join(parts)
 
 

@@ -103,9 +103,8 @@ def test_or_drops_it_and_samples_its_task_again(lag: int) -> None:
 
 def train(fleet: InstantFleet, lag: int, stale_groups: str, num_iterations: int = 30) -> tuple[list[float], int, int]:
     """Return the lag of every group that was trained, and how many were stale and awaited; check the books."""
-    training = AlgorithmConfig().training(
-        train_batch_size=BATCH, group_size=2, max_policy_lag=lag, stale_groups=stale_groups
-    )
+    training = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2, max_policy_lag=lag)
+    training = training.debugging(fault_tolerance={"stale_groups": stale_groups})
     collector = BatchCollector(training.freeze(), [Task(f"t/{n}", "?", ("a",)) for n in range(1000)], fleet)
     lags: list[float] = []
     num_stale = num_awaited = 0

@@ -22,6 +22,7 @@ from ragr1_actors.core.config import (
     RunConfig,
     Section,
     read_encoder_autoscaling,
+    read_fault_tolerance,
     read_lora,
     read_retriever_autoscaling,
     read_runner_autoscaling,
@@ -125,6 +126,7 @@ def _check_settings(config: RunConfig) -> None:
                 f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
             )
     _check_offload(config)
+    read_fault_tolerance(config.debugging)
     _check_autoscaling(config)
     check_transport(config)
     _check_gpus(config)

@@ -31,7 +31,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
-from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -140,7 +140,7 @@ class EnvRunnerGroup:
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._last_loss = "none came back in time"
         self.num_restarts = self.num_hangs = 0
-        self._hang_timeout_s = settings.hang_timeout_s
+        self._hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends

@@ -19,6 +19,7 @@ from cluster.placement_plan import PlacementPlan, actor_demands
 from ragr1_actors.core.config import (
     SamplerConfig,
     read_encoder_autoscaling,
+    read_fault_tolerance,
     read_retriever_autoscaling,
     read_runner_autoscaling,
 )
@@ -62,8 +63,9 @@ class Sampler:
         self._config = config
         self._policy, self._index_dir = policy, index_dir
         placement = placement or Placement(config, has_index=index_dir is not None)
+        hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
         self.retrievers = RetrieverGroup(
-            index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options
+            index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options, hang_timeout_s
         )
         try:
             retriever = self.retrievers.retriever()

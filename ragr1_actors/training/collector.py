@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner import GroupRequest
@@ -72,6 +72,7 @@ class BatchCollector:
         self._num_tasks = len(tasks)
         self._fleet = fleet
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
+        self._stale_groups = read_fault_tolerance(config.debugging).stale_groups
         self._policy_version = 0
         self._in_flight: Counter[int] = Counter()
         """Groups that are not collected yet, by the policy version at which they were asked for."""
@@ -129,10 +130,9 @@ class BatchCollector:
 
     def _num_due(self) -> int:
         """Return the number of groups in flight that this batch is the last for, if the recipe waits for them."""
-        training = self._config.training
-        if training.stale_groups == "drop":
+        if self._stale_groups == "drop":
             return 0
-        oldest = self._policy_version - training.max_policy_lag
+        oldest = self._policy_version - self._config.training.max_policy_lag
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
     def sort(self, group: FinishedGroup) -> None:
