@@ -42,15 +42,14 @@ def check_files(folder: str | Path) -> None:
 def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
     """Return what ``AutoModelForCausalLM.from_pretrained`` does with ``options``.
 
-    With ``device_map="meta"`` no weights are read.
+    With ``device_map="meta"`` no weights are read. ``check_files`` has read the files before.
 
     Raises:
-        DataError: a file is damaged, or the weights are not those of the model in ``config.json``.
+        DataError: there is no such model, or the weights are not those of the model in ``config.json``.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
-    check_files(policy)
     try:
         with _without_output():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
