@@ -25,6 +25,7 @@ if str(ROOT) not in sys.path:
 
 from learners.options import OPTIONS  # noqa: E402
 from ragr1_actors.core.config import (  # noqa: E402
+    FaultToleranceSettings,
     GuardSettings,
     LoraSettings,
     RetrieverAutoscaling,
@@ -80,6 +81,7 @@ def page() -> str:
         "## Keys of retrieval.autoscaling and retrieval.encoder_autoscaling\n\n"
         f"{_model_table([RetrieverAutoscaling], '')}"
     )
+    parts.append(f"## Keys of debugging.fault_tolerance\n\n{_model_table([FaultToleranceSettings], '')}")
     return "\n".join(parts)
 
 

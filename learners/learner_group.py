@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
@@ -161,8 +161,9 @@ class LearnerGroup:
         for rank in range(settings.num_learners):
             options = self._actor_options(rank) if self._actor_options is not None else {}
             self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
+        hang_timeout_s = read_fault_tolerance(self.config.debugging).hang_timeout_s
         self._heartbeats = [
-            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, settings.hang_timeout_s)
+            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, hang_timeout_s)
             for actor in self._actors
         ]
         host, port = self._call_once("prepare")[0]

@@ -54,7 +54,7 @@ class Sleeper:
         time.sleep(60)
 with ray_session():
     import ray
-    for number in range(4):
+    for number in range(12):
         actor = ray.remote(num_cpus=0, max_restarts=-1)(Sleeper).remote()
         started = Path(sys.argv[1], str(number))
         call = actor.sleep.remote(str(started))
@@ -65,8 +65,11 @@ with ray_session():
         try:
             ray.get(call)
         except ray.exceptions.RayActorError:
-            print("failed after", time.monotonic() - killed)
+            took_s = time.monotonic() - killed
+            print("failed after", took_s)
         ray.kill(actor)
+        if took_s < 0.8:
+            break
 """
 
 
@@ -105,7 +108,6 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
     found = re.findall(r"failed after ([\d.]+)", run_python(KILL, tmp_path))  # Ray prints more
-    assert len(found) == 4
     assert min(map(float, found)) < 0.8  # a busy machine delays some of them; a wait of 1 s would delay all
 
 

@@ -83,9 +83,11 @@ def policy_dir(tmp_path: Path) -> Path:
     return make_policy(tmp_path / "policy")
 
 
-def make_group(num_learners: int, **learners: Any) -> LearnerGroup:
+def make_group(num_learners: int, hang_timeout_s: float = 20, **learners: Any) -> LearnerGroup:
     settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
     config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
+    debugging = config.debugging.model_copy(update={"fault_tolerance": {"hang_timeout_s": hang_timeout_s}})
+    config = config.model_copy(update={"debugging": debugging})
     return LearnerGroup(config)
 
 

@@ -286,8 +286,8 @@ async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local
 def test_a_retriever_that_hangs_is_ended_and_comes_back(
     ray_local: ModuleType, index_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1, hang_timeout_s=3)
-    group = RetrieverGroup(index_dir, settings)
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1)
+    group = RetrieverGroup(index_dir, settings, hang_timeout_s=3)
     try:
         group.wait_until_ready()
         (fleet,) = group.fleets

@@ -37,9 +37,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make_config(**env_runners: Any) -> RunConfig:
+def make_config(hang_timeout_s: float = 20, hedge_factor: float = 4, **env_runners: Any) -> RunConfig:
     settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 12, **env_runners}
     config = AlgorithmConfig().env_runners(**settings).training(group_size=2)
+    config = config.debugging(fault_tolerance={"hang_timeout_s": hang_timeout_s, "hedge_factor": hedge_factor})
     return config.environment(prompt="{question}", max_turns=3).freeze()
 
 

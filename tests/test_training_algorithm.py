@@ -30,7 +30,7 @@ from small_world import (
 from envs.base import ENVS, EnvContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.config import EnvironmentSettings, RunConfig
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
@@ -212,7 +212,10 @@ def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
     with algorithm(config, tmp_path) as built:
         result = built.evaluate()
         assert (result.num_tasks, result.num_failed) == (7, 1)
-        assert asked == dict.fromkeys(THINGS, 1) | {"lamp": 3, "coin": 1 + config.env_runners.max_task_retries}
+        assert asked == dict.fromkeys(THINGS, 1) | {
+            "lamp": 3,
+            "coin": 1 + read_fault_tolerance(config.debugging).max_task_retries,
+        }
         assert "1 of 8 evaluation tasks failed 4 times; the last one with: ConnectionError: the coin" in caplog.text
         failures |= dict.fromkeys(THINGS, 999)
         with pytest.raises(FleetError, match=r"8 of 8 evaluation tasks failed 4 times; .* is out of reach"):

@@ -111,9 +111,8 @@ def test_or_drops_it_and_samples_its_task_again(lag: int) -> None:
 
 def train(fleet: InstantFleet, lag: int, stale_groups: str, num_iterations: int = 30) -> tuple[list[float], int, int]:
     """Return the lag of every group that was trained, and how many were stale and awaited; check the books."""
-    training = AlgorithmConfig().training(
-        train_batch_size=BATCH, group_size=2, max_policy_lag=lag, stale_groups=stale_groups
-    )
+    training = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2, max_policy_lag=lag)
+    training = training.debugging(fault_tolerance={"stale_groups": stale_groups})
     collector = BatchCollector(training.freeze(), [Task(f"t/{n}", "?", ("a",)) for n in range(1000)], fleet)
     lags: list[float] = []
     num_stale = num_awaited = 0
@@ -183,7 +182,7 @@ def batch_of(
 ) -> tuple[BatchCollector, FinishedGroup, int]:
     """Collect a batch of one group; return it with the collector and the number of groups that were sampled."""
     settings = AlgorithmConfig().training(train_batch_size=1, group_size=3)
-    settings = settings.env_runners(failed_trajectories=rule, max_task_retries=retries)
+    settings = settings.debugging(fault_tolerance={"failed_trajectories": rule, "max_task_retries": retries})
     tasks = [Task("a", "?", ("a",)), Task("b", "?", ("b",))]
     fleet = FailingFleet({})
     collector = BatchCollector(settings.freeze(), tasks, fleet)
@@ -258,7 +257,9 @@ def test_what_the_policy_did_wrong_is_no_failure(reason: StopReason) -> None:
 
 
 def test_the_run_ends_when_nothing_but_failures_comes_back() -> None:
-    settings = AlgorithmConfig().training(train_batch_size=4, group_size=2).env_runners(max_task_retries=0)
+    settings = (
+        AlgorithmConfig().training(train_batch_size=4, group_size=2).debugging(fault_tolerance={"max_task_retries": 0})
+    )
     tasks = [Task(f"t/{number}", "?", ("a",)) for number in range(100)]
     bad = {task.task_id: [[ENV, ENV]] for task in tasks}
     for task in tasks[::2]:  # not one after the other

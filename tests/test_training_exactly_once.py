@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from faulty_fleet import FaultyEnv, FaultyRunners, ShortAttempts, Weather
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.types import Failure
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
@@ -152,10 +152,14 @@ class Schedule:
         self.config = (
             AlgorithmConfig()
             .environment(env="faulty_fleet:FaultyEnv", prompt="{question}", max_turns=3, top_k=1)
-            .env_runners(
-                max_concurrent_trajectories=rng.randint(2, 8),
-                max_task_retries=rng.randint(0, 3),
-                failed_trajectories=rng.choice(("refill", "shrink")),
+            .env_runners(max_concurrent_trajectories=rng.randint(2, 8))
+            .debugging(
+                seed=self.seed,
+                fault_tolerance={
+                    "max_task_retries": rng.randint(0, 3),
+                    "failed_trajectories": rng.choice(("refill", "shrink")),
+                    "stale_groups": rng.choice(("wait", "drop")),
+                },
             )
             .training(
                 algorithm=algorithm,
@@ -164,7 +168,6 @@ class Schedule:
                 group_size=group_size,
                 max_policy_lag=rng.choice((0, 0, 1, 2, 3)),
             )
-            .debugging(seed=self.seed)
             .freeze()
         )
         self.weather = Weather(
@@ -229,7 +232,7 @@ class Schedule:
                 quarantined.setdefault(given_up.task_id, given_up.epoch)
             if given_up.task_id in self.weather.broken_tasks:
                 assert given_up.failure is Failure.DATA and "has no gold" in given_up.error
-                assert given_up.num_tries == 1 + self.config.env_runners.max_task_retries
+                assert given_up.num_tries == 1 + read_fault_tolerance(self.config.debugging).max_task_retries
         for number in range(self.num_tasks):
             task_id = made_up_task(number).task_id
             for epoch in range(NUM_EPOCHS):

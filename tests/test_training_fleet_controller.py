@@ -118,7 +118,7 @@ def test_sizes_are_bounded_and_uris_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="less than or equal to 10000"):
         ScaleOrder.model_validate({"order_id": "one", "sizes": {"runners": 10_001}})
     said = invoke("scale", "s3://[::1/run", "--auto")
-    assert said.startswith("error: got a URI that cannot be read (Invalid IPv6 URL), expected one such as s3://"), said
+    assert said.startswith("error: got a URI that cannot be read (Invalid IPv6 URL); expected one such as s3://"), said
 
 
 def test_an_answer_to_another_order_is_none(tmp_path: Path) -> None:

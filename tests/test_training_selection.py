@@ -40,9 +40,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_files(tmp_path_factory.mktemp("files"))
 
 
-def make_recipe(path: Path, files: Path, **env_runners: Any) -> str:
+def make_recipe(path: Path, files: Path, *, max_task_retries: int = 3, **env_runners: Any) -> str:
     settings = make_config(files).model_dump()
     settings["env_runners"] |= {"engine": f"{__name__}:SometimesRight", **env_runners}
+    settings["debugging"]["fault_tolerance"] = {"max_task_retries": max_task_retries}
     path.write_text(json.dumps(settings))
     return str(path)
 

@@ -83,7 +83,7 @@ def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     monkeypatch.setattr("ragr1_actors.training.collector.HOPELESS_TASKS", 3)
     config = make_config(files, {"num_steps": 0}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
-    config = changed(config, "env_runners", max_task_retries=0)
+    config = changed(config, "debugging", fault_tolerance={"max_task_retries": 0})
     algorithm = Algorithm.create(config, tmp_path / "run")
     with pytest.raises(FleetError, match=r"all of the last 3 tasks failed; the last one with: .*no library today"):
         algorithm.train()
@@ -103,7 +103,7 @@ class SometimesUnsearchable(SearchEnv):
 def test_tasks_that_were_given_up_are_in_the_report(files: Path, tmp_path: Path) -> None:
     config = make_config(files, {"num_steps": 0}, num_iterations=2)
     config = changed(config, "environment", env=f"{__name__}:SometimesUnsearchable")
-    config = changed(config, "env_runners", max_task_retries=1)
+    config = changed(config, "debugging", fault_tolerance={"max_task_retries": 1})
     report, _ = execute(config, tmp_path / "run")
     assert report.failed_tasks
     assert report.tasks.failed == len(report.failed_tasks)

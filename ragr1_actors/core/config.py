@@ -172,18 +172,6 @@ class EnvRunnerSettings(Section):
     top_p: float = Field(1.0, ge=0.001, le=1)
     """Nucleus sampling; 1 (default) is off. Below 1 the engine's log-probs are those of the nucleus, so the learner
     computes the log-probs of every batch again: one more forward pass."""
-    max_task_retries: int = Field(3, ge=0)
-    """Times that a task is issued again after its environment or reward raised, before it is put in quarantine;
-    evaluation counts failures of engine and retrieval, too."""
-    failed_trajectories: Literal["refill", "shrink"] = "refill"
-    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and
-    trains on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
-    hang_timeout_s: float = Field(20, gt=0)
-    """An env runner that has not answered for this long hangs: it is ended, its groups go to others, and it starts
-    again."""
-    hedge_factor: float = Field(4, ge=0)
-    """A group that takes this many times the median time is sampled by an idle env runner, too, and the first to finish
-    counts; 0 never does it."""
     weight_transport: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).
@@ -236,8 +224,6 @@ class RetrievalSettings(Section):
     """Queries whose results each searching process keeps; 0 is no cache."""
     timeout_s: float = Field(30, gt=0)
     """Seconds that one attempt at one replica may take."""
-    hang_timeout_s: float = Field(20, gt=0)
-    """A retriever or encoder that has not answered for this long hangs: it is ended, and starts again."""
     max_retries: int = Field(2, ge=0)
     """Attempts on other replicas after the first, before the search counts as failed."""
 
@@ -280,9 +266,6 @@ class TrainingSettings(Section):
     """Optimizer steps per epoch. Default: strictly on-policy; Search-R1 takes 10 with GRPO, RAG-R1 4 with PPO."""
     max_policy_lag: int = Field(0, ge=0)
     """Policy versions that a trajectory may be behind the policy that trains on it; 0 (default) is synchronous."""
-    stale_groups: Literal["wait", "drop"] = "wait"
-    """What happens to groups that would exceed ``max_policy_lag``: the learner waits for them before its next batch
-    (``wait``, default: no sample is lost), or they are dropped and their tasks sampled again (``drop``)."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up. Default: Search-R1 and RAG-R1."""
     lr_schedule: LRSchedule = "constant"
@@ -361,9 +344,6 @@ class LearnerSettings(Section):
     max_restarts: int = Field(2, ge=0)
     """Times per run that the learner group is restarted after a rank failed, without losing a batch; 0 ends the run at
     the first failure."""
-    hang_timeout_s: float = Field(20, gt=0)
-    """A rank that has not answered for this long hangs, as does one whose update has made no progress for twice as long
-    and for three times its longest step so far; the group is restarted."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
     """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
@@ -498,6 +478,35 @@ class DebuggingSettings(Section):
     """Seed of everything random in a run but the generated world."""
     num_threads: int = Field(0, ge=0)
     """Torch threads per env runner and learner rank; 0 (default) takes as many as Ray reserves CPUs for the actor."""
+    fault_tolerance: dict[str, Any] = {}
+    """What is done about parts that fail, hang or fall behind: ``{hang_timeout_s: 60}``, the keys of
+    ``FaultToleranceSettings``. Name: RLlib's section."""
+
+
+class FaultToleranceSettings(Section):
+    """The keys of ``debugging.fault_tolerance``."""
+
+    max_task_retries: int = Field(3, ge=0)
+    """Times that a task is issued again after its environment or reward raised, before it is put in quarantine;
+    evaluation counts failures of engine and retrieval, too."""
+    failed_trajectories: Literal["refill", "shrink"] = "refill"
+    """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and
+    trains on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
+    hang_timeout_s: float = Field(20, gt=0)
+    """An env runner, retriever, encoder or learner rank that has not answered for this long hangs: it is ended and
+    starts again. So does a learner rank whose update has made no progress for twice as long, and for three times its
+    longest step so far."""
+    hedge_factor: float = Field(4, ge=0)
+    """A group that takes this many times the median time is sampled by an idle env runner, too, and the first to finish
+    counts; 0 never does it."""
+    stale_groups: Literal["wait", "drop"] = "wait"
+    """What happens to groups that would exceed ``training.max_policy_lag``: the learner waits for them before its next
+    batch (``wait``, default: no sample is lost), or they are dropped and their tasks sampled again (``drop``)."""
+
+
+def read_fault_tolerance(settings: DebuggingSettings) -> FaultToleranceSettings:
+    """Return ``debugging.fault_tolerance``; ``ConfigError`` on a wrong key or value."""
+    return FaultToleranceSettings.read(settings.fault_tolerance, "debugging.fault_tolerance")
 
 
 class SamplerConfig(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,7 +25,7 @@ class InterruptGuard:
     """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
 
     The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
-    once. Used as a context manager in the main thread.
+    once. Used as a context manager; in a thread other than the main one, which gets no signals, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class InterruptGuard:
 
     def __enter__(self) -> Self:
         """Install the signal handlers."""
-        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:

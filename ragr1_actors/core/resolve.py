@@ -22,6 +22,7 @@ from ragr1_actors.core.config import (
     RunConfig,
     Section,
     read_encoder_autoscaling,
+    read_fault_tolerance,
     read_guard,
     read_lora,
     read_retriever_autoscaling,
@@ -127,6 +128,7 @@ def _check_settings(config: RunConfig) -> None:
             )
     read_guard(config.training)
     _check_offload(config)
+    read_fault_tolerance(config.debugging)
     _check_autoscaling(config)
     check_transport(config)
     _check_gpus(config)

@@ -36,7 +36,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
-from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -160,7 +160,7 @@ class EnvRunnerGroup:
         self._in_flight: dict[Any, _Flight] = {}  # by the reference of the summary
         self._num_extra = 0  # flights of groups that another flight or result stands for
         self._took_s: deque[float] = deque(maxlen=_USUAL_GROUPS)
-        self._hedge_factor = settings.hedge_factor
+        self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
         self._runners: list[_Runner] = []
@@ -170,7 +170,6 @@ class EnvRunnerGroup:
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._last_loss = "none came back in time"
         self.num_restarts = self.num_hangs = 0
-        self._hang_timeout_s = settings.hang_timeout_s
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
@@ -456,12 +455,12 @@ class EnvRunnerGroup:
 
     def _hedge(self) -> None:
         """Send groups that take long to runners that have nothing to do, once each."""
-        if not self._hedge_factor or self._pending or len(self._took_s) < _USUAL_GROUPS // 4:
+        if not self._fault_tolerance.hedge_factor or self._pending or len(self._took_s) < _USUAL_GROUPS // 4:
             return
         usual_s, now = median(self._took_s), time.monotonic()
         for flight in list(self._in_flight.values()):
             takes_s = now - flight.sent_at
-            if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._hedge_factor * usual_s):
+            if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
                 continue
             idle = next((r for r in self._runners if r.takes_requests and not r.num_in_flight), None)
             if idle is None:
@@ -543,7 +542,7 @@ class EnvRunnerGroup:
 
     def _read_probe(self, runner: _Runner, now: float) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
-            if runner.is_healthy and now - runner.probed_at > self._hang_timeout_s:
+            if runner.is_healthy and now - runner.probed_at > self._fault_tolerance.hang_timeout_s:
                 self.num_hangs += 1
                 ray.kill(runner.handle, no_restart=False)  # its requests fail, and go to other runners
                 self._note_death(runner, f"hangs: it has not answered for {now - runner.probed_at:.0f} s")

@@ -19,6 +19,7 @@ from cluster.placement_plan import PlacementPlan, actor_demands
 from ragr1_actors.core.config import (
     SamplerConfig,
     read_encoder_autoscaling,
+    read_fault_tolerance,
     read_retriever_autoscaling,
     read_runner_autoscaling,
 )
@@ -62,8 +63,9 @@ class Sampler:
         self._config = config
         self._policy, self._index_dir = policy, index_dir
         placement = placement or Placement(config, has_index=index_dir is not None)
+        hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
         self.retrievers = RetrieverGroup(
-            index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options
+            index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options, hang_timeout_s
         )
         try:
             retriever = self.retrievers.retriever()
@@ -100,7 +102,7 @@ class Sampler:
     ) -> int:
         """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
-        A task is sampled again if a trajectory failed, at most ``env_runners.max_task_retries`` times. ``on_group`` is
+        A task is sampled again if a trajectory failed, at most ``max_task_retries`` times. ``on_group`` is
         called with every group as it finishes, including groups with a failed trajectory; ``aside`` with finished
         groups of other requests, which were in flight before this call.
 
@@ -109,7 +111,7 @@ class Sampler:
         """
         settings = self._config.env_runners
         left = list(tasks)
-        num_attempts = 1 + settings.max_task_retries
+        num_attempts = 1 + read_fault_tolerance(self._config.debugging).max_task_retries
         room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
         max_unfinished = max(1, room // num_trajectories)
         failed: list[FinishedGroup] = []

@@ -296,7 +296,7 @@ class Algorithm:
     def evaluate(self, name: str = "") -> EvalResult:
         """Answer the held-out tasks greedily. Call it between iterations.
 
-        A task is asked again if the machinery failed, at most ``env_runners.max_task_retries`` times; ``FleetError`` if
+        A task is asked again if the machinery failed, at most ``max_task_retries`` times; ``FleetError`` if
         every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
         """
         groups: list[FinishedGroup] = []

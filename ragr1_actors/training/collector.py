@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
@@ -77,6 +77,7 @@ class BatchCollector:
         self._fleet = fleet
         self._num_given_up = 0  # in a row
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
+        self._fault_tolerance = read_fault_tolerance(config.debugging)
         self._policy_version = 0
         self._in_flight: Counter[int] = Counter()
         """Groups that are not collected yet, by the policy version at which they were asked for."""
@@ -134,28 +135,27 @@ class BatchCollector:
 
     def _num_due(self) -> int:
         """Return the number of groups in flight that this batch is the last for, if the recipe waits for them."""
-        training = self._config.training
-        if training.stale_groups == "drop":
+        if self._fault_tolerance.stale_groups == "drop":
             return 0
-        oldest = self._policy_version - training.max_policy_lag
+        oldest = self._policy_version - self._config.training.max_policy_lag
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
     def sort(self, group: FinishedGroup) -> None:
         """Keep a group that can be trained; else issue its task again, or give it up after its last try.
 
-        A group with failed trajectories is kept, without them, as ``env_runners.failed_trajectories`` says, or after
-        the last try of its task. At least two must be left, as one alone has no baseline.
+        A group with failed trajectories is kept, without them, as ``failed_trajectories`` says, or after the last try
+        of its task. At least two must be left, as one alone has no baseline.
         """
-        summary, settings = group.summary, self._config.env_runners
+        summary, rules = group.summary, self._fault_tolerance
         self._in_flight[group.request.policy_version] -= 1
         if not summary.num_failed:
             self._keep(group)
             return
         failure = Failure.DATA if summary.data_errors else Failure.INFRASTRUCTURE
         issue = group.request.issue.failed(failure)
-        was_last = issue.num_failures > settings.max_task_retries or issue.num_outages == MAX_OUTAGES
+        was_last = issue.num_failures > rules.max_task_retries or issue.num_outages == MAX_OUTAGES
         can_shrink = len(summary.rewards) >= 2
-        if can_shrink and (was_last or settings.failed_trajectories == "shrink"):
+        if can_shrink and (was_last or rules.failed_trajectories == "shrink"):
             self._keep(group)
         elif was_last:
             self._give_up(issue, failure, (summary.data_errors or summary.errors)[-1])

@@ -41,6 +41,7 @@ class RetrieverGroup:
         share: Share = in_place,
         retriever_options: ActorOptions | None = None,
         encoder_options: ActorOptions | None = None,
+        hang_timeout_s: float = math.inf,
     ) -> None:
         """Start ``settings.num_retrievers`` replicas and ``num_encoders``; ``wait_until_ready`` waits for them.
 
@@ -51,6 +52,7 @@ class RetrieverGroup:
             retriever_options: where the first, second, ... retriever runs; by default on any node with the labels of
                 ``settings.label_selector``.
             encoder_options: the same for encoders.
+            hang_timeout_s: of ``ActorFleet``.
 
         Raises:
             DataError: no index in ``index_dir``.
@@ -73,9 +75,13 @@ class RetrieverGroup:
         if settings.num_retrievers:
             _check_fleet(settings, manifest)
             shared = _Shared.of(self._index_dir, manifest, settings, share)
-            self._fleets.append(_start_retrievers(shared, settings, manifest, retriever_options or anywhere_labelled))
+            self._fleets.append(
+                _start_retrievers(shared, settings, manifest, retriever_options or anywhere_labelled, hang_timeout_s)
+            )
             if settings.num_encoders:
-                self._fleets.append(_start_encoders(shared, settings, encoder_options or anywhere_labelled))
+                self._fleets.append(
+                    _start_encoders(shared, settings, encoder_options or anywhere_labelled, hang_timeout_s)
+                )
 
     @property
     def fleets(self) -> tuple[ActorFleet, ...]:
@@ -218,7 +224,7 @@ class _Shared:
 
 
 def _start_retrievers(
-    shared: _Shared, settings: RetrievalSettings, manifest: Manifest, actor_options: ActorOptions
+    shared: _Shared, settings: RetrievalSettings, manifest: Manifest, actor_options: ActorOptions, hang_timeout_s: float
 ) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
     arguments = []
@@ -242,13 +248,15 @@ def _start_retrievers(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         actor_options=actor_options,
-        hang_timeout_s=settings.hang_timeout_s,
+        hang_timeout_s=hang_timeout_s,
     )
     fleet.scale_to(settings.num_retrievers)
     return fleet
 
 
-def _start_encoders(shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions) -> ActorFleet:
+def _start_encoders(
+    shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions, hang_timeout_s: float
+) -> ActorFleet:
     num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
     arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
@@ -259,7 +267,7 @@ def _start_encoders(shared: _Shared, settings: RetrievalSettings, actor_options:
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         actor_options=actor_options,
-        hang_timeout_s=settings.hang_timeout_s,
+        hang_timeout_s=hang_timeout_s,
     )
     fleet.scale_to(settings.num_encoders)
     return fleet
