@@ -94,18 +94,19 @@ class NodeWatch:
 
     def __init__(self, output: Iterator[str]) -> None:
         self._lines = (line.removeprefix("NODES ") for line in output if line.startswith("NODES "))
-        self._nodes: list[tuple[str, int]] = []
+        self._nodes: list[tuple[str, int]] = []  # (role, port of the raylet), the oldest first
 
     def wait_for(self, *roles: str) -> None:
         """Return once the cluster has the head and nodes with just these labels ``role``."""
         wanted, seen = sorted(roles), []
-        while (seen := [*seen, [role for role, _ in self._nodes if role]])[-1] != wanted:
+        while (seen := [*seen, sorted(role for role, _ in self._nodes if role)])[-1] != wanted:
             line = next(self._lines, None)
             assert line is not None, f"no change within the time limit; got {seen}, expected {wanted}"
-            self._nodes = json.loads(line)
+            now = [(role, port) for role, port in json.loads(line)]
+            self._nodes = [node for node in self._nodes if node in now] + [n for n in now if n not in self._nodes]
 
     def kill(self, role: str) -> None:
-        """Kill the raylet of a node with this role, as if its machine were gone; its workers end with it."""
+        """Kill the raylet of the oldest node with this role, as if its machine were gone; its workers end with it."""
         port = next(port for its_role, port in self._nodes if its_role == role)
         listeners = [c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == port]
         os.kill(listeners[0], signal.SIGKILL)

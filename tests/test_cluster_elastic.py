@@ -67,7 +67,7 @@ def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) 
             try:
                 nodes.wait_for("retriever", "runner")
                 nodes.wait_for("retriever", "runner", "runner", "runner")
-                nodes.kill("runner")
+                nodes.kill("runner")  # the oldest, whose runner has loaded: the fleet grows only once it samples
                 nodes.wait_for("retriever", "runner", "runner")
                 nodes.wait_for("retriever", "runner", "runner", "runner")
                 with start("scale", str(run_dir), "--retrievers", "2") as order:
