@@ -1,4 +1,4 @@
-"""The collapse guard: when alarms begin, and a run with a far too high learning rate that it warns of, stops and saves."""
+"""The collapse guard: when alarms begin, and a run with a far too high learning rate: warned of, stopped, saved."""
 
 import json
 import math
