@@ -133,7 +133,7 @@ class LearnerGroup:
         self.config = config
         self._actor_options = actor_options
         self.num_restarts = 0
-        """Number of restarts of the group, at most ``learners.max_restarts``."""
+        """Number of restarts of the group, at most ``max_learner_restarts``."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
@@ -321,7 +321,8 @@ class LearnerGroup:
 
     def _start_again(self, failure: _BrokenRankError, method: str) -> None:
         """Start new ranks and bring them to the state of the old ones before the call of ``method``."""
-        history, max_restarts = self._history, self.config.learners.max_restarts
+        history = self._history
+        max_restarts = read_fault_tolerance(self.config.debugging).max_learner_restarts
         can_start = method == "build" if history is None else history.is_whole
         if not can_start or self.num_restarts == max_restarts:
             raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__

@@ -83,10 +83,13 @@ def policy_dir(tmp_path: Path) -> Path:
     return make_policy(tmp_path / "policy")
 
 
-def make_group(num_learners: int, hang_timeout_s: float = 20, **learners: Any) -> LearnerGroup:
+def make_group(
+    num_learners: int, hang_timeout_s: float = 20, max_learner_restarts: int = 2, **learners: Any
+) -> LearnerGroup:
     settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
     config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
-    debugging = config.debugging.model_copy(update={"fault_tolerance": {"hang_timeout_s": hang_timeout_s}})
+    fault_tolerance = {"hang_timeout_s": hang_timeout_s, "max_learner_restarts": max_learner_restarts}
+    debugging = config.debugging.model_copy(update={"fault_tolerance": fault_tolerance})
     config = config.model_copy(update={"debugging": debugging})
     return LearnerGroup(config)
 
@@ -165,7 +168,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
         states.append(whole.get_state())
     whole.stop()
 
-    group = make_group(2, max_restarts=3)
+    group = make_group(2, max_learner_restarts=3)
     group.build(f"{__name__}:FailingLearner", policy_dir)
     for number in range(FAILS_AT):
         update(group, number)

@@ -259,7 +259,7 @@ def test_evaluation_is_greedy_and_training_is_not(files: Path, tmp_path: Path) -
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
     def finished(**means: float) -> FinishedGroup:
         request = GroupRequest(Issue("t#0", Task("t", "?", ("a",)), 0), 2, 1.0)
-        summary = GroupSummary((1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, **means})
+        summary = GroupSummary((1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, "repeated_queries": 0.0, **means})
         return FinishedGroup(request, summary, None)
 
     metrics = rollout_metrics([finished(stop_answered=1.0), finished(stop_answered=0.5, stop_max_turns=0.5)])

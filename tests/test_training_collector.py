@@ -15,6 +15,7 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, summarize
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, mean_lag
 
@@ -184,12 +185,11 @@ def batch_of(
     settings = AlgorithmConfig().training(train_batch_size=1, group_size=3)
     settings = settings.debugging(fault_tolerance={"failed_trajectories": rule, "max_task_retries": retries})
     tasks = [Task("a", "?", ("a",)), Task("b", "?", ("b",))]
-    fleet = FailingFleet({})
-    collector = BatchCollector(settings.freeze(), tasks, fleet)
-    first = collector.tasks.next()
-    fleet.by_task = {first.task.task_id: tries}
-    fleet.submit(GroupRequest(first, 3, 1.0))
-    (group,), _ = collector.next_batch(0)
+    config = settings.freeze()
+    first = TaskSampler(tasks, config.debugging.seed).next().task
+    fleet = FailingFleet({first.task_id: tries})
+    collector = BatchCollector(config, tasks, fleet)
+    (group,) = collector.next_batch(0).groups
     collector.trained([group])
     assert collector.tasks.counts()["lost"] == collector.tasks.counts()["doubled"] == 0
     return collector, group, fleet.num_sampled
@@ -266,7 +266,7 @@ def test_the_run_ends_when_nothing_but_failures_comes_back() -> None:
         bad[task.task_id] = []
     collector = BatchCollector(settings.freeze(), tasks, FailingFleet(bad))
     for _ in range(10):
-        collector.trained(collector.next_batch(0)[0])
+        collector.trained(collector.next_batch(0).groups)
     assert len(collector.tasks.failed_tasks) > HOPELESS_TASKS
     collector = BatchCollector(settings.freeze(), tasks, FailingFleet({task.task_id: [[ENV, ENV]] for task in tasks}))
     with pytest.raises(FleetError, match=rf"all of the last {HOPELESS_TASKS} tasks failed; the last one with: env_err"):

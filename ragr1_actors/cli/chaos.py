@@ -166,7 +166,7 @@ def chaos(
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
     place.parent.mkdir(parents=True, exist_ok=True)
-    patient = [f"learners.max_restarts={kills}", "checkpointing.interval=1", *(overrides or [])]
+    patient = [f"debugging.fault_tolerance={{max_learner_restarts: {kills}}}", "checkpointing.interval=1", *(overrides or [])]
     config = AlgorithmConfig.from_recipe(recipe).override(patient).freeze()
     sizes = {
         "env runner": config.env_runners.num_env_runners,

@@ -176,6 +176,9 @@ class EnvRunnerSettings(Section):
     """How new weights travel from the learners to the env runners: through Ray's ``object_store`` (works everywhere),
     by ``broadcast`` from learner rank 0 (both sides have whole GPUs), or by ``ipc`` (both sides share each GPU).
     ``auto`` (default) picks the fastest way that fits. ``broadcast`` and ``ipc`` have not been run on GPUs yet."""
+    in_flight: Literal["continue", "finish"] = "continue"
+    """What trajectories in flight do when new weights come, with a ``training.max_policy_lag``: ``continue`` (default)
+    with them, each token with its policy version; or ``finish`` with the old ones while the learner waits."""
     autoscaling: dict[str, Any] = {}
     """Let the number of env runners follow the load: ``{min_replicas: 1, max_replicas: 8}``, the keys of
     ``RunnerAutoscaling``; ``{}`` (default) keeps ``num_env_runners``, which is the number at the start otherwise."""
@@ -341,9 +344,6 @@ class LearnerSettings(Section):
     """Token budget of one forward and backward pass per rank; raise it until the GPU's memory is full."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
-    max_restarts: int = Field(2, ge=0)
-    """Times per run that the learner group is restarted after a rank failed, without losing a batch; 0 ends the run at
-    the first failure."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
     """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
@@ -449,7 +449,8 @@ class EvaluationSettings(Section):
     """Greedy evaluation on held-out tasks."""
 
     interval: int = Field(0, ge=0)
-    """Iterations between evaluations; 0 (default) evaluates at the ends of the stages only."""
+    """Iterations between evaluations, which run beside the sampling of the next batch; 0 (default) evaluates at the
+    ends of the stages only."""
     num_tasks: int = Field(200, ge=1)
     """Held-out tasks, one trajectory each."""
 
@@ -492,6 +493,9 @@ class FaultToleranceSettings(Section):
     failed_trajectories: Literal["refill", "shrink"] = "refill"
     """What becomes of a group in which trajectories failed: ``refill`` (default) samples it again as a whole, and
     trains on the others only after the last try; ``shrink`` trains on the others at once, if at least two are left."""
+    max_learner_restarts: int = Field(2, ge=0)
+    """Times per run that the learner group is restarted after a rank failed, without losing a batch; 0 ends the run at
+    the first failure."""
     hang_timeout_s: float = Field(20, gt=0)
     """An env runner, retriever, encoder or learner rank that has not answered for this long hangs: it is ended and
     starts again. So does a learner rank whose update has made no progress for twice as long, and for three times its

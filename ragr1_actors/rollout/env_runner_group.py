@@ -158,6 +158,7 @@ class EnvRunnerGroup:
         """Called about once a second while ``collect`` waits."""
         self._pending: deque[GroupRequest] = deque()
         self._in_flight: dict[Any, _Flight] = {}  # by the reference of the summary
+        self._is_held = False  # what is queued stays there
         self._num_extra = 0  # flights of groups that another flight or result stands for
         self._took_s: deque[float] = deque(maxlen=_USUAL_GROUPS)
         self._fault_tolerance = read_fault_tolerance(config.debugging)
@@ -296,9 +297,12 @@ class EnvRunnerGroup:
         except RayError as error:
             raise FleetError(f"foreach_env_runner: {last_line(error)}") from error
 
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
-        self._pending.append(request)
+    def submit(self, request: GroupRequest, *, is_urgent: bool = False) -> None:
+        """Queue a group; one that is urgent before those that wait for a runner."""
+        if is_urgent:
+            self._pending.appendleft(request)
+        else:
+            self._pending.append(request)
         if self._local is None:
             self._dispatch()
 
@@ -331,6 +335,18 @@ class EnvRunnerGroup:
             else:
                 time.sleep(PROBE_INTERVAL_S / 10)
         return []
+
+    def finish_in_flight(self) -> None:
+        """Wait until no runner samples. Requests that no runner has begun stay queued, and begin after the call."""
+        self._is_held = True
+        try:
+            while self._in_flight:
+                self.poll()
+                self.on_wait()
+                if self._in_flight:
+                    ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
+        finally:
+            self._is_held = False
 
     def poll(self, *, learners_are_busy: bool = False) -> None:
         """Do without waiting what ``collect`` does: note finished groups, give out requests, look after runners.
@@ -441,7 +457,7 @@ class EnvRunnerGroup:
         self._finished.clear()
 
     def _dispatch(self) -> None:
-        while self._pending:
+        while self._pending and not self._is_held:
             free = [r for r in self._runners if r.takes_requests and r.num_in_flight < self._max_in_flight]
             if not free:
                 return
@@ -455,7 +471,8 @@ class EnvRunnerGroup:
 
     def _hedge(self) -> None:
         """Send groups that take long to runners that have nothing to do, once each."""
-        if not self._fault_tolerance.hedge_factor or self._pending or len(self._took_s) < _USUAL_GROUPS // 4:
+        has_work = self._pending and not self._is_held
+        if not self._fault_tolerance.hedge_factor or has_work or len(self._took_s) < _USUAL_GROUPS // 4:
             return
         usual_s, now = median(self._took_s), time.monotonic()
         for flight in list(self._in_flight.values()):

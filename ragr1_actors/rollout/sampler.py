@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +39,78 @@ from retrieval.fleet.group import RetrieverGroup
 logger = logging.getLogger(__name__)
 
 OnGroup = Callable[[FinishedGroup], None]
+
+
+class TaskSampling:
+    """Tasks that are sampled once each, or again if a trajectory failed."""
+
+    def __init__(
+        self,
+        env_runners: EnvRunnerGroup,
+        tasks: Sequence[Task],
+        request: Callable[[Issue], GroupRequest],
+        on_group: OnGroup,
+        *,
+        num_tries: int,
+        max_unfinished: int,
+        is_urgent: bool,
+    ) -> None:
+        """Submit ``request`` of the tasks, ``max_unfinished`` at a time; ``on_group`` gets every group."""
+        self._is_urgent = is_urgent
+        self._env_runners, self._request, self._on_group = env_runners, request, on_group
+        self._num_tries, self._max_unfinished = num_tries, max_unfinished
+        self._num_tasks = len(tasks)
+        self._waiting = deque(Issue(task.task_id, task, 0) for task in tasks)
+        self._open: set[str] = set()  # of the submitted tasks
+        self._error = ""
+        self.num_failed = 0
+        """Tasks that failed in every try."""
+        self._submit()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every task was sampled, or failed too often."""
+        return not self._open
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were submitted and not taken."""
+        return len(self._open)
+
+    def take(self, group: FinishedGroup) -> bool:
+        """Note a finished group, and submit the next tasks; False, and nothing is done, if it is no group of this.
+
+        Raises:
+            FleetError: every task failed.
+        """
+        issue = group.request.issue
+        if issue.issue_id not in self._open:
+            return False
+        self._open.remove(issue.issue_id)
+        self._on_group(group)
+        if group.summary.num_failed:
+            self._error = group.summary.errors[-1]
+            if issue.attempt + 1 < self._num_tries:
+                self._waiting.append(replace(issue, attempt=issue.attempt + 1))
+            else:
+                self.num_failed += 1
+        self._submit()
+        if self.is_done and self.num_failed:
+            self._tell()
+        return True
+
+    def _submit(self) -> None:
+        while self._waiting and len(self._open) < self._max_unfinished:
+            issue = self._waiting.popleft()
+            self._open.add(issue.issue_id)
+            self._env_runners.submit(self._request(issue), is_urgent=self._is_urgent)
+
+    def _tell(self) -> None:
+        message = f"{self.num_failed} of {self._num_tasks} evaluation tasks failed {self._num_tries} times"
+        message += f"; the last one with: {self._error}"
+        if self.num_failed == self._num_tasks:
+            raise FleetError(message)
+        logger.warning("%s", message)
 
 
 class Sampler:
@@ -109,44 +182,32 @@ class Sampler:
         Raises:
             FleetError: every task failed.
         """
-        settings = self._config.env_runners
-        left = list(tasks)
-        num_attempts = 1 + read_fault_tolerance(self._config.debugging).max_task_retries
-        room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
-        max_unfinished = max(1, room // num_trajectories)
-        failed: list[FinishedGroup] = []
-        for attempt in range(num_attempts):
-            issues = [Issue(task.task_id, task, 0, attempt) for task in left]
-            requests = [GroupRequest(issue, num_trajectories, temperature) for issue in issues]
-            failed = self._sample(requests, max_unfinished, on_group, aside)
-            left = [group.request.issue.task for group in failed]
-            if not left:
-                return 0
-        message = f"{len(left)} of {len(tasks)} evaluation tasks failed {num_attempts} times"
-        message += f"; the last one with: {failed[-1].summary.errors[-1]}"
-        if len(left) == len(tasks):
-            raise FleetError(message)
-        logger.warning("%s", message)
-        return len(left)
-
-    def _sample(
-        self, requests: list[GroupRequest], max_unfinished: int, on_group: OnGroup, aside: OnGroup
-    ) -> list[FinishedGroup]:
-        """Sample every request once and return the groups with a failed trajectory."""
-        waiting, open_ids = deque(requests), {request.issue.issue_id for request in requests}
-        failed: list[FinishedGroup] = []
-        while open_ids:
-            while waiting and self.env_runners.num_unfinished < max_unfinished:
-                self.env_runners.submit(waiting.popleft())
+        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False)
+        while not sampling.is_done:
             for group in self.env_runners.collect():
-                if group.request.issue.issue_id not in open_ids:
+                if not sampling.take(group):
                     aside(group)
-                    continue
-                open_ids.remove(group.request.issue.issue_id)
-                on_group(group)
-                if group.summary.num_failed:
-                    failed.append(group)
-        return failed
+        return sampling.num_failed
+
+    def sampling(
+        self, tasks: Sequence[Task], num_trajectories: int, temperature: float, on_group: OnGroup, *, is_urgent: bool
+    ) -> TaskSampling:
+        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``TaskSampling.take``.
+
+        With ``is_urgent`` the tasks go before the requests that wait for a runner.
+        """
+        settings = self._config.env_runners
+        num_tries = 1 + read_fault_tolerance(self._config.debugging).max_task_retries
+        room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
+        return TaskSampling(
+            self.env_runners,
+            tasks,
+            lambda issue: GroupRequest(issue, num_trajectories, temperature),
+            on_group,
+            num_tries=num_tries,
+            max_unfinished=max(1, room // num_trajectories),
+            is_urgent=is_urgent,
+        )
 
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""

@@ -50,7 +50,7 @@ from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories, removed_if_unused
 from ragr1_actors.training.buffer import rollout_metrics
-from ragr1_actors.training.collector import BatchCollector, mean_lag
+from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
@@ -99,7 +99,9 @@ class Algorithm:
         self._store = place.checkpoints(checkpointing.num_to_keep, checkpointing.best_metric)
         self._sampler = sampler
         self._env_runners = sampler.env_runners
-        self._collector = BatchCollector(config, workspace.train_tasks, self._env_runners)
+        self._fleet = SharedFleet(self._env_runners)
+        self._finish_evaluation: Callable[[], None] = lambda: None
+        self._collector = BatchCollector(config, workspace.train_tasks, self._fleet)
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
@@ -235,6 +237,7 @@ class Algorithm:
         with self.fleets.learner.waits():
             find_lost = self._learners.find_lost
             collected = self._collector.next_batch(self.policy_version, find_lost)
+            self._finish_evaluation()
         batch = collected.groups
         self.fleets.learner.num_stale += collected.num_stale
         sampled = time.perf_counter()
@@ -289,6 +292,8 @@ class Algorithm:
 
     def _publish(self) -> None:
         self.policy_version += 1
+        if self.config.env_runners.in_flight == "finish":
+            self._env_runners.finish_in_flight()
         self._transport.publish(self.policy_version)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -304,6 +309,26 @@ class Algorithm:
             num_failed = self._sampler.sample_tasks(
                 self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
             )
+        return self._keep_evaluation(name, groups, num_failed)
+
+    def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
+        """Begin ``evaluate``, and return: the tasks are answered while the next ``train`` samples its batch.
+
+        That ``train`` calls ``on_result`` before it learns, so all answers are those of the current policy version.
+        """
+        groups: list[FinishedGroup] = []
+        sampling = self._sampler.sampling(self.workspace.eval_tasks, 1, 0.0, groups.append, is_urgent=True)
+
+        def finish() -> None:
+            while not sampling.is_done:
+                for group in self._fleet.collect():
+                    self._collector.sort(group)
+            self._fleet.evaluation, self._finish_evaluation = None, lambda: None
+            on_result(self._keep_evaluation(name, groups, sampling.num_failed))
+
+        self._fleet.evaluation, self._finish_evaluation = sampling, finish
+
+    def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         return eval_result([group.summary for group in groups], num_failed)
@@ -365,7 +390,8 @@ class Algorithm:
                 return None
             while self._env_runners.num_unfinished:
                 self._env_runners.collect()
-            self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._env_runners)
+            self._fleet.evaluation, self._finish_evaluation = None, lambda: None
+            self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint)
             self._learners.foreach_learner(partial(_scale_lr, factor=lr_factor))

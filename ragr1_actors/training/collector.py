@@ -21,7 +21,8 @@ from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.sampler import TaskSampling
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
 
@@ -53,6 +54,35 @@ class GroupFleet(Protocol):
     def collect(self) -> list[FinishedGroup]:
         """Wait until a group is finished and return all finished groups; nothing if none was submitted."""
         ...
+
+
+class SharedFleet:
+    """A ``GroupFleet`` that samples the tasks of an evaluation, too: their groups are not seen through it."""
+
+    def __init__(self, fleet: EnvRunnerGroup) -> None:
+        """Share ``fleet``."""
+        self._fleet = fleet
+        self.evaluation: TaskSampling | None = None
+        """What is sampled beside."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted through this and not collected."""
+        return self._fleet.num_unfinished - (self.evaluation.num_unfinished if self.evaluation else 0)
+
+    @property
+    def num_finished(self) -> int:
+        """Those of them that are finished, and finished groups of the evaluation until the next ``collect``."""
+        return self._fleet.num_finished
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        self._fleet.submit(request)
+
+    def collect(self) -> list[FinishedGroup]:
+        """Wait until a group is finished, of the evaluation or not; return those that are not."""
+        groups = self._fleet.collect()
+        return groups if self.evaluation is None else [g for g in groups if not self.evaluation.take(g)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.incidents import IncidentLog
-from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents
+from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents, read_metrics
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.progress import show_progress
 from ragr1_actors.runs.report import (
@@ -60,6 +60,7 @@ class TrainingRun:
         self._stages: list[StageReport] = []
         self._guard = Guard(read_guard(config.training))
         self._held: HeldBlock = nullcontext
+        self._evaluated: tuple[int, dict[str, float]] | None = None  # iteration and metrics that are not logged yet
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
 
@@ -209,9 +210,8 @@ class TrainingRun:
         self._save(algorithm, score)
 
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
-        config = self._config
         was_idle = False
-        total = config.training.num_iterations
+        total = self._config.training.num_iterations
         with show_progress(self._console, "RL", total, algorithm.iteration) as report:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
@@ -226,29 +226,55 @@ class TrainingRun:
                         f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
                     )
                 was_idle = is_idle
+                if self._evaluated is not None:  # after the line before which it took place, see ``MetricsLogger.log``
+                    logger.log("rl", *self._evaluated)
+                    self._evaluated = None
                 report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
 
+            if self._lacks_evaluation(algorithm.iteration):  # it was interrupted
+                self._evaluate_beside(algorithm)
             while algorithm.iteration < total or self._guard.state.unanswered:
                 if self._guard.state.unanswered:
                     self._answer_alarms(algorithm, logger)
                     continue
                 metrics = algorithm.train(on_iteration)
-                if self._guard.state.unanswered:
-                    continue
-                iteration = algorithm.iteration
-                is_last = iteration == config.training.num_iterations
-                score = None
-                if config.evaluation.interval and iteration % config.evaluation.interval == 0 and not is_last:
-                    result = algorithm.evaluate(f"iteration_{iteration:05d}")
-                    logger.log("rl", iteration, {f"eval/{name}": value for name, value in asdict(result).items()})
-                    score = self._score(result)
-                # after skipped steps only, the state is not saved: the checkpoint before is the one to continue from
-                is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
-                is_due = self._is_due(iteration, config.checkpointing.interval)
-                is_best = score is not None and algorithm.is_best(score)
-                is_sound = not is_stuck and not self._guard.is_suspicious
-                if (is_due or is_best) and not is_last and is_sound:
-                    self._save(algorithm, score, wait=False)
+                if algorithm.iteration < total and not self._guard.state.unanswered:
+                    self._evaluate_and_save(algorithm, metrics)
+
+    def _evaluate_and_save(self, algorithm: Algorithm, metrics: dict[str, float]) -> None:
+        """Begin an evaluation and write a checkpoint after an iteration with these metrics, if they are due."""
+        iteration, interval = algorithm.iteration, self._config.evaluation.interval
+        is_due = self._is_due(iteration, self._config.checkpointing.interval)
+        # after skipped steps only, the state is not saved: the checkpoint before is the one to continue from
+        is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
+        is_sound = not is_stuck and not self._guard.is_suspicious
+        if interval and iteration % interval == 0:
+            self._evaluate_beside(algorithm, is_sound=is_sound, is_due=is_due)
+        elif is_due and is_sound:
+            self._save(algorithm, wait=False)
+
+    def _lacks_evaluation(self, iteration: int) -> bool:
+        """Whether a run that was resumed after ``iteration`` has no evaluation of it, and should."""
+        interval = self._config.evaluation.interval
+        if not (interval and 0 < iteration < self._config.training.num_iterations and iteration % interval == 0):
+            return False
+        return not any(
+            (row["stage"], row["iteration"]) == ("rl", iteration) and "eval/em" in row
+            for row in read_metrics(self._run_dir)
+        )
+
+    def _evaluate_beside(self, algorithm: Algorithm, *, is_sound: bool = True, is_due: bool = False) -> None:
+        """Evaluate while the next batch is sampled, and then write the checkpoint that is due or the best."""
+        iteration = algorithm.iteration
+
+        def on_result(result: EvalResult) -> None:
+            values = {f"eval/{name}": float(value) for name, value in asdict(result).items()}
+            self._evaluated = iteration, values | {"eval/policy_version": float(algorithm.policy_version)}
+            score = self._score(result)
+            if is_sound and (is_due or (score is not None and algorithm.is_best(score))):
+                self._save(algorithm, score, wait=False)
+
+        algorithm.evaluate_beside(f"iteration_{iteration:05d}", on_result)
 
     def _answer_alarms(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         """Roll back, or stop the run with a ``UserError``; in both cases a checkpoint is written."""
