@@ -134,6 +134,24 @@ def test_a_runner_that_comes_back_has_the_newest_weights(
     wait_until_healed(group)
 
 
+def test_what_is_in_flight_is_finished_before_new_weights_come(
+    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
+) -> None:
+    for index in range(400):
+        group.submit(request(index))
+    group.finish_in_flight()
+    num_begun = group.num_finished
+    assert 0 < num_begun < 400
+    weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
+    group.update_weights(ray_local.put(weights), version=7)
+    assert group.num_finished == num_begun
+    versions = []
+    for one in drain(group):
+        (found,) = groups_from_record_batch(ray_local.get(one.batch))
+        versions += [set(t.policy_versions[t.kinds == TokenKind.MODEL].tolist()) for t in found.trajectories]
+    assert [versions.count({version}) for version in (1, 7)] == [2 * num_begun, 2 * (400 - num_begun)]
+
+
 def test_a_function_runs_in_every_runner(group: EnvRunnerGroup, policy_dir: Path) -> None:
     assert len(set(pids(group)) - {os.getpid()}) == 2
     with pytest.raises(FleetError, match="division by zero"):

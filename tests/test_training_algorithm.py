@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
-from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task
+from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
@@ -98,11 +98,16 @@ def run(config: RunConfig, run_dir: Path) -> list[dict[str, Any]]:
     return rows(run_dir)
 
 
+def evaluated_config(files: Path) -> RunConfig:
+    config = make_config(files, SHORT)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"interval": 2})})
+
+
 @pytest.fixture(scope="module")
 def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a short run that nothing interrupted."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    run(make_config(files, SHORT), run_dir)
+    run(evaluated_config(files), run_dir)
     return run_dir
 
 
@@ -112,10 +117,10 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.engine
 def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_path: Path, whole: Path) -> None:
-    config = make_config(files, SHORT)
+    config = evaluated_config(files)
     first = run(config, tmp_path / "a")
     assert first == rows(whole)
-    assert [row["stage"] for row in first].count("rl") == 4
+    assert [row["iteration"] for row in first if row["stage"] == "rl" and "loop/policy_lag" in row] == [1, 2, 3, 4]
     other = run(
         config.model_copy(update={"debugging": config.debugging.model_copy(update={"seed": 1})}), tmp_path / "c"
     )
@@ -163,7 +168,7 @@ INTERRUPTS = {
 def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
     files: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    config = make_config(files, SHORT)
+    config = evaluated_config(files)
     owner, method, calls_left, is_at_once = INTERRUPTS[place]
     original = getattr(owner, method)
 
@@ -190,6 +195,58 @@ def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_array_equal(value, expected[name])
+
+
+@pytest.mark.engine
+def test_an_evaluation_beside_training_is_that_of_the_policy_it_names(whole: Path, files: Path, tmp_path: Path) -> None:
+    """It is logged once, after the iteration beside whose sampling it took place."""
+    logged = [row for row in rows(whole) if row["stage"] == "rl"]
+    assert [("eval/em" in row, row["iteration"]) for row in logged] == [
+        *((False, 1), (False, 2), (False, 3), (True, 2), (False, 4))
+    ]
+    result, version = logged[3], int(logged[3]["eval/policy_version"])
+    assert version == logged[1]["loop/policy_version"]
+    groups = read_trajectories(whole / "trajectories" / "eval_iteration_00002.arrow")
+    versions = {int(v) for g in groups for t in g.trajectories for v in t.policy_versions[t.kinds == TokenKind.MODEL]}
+    assert (len(groups), versions) == (8, {version})
+    config = make_config(files, SHORT)
+    between = Algorithm.start(config, tmp_path, prepare(config, tmp_path))  # evaluated between the same iterations
+    between.pretrain(lambda step, metrics: None)
+    for _ in range(2):
+        between.train()
+    expected = asdict(between.evaluate())
+    between.stop()
+    assert {name: result[f"eval/{name}"] for name in expected} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_with_a_lag_an_evaluation_has_one_version_and_training_may_have_several(
+    ray_local: ModuleType, files: Path, tmp_path: Path, in_flight: str
+) -> None:
+    config = evaluated_config(files)
+    runners = {"num_env_runners": 2, "max_concurrent_trajectories": 4, "in_flight": in_flight}
+    config = config.model_copy(
+        update={
+            "env_runners": config.env_runners.model_copy(update=runners),
+            "training": config.training.model_copy(update={"max_policy_lag": 2, "num_iterations": 6}),
+        }
+    )
+    logged = [row for row in run(config, tmp_path / "run") if row["stage"] == "rl"]
+    named = {row["iteration"]: row["eval/policy_version"] for row in logged if "eval/em" in row}
+    assert sorted(named) == [2, 4]
+
+    def versions(name: str) -> list[set[int]]:
+        groups = read_trajectories(tmp_path / "run" / "trajectories" / f"{name}.arrow")
+        found = [t.policy_versions[t.kinds == TokenKind.MODEL] for g in groups for t in g.trajectories]
+        return [{int(version) for version in one} for one in found]
+
+    for iteration, version in named.items():
+        assert versions(f"eval_iteration_{iteration:05d}") == [{int(version)}] * 8
+    if in_flight == "finish":
+        assert {len(found) for number in range(1, 7) for found in versions(f"iteration_{number:05d}")} == {1}
 
 
 @pytest.mark.engine

@@ -17,12 +17,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -46,27 +46,45 @@ LOG = "chaos.log"
 """Beside the run directory: what the drivers printed."""
 STOPPED_SHARE = 0.25
 """Of the actors that are hit, those that are stopped and not killed: they hang."""
+RL_SHARE = 0.75
+"""Of the hits: most are in RL, in which all kinds of actors work."""
 _LOOK_INTERVAL_S = 0.2
 _BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.* is back after (\d+) s")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What happens to a process: ``Hit("retriever", signal.SIGKILL)``."""
+    """What happens to a process: ``Hit("retriever", signal.SIGKILL, "rl", 7)``."""
 
     kind: str
     signal: signal.Signals
+    stage: str
+    iteration: int
+    """It happens once this iteration of the stage, or step of SFT, is logged; 0 is at once."""
 
 
-def schedule(num_hits: int, kinds: Sequence[str], seed: int) -> list[Hit]:
-    """Return hits in a random order, of every kind as many, up to one."""
+def schedule(num_hits: int, kinds: Sequence[str], lengths: Mapping[str, int], seed: int) -> list[Hit]:
+    """Return hits of every kind as many, up to one, spread over the stages of the given lengths.
+
+    ``lengths`` are ``{"sft": steps, "rl": iterations}``; RL gets ``RL_SHARE`` of the hits, if there is SFT.
+    """
     rng = random.Random(f"chaos {seed}")
     chosen = list(itertools.islice(itertools.cycle(rng.sample(kinds, len(kinds))), num_hits))
     rng.shuffle(chosen)
-    return [
-        Hit(kind, signal.SIGSTOP if kind != DRIVER and rng.random() < STOPPED_SHARE else signal.SIGKILL)
-        for kind in chosen
-    ]
+    num_in_rl = round(num_hits * RL_SHARE) if lengths["sft"] else num_hits
+    hits = []
+    for stage, count in (("sft", num_hits - num_in_rl), ("rl", num_in_rl)):
+        for index in range(count):
+            kind = chosen.pop()
+            is_stopped = kind != DRIVER and rng.random() < STOPPED_SHARE
+            at = int((index + rng.random()) / count * (lengths[stage] - 1))
+            hits.append(Hit(kind, signal.SIGSTOP if is_stopped else signal.SIGKILL, stage, at))
+    return hits
+
+
+def _position(stage: str, iteration: int) -> tuple[int, int]:
+    """Order the lines of the metrics; the evaluation before RL ends the SFT."""
+    return {"eval_start": 0, "sft": 0, "eval_sft": 1, "rl": 1, "eval_rl": 2}[stage], iteration
 
 
 class Victim:
@@ -103,19 +121,26 @@ class Victim:
                 continue
         return found
 
-    def progress(self) -> str:
-        """Return the newest line of the metrics, which changes with every iteration or step that is logged."""
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what the run has logged."""
         from ragr1_actors.runs.metrics import read_metrics
 
         try:
-            rows = read_metrics(self._run_dir)
+            return read_metrics(self._run_dir)
         except RunDirectoryError:  # it has not begun
-            return ""
-        return f"{len(rows)} {rows[-1]}" if rows else ""
+            return []
 
-    def wait_for_progress(self, before: str) -> None:
+    def wait_for_progress(self, before: list[dict[str, Any]]) -> None:
         """Return once the run has logged something new, or has ended."""
-        while not self.has_ended and self.progress() == before:
+        while not self.has_ended and self.rows() == before:
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def wait_for(self, hit: Hit) -> None:
+        """Return once the run is where the hit is planned, or behind it, or has ended."""
+        planned = _position(hit.stage, hit.iteration)
+        while not self.has_ended:
+            if any(_position(row["stage"], row["iteration"]) >= planned for row in self.rows()[-1:]):
+                return
             time.sleep(_LOOK_INTERVAL_S)
 
     def hit(self, hit: Hit, rng: random.Random) -> bool:
@@ -166,7 +191,11 @@ def chaos(
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
     place.parent.mkdir(parents=True, exist_ok=True)
-    patient = [f"debugging.fault_tolerance={{max_learner_restarts: {kills}}}", "checkpointing.interval=1", *(overrides or [])]
+    patient = [
+        f"debugging.fault_tolerance={{max_learner_restarts: {kills}}}",
+        "checkpointing.interval=1",
+        *(overrides or []),
+    ]
     config = AlgorithmConfig.from_recipe(recipe).override(patient).freeze()
     sizes = {
         "env runner": config.env_runners.num_env_runners,
@@ -174,17 +203,18 @@ def chaos(
         "encoder": config.retrieval.num_encoders,
         "learner": config.learners.num_learners,
     }
-    hits = schedule(kills, [DRIVER, *(kind for kind, size in sizes.items() if size)], seed)
+    lengths = {"sft": config.sft.num_steps, "rl": config.training.num_iterations}
+    hits = schedule(kills, [DRIVER, *(kind for kind, size in sizes.items() if size)], lengths, seed)
     rng, driver_s, num_hits = random.Random(seed), [], 0
     victim = Victim(recipe, patient, place)
     with _ended(victim):
-        victim.wait_for_progress("")
         for hit in hits:
-            before, hit_at = victim.progress(), time.monotonic()
+            victim.wait_for(hit)
+            before, hit_at = victim.rows(), time.monotonic()
             if not victim.hit(hit, rng):
                 break
             num_hits += 1
-            print_line(f"{hit.signal.name} {hit.kind}")
+            print_line(f"{hit.stage} {hit.iteration}: {hit.signal.name} {hit.kind}")
             victim.wait_for_progress(before)
             if hit.kind == DRIVER:
                 driver_s.append(time.monotonic() - hit_at)

@@ -373,7 +373,7 @@ class Algorithm:
     def restore(self) -> dict[str, Any] | None:
         """Continue from the newest checkpoint and return its ``extra``; None without any, ``DataError`` if damaged."""
         checkpoint = self._store.latest()
-        return None if checkpoint is None else self._continue_from(checkpoint)
+        return None if checkpoint is None else self._continue_from(checkpoint, -1)
 
     def roll_back(self, last_good: int, lr_factor: float) -> dict[str, Any] | None:
         """Continue from an earlier checkpoint, with the learning rate of the configuration times ``lr_factor``.
@@ -393,11 +393,12 @@ class Algorithm:
             self._fleet.evaluation, self._finish_evaluation = None, lambda: None
             self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
-            extra = self._continue_from(checkpoint)
+            extra = self._continue_from(checkpoint, self.policy_version)
             self._learners.foreach_learner(partial(_scale_lr, factor=lr_factor))
         return extra
 
-    def _continue_from(self, checkpoint: AnyFolder) -> dict[str, Any]:
+    def _continue_from(self, checkpoint: AnyFolder, last_version: int) -> dict[str, Any]:
+        """Restore a checkpoint's state, and publish its policy as a version above ``last_version``."""
         state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
         self._collector.tasks.set_state(state.sampler.model_dump())
@@ -407,7 +408,7 @@ class Algorithm:
         self._build_learner(learner, self._stage_policy)
         if state.learner == learner:  # else it was saved between the stages, and the policy is the whole state
             self._learners.load_state(part_of(checkpoint, LEARNER_PREFIX))
-        self.policy_version = max(self.policy_version, state.policy_version - 1)
+        self.policy_version = max(last_version, state.policy_version - 1)
         self._publish()
         return state.extra
 
