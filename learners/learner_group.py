@@ -149,6 +149,11 @@ class LearnerGroup:
         else:
             self._start_actors()
 
+    @property
+    def actors(self) -> list[Any]:
+        """The actors of the ranks; none if the driver learns."""
+        return list(self._actors)
+
     def _start_actors(self) -> None:
         import ray
 

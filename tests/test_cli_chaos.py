@@ -9,12 +9,18 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_world import ROOT, a_persons_environment, invoke, make_files, make_recipe
+from small_world import ROOT, a_persons_environment, invoke, make_config, make_files, make_recipe, started, wait_for
 
 from ragr1_actors.cli.chaos import DRIVER, schedule
+from ragr1_actors.runs.metrics import read_metrics
+from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.scale_order import read_order
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 KINDS = (DRIVER, "env runner", "learner")
 LENGTHS = {"sft": 100, "rl": 40}
@@ -48,6 +54,54 @@ def test_some_actors_are_stopped_and_not_killed() -> None:
 def test_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path))
     assert "exists; give a new directory" in invoke("chaos", str(recipe), "--run-dir", str(tmp_path))
+
+
+def test_what_is_to_be_hit_is_named_once(tmp_path: Path) -> None:
+    assert "give a recipe to train, or --run" in invoke("chaos")
+    assert "give a recipe to train, or --run" in invoke("chaos", "quickstart", "--run", str(tmp_path))
+    assert "holds no run (no config.yaml)" in invoke("chaos", "--run", str(tmp_path))
+
+
+def test_a_run_without_actors_and_one_that_has_ended_are_refused(tmp_path: Path) -> None:
+    alone = make_config(make_files(tmp_path))
+    create_run_directory(alone, tmp_path / "alone")
+    assert "its driver does everything" in invoke("chaos", "--run", str(tmp_path / "alone"))
+    create_run_directory(AlgorithmConfig().freeze(), tmp_path / "ended")
+    (tmp_path / "ended" / "report.json").touch()
+    assert "is finished; give a run that is under way" in invoke("chaos", "--run", str(tmp_path / "ended"))
+
+
+def test_nothing_is_ordered_before_a_person_agrees(tmp_path: Path) -> None:
+    create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
+    said = invoke("chaos", "--run", str(tmp_path / "run"), "--kills", "3")
+    assert "kill 3 actors (env runner, retriever, learner) of the run in" in said
+    assert read_order(find_place(tmp_path / "run")) is None
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_live_run_kills_its_own_actors_when_it_is_asked_to_and_loses_nothing(tmp_path: Path) -> None:
+    recipe, run_dir = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=5000), tmp_path / "run"
+
+    def rows() -> list[dict[str, Any]]:
+        is_there = (run_dir / "metrics.jsonl").is_file()
+        return [row for row in read_metrics(run_dir) if row["stage"] == "rl"] if is_there else []
+
+    with started(str(recipe), "--run-dir", str(run_dir), cwd=tmp_path) as run:
+        assert wait_for(lambda: len(rows()) > 2, 300, run), run.communicate()
+        asked = ("chaos", "--run", str(run_dir), "--kills", "4", "--seed", "0", "--every-s", "3", "--yes")
+        said = invoke(*asked)
+        killed = Counter(re.findall(r"of 4: killed one of \d (.+)", said))
+        assert killed.total() == 4, said
+        number = len(rows())
+        assert wait_for(lambda: len(rows()) > number + 2, 300, run), run.communicate()
+        run.send_signal(signal.SIGTERM)
+        output, errors = run.communicate(timeout=300)
+    last = rows()[-1]
+    assert (last["tasks/lost"], last["tasks/doubled"], last["tasks/failed"]) == (0, 0, 0)
+    assert last["env_runners/num_restarts"] == killed["runners"], output + errors
+    assert last["loop/learner_restarts"] == killed["learners"]
 
 
 @pytest.mark.ray

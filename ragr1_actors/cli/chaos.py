@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import shlex
@@ -32,6 +33,7 @@ from ragr1_actors.cli import console, print_line
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.report import RunReport
 
 DRIVER = "driver"
@@ -42,6 +44,10 @@ ACTORS = {
     "learner": "LearnerWorker",
 }
 """The class of each kind; Ray names a worker process after it."""
+FLEETS = {"env runner": "runners", "retriever": "retrievers", "encoder": "encoders", "learner": "learners"}
+"""What an order to a live run calls them."""
+ANSWER_TIMEOUT_S = 300.0
+"""A run answers between two searches or updates, also while it recovers from the kill before."""
 LOG = "chaos.log"
 """Beside the run directory: what the drivers printed."""
 STOPPED_SHARE = 0.25
@@ -175,38 +181,77 @@ def _ended(victim: Victim) -> Iterator[None]:
 
 
 def chaos(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="Name of a recipe (see `ragr1 recipes`), or a YAML file.", show_default=False)
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     kills: Annotated[int, typer.Option(min=1, help="Processes that are killed or stopped.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the kinds and their order.")] = 0,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Directory of the run; default: runs/chaos-DATE-TIME.")
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Instead of a recipe: a run under way, also on a cluster."),
+    ] = None,
+    every_s: Annotated[float, typer.Option(min=0.0, help="Seconds between two kills in a run under way.")] = 20.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before actors of a run under way are killed.")] = False,
 ) -> None:
     """Train on this machine while processes of every kind are killed or hang; exit status 1 if a task is lost."""
-    from ragr1_actors.runs.report import read_report
-    from ragr1_actors.training.algorithm_config import AlgorithmConfig
-
+    if (recipe is None) == (run is None):
+        raise UserError("give a recipe to train, or --run with the directory or URI of a run under way")
+    if run is not None:
+        _kill_actors(run, kills, seed, every_s, is_asked=not yes)
+        return
+    assert recipe is not None
     place = run_dir or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    patient = [
-        f"debugging.fault_tolerance={{max_learner_restarts: {kills}}}",
-        "checkpointing.interval=1",
-        *(overrides or []),
-    ]
-    config = AlgorithmConfig.from_recipe(recipe).override(patient).freeze()
-    sizes = {
-        "env runner": config.env_runners.num_env_runners,
-        "retriever": config.retrieval.num_retrievers,
-        "encoder": config.retrieval.num_encoders,
-        "learner": config.learners.num_learners,
-    }
+    _train(recipe, overrides or [], kills, seed, place)
+
+
+def _kinds(config: RunConfig) -> list[str]:
+    """Return the kinds of which a run has actors."""
+    sizes = (config.env_runners.num_env_runners, config.retrieval.num_retrievers, config.retrieval.num_encoders)
+    return [kind for kind, size in zip(ACTORS, (*sizes, config.learners.num_learners), strict=True) if size]
+
+
+def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
+    """Order a run under way to kill actors of its own; its driver and other runs are left alone."""
+    from ragr1_actors.cli.scale import check_under_way, give_order
+    from ragr1_actors.runs.places import find_place
+
+    place = find_place(run)
+    kinds = _kinds(check_under_way(place))
+    if not kinds:
+        raise UserError(f"{place} has no actors: its driver does everything")
+    if is_asked:
+        typer.confirm(f"kill {kills} actors ({', '.join(kinds)}) of the run in {place}?", abort=True)
+    rng = random.Random(f"chaos {seed}")
+    for number in range(kills):
+        if number:
+            time.sleep(every_s)
+        order, deadline = {"kill": FLEETS[rng.choice(kinds)]}, time.monotonic() + ANSWER_TIMEOUT_S
+        while (answer := give_order(place, order, ANSWER_TIMEOUT_S)).is_refused:  # it has lost the last one of a kind
+            if time.monotonic() > deadline:
+                raise UserError(f"the run refused: {answer.message}")
+            time.sleep(_LOOK_INTERVAL_S)
+        print_line(f"{number + 1} of {kills}: {answer.message}")
+    print_line(f"the run counts what it lost: ragr1 report {shlex.quote(run)}, once it has ended")
+
+
+def _train(recipe: str, overrides: list[str], kills: int, seed: int, place: Path) -> None:
+    from ragr1_actors.runs.report import read_report
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+
+    overrides = ["checkpointing.interval=1", *overrides]
+    config = AlgorithmConfig.from_recipe(recipe).override(overrides).freeze()
+    patient = config.debugging.fault_tolerance | {"max_learner_restarts": kills}
     lengths = {"sft": config.sft.num_steps, "rl": config.training.num_iterations}
-    hits = schedule(kills, [DRIVER, *(kind for kind, size in sizes.items() if size)], lengths, seed)
+    hits = schedule(kills, [DRIVER, *_kinds(config)], lengths, seed)
     rng, driver_s, num_hits = random.Random(seed), [], 0
-    victim = Victim(recipe, patient, place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    victim = Victim(recipe, [*overrides, f"debugging.fault_tolerance={json.dumps(patient)}"], place)
     with _ended(victim):
         for hit in hits:
             victim.wait_for(hit)

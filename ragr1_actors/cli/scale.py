@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragr1_actors.cli import print_line
 from ragr1_actors.core.errors import UserError
+
+if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.runs.places import Place
+    from ragr1_actors.runs.scale_order import ScaleAnswer
 
 _LOOK_INTERVAL_S = 0.2
 SizeOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Replicas from now on.")]
@@ -25,18 +30,38 @@ def scale(
 ) -> None:
     """Change how many env runners, retrievers and encoders a live run has; the sizes hold until --auto."""
     from ragr1_actors.runs.places import find_place
-    from ragr1_actors.runs.run_directory import open_run_directory
-    from ragr1_actors.runs.scale_order import ScaleOrder, read_answer, withdraw_order, write_order
 
     sizes = {"runners": runners, "retrievers": retrievers, "encoders": encoders}
     chosen = {name: size for name, size in sizes.items() if size is not None}
     if bool(chosen) == auto:
         raise UserError("got no size or --auto with one; give --runners, --retrievers or --encoders, or only --auto")
     place = find_place(run)
-    open_run_directory(place)
+    check_under_way(place)
+    answer = give_order(place, {"sizes": chosen}, timeout_s)
+    if answer.is_refused:
+        raise UserError(f"the run refused: {answer.message}")
+    print_line(answer.message if auto else f"{answer.message}; until ragr1 scale {place} --auto")
+
+
+def check_under_way(place: Place) -> RunConfig:
+    """Return the configuration of a run; ``UserError`` if there is none, or it has ended."""
+    from ragr1_actors.runs.run_directory import open_run_directory
+
+    config = open_run_directory(place)
     if (place.path / "report.json").exists():
-        raise UserError(f"{place} is finished; scale a run that is under way")
-    order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), "sizes": chosen})
+        raise UserError(f"{place} is finished; give a run that is under way")
+    return config
+
+
+def give_order(place: Place, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
+    """Give a run that is under way an order, a ``ScaleOrder`` without its id, and return the answer.
+
+    Raises:
+        UserError: it does not answer in time, and the order is withdrawn.
+    """
+    from ragr1_actors.runs.scale_order import ScaleOrder, read_answer, withdraw_order, write_order
+
+    order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), **content})
     write_order(place, order)
     deadline = time.monotonic() + timeout_s
     try:
@@ -50,6 +75,4 @@ def scale(
     except BaseException:  # Ctrl-C too
         withdraw_order(place, order.order_id)
         raise
-    if answer.is_refused:
-        raise UserError(f"the run refused: {answer.message}")
-    print_line(answer.message if auto else f"{answer.message}; until ragr1 scale {place} --auto")
+    return answer

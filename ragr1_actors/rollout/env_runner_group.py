@@ -265,6 +265,11 @@ class EnvRunnerGroup:
             runner.is_draining = True
         return len(leaving)
 
+    @property
+    def actors(self) -> list[Any]:
+        """The actors of the healthy runners."""
+        return [runner.handle for runner in self._runners if runner.is_healthy]
+
     def unplaced(self) -> list[Any]:
         """Return the actors of the runners that load or wait for room."""
         return [r.handle for r in self._runners if not (r.is_healthy or r.is_lost or r.is_draining)]

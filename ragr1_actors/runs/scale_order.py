@@ -1,4 +1,4 @@
-"""What ``ragr1 scale`` orders of a live run, and what the run answers: two small files in the run's place.
+"""What ``ragr1 scale`` and ``ragr1 chaos --run`` order of a live run, and its answer: two small files in its place.
 
 ``scale.json`` holds the newest order, and ``scaled.json`` the answer to it. Both are replaced as a whole.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,8 @@ class ScaleOrder(BaseModel):
     """Unique."""
     sizes: dict[FleetName, Annotated[int, Field(ge=1, le=MAX_REPLICAS)]] = {}
     """Fleets not named keep their sizes. Empty gives all fleets back to their autoscalers."""
+    kill: FleetName | Literal["learners"] | None = None
+    """Kill an actor of this kind, and nothing else."""
 
 
 class ScaleAnswer(BaseModel):

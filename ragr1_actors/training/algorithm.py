@@ -106,7 +106,9 @@ class Algorithm:
         self._placement = placement
         self._saver = CheckpointSaver(self._store, learners)
         self._transport = WeightSync(config, learners, self._env_runners)
-        self.fleets = FleetController(config, sampler, place, lambda: self._collector.num_finished_batches())
+        self.fleets = FleetController(
+            config, sampler, place, lambda: self._collector.num_finished_batches(), lambda: learners.actors
+        )
         self._env_runners.on_wait = self.fleets.tick
         learners.on_wait = self._while_learning
 

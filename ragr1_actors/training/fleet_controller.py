@@ -13,11 +13,14 @@ runs in the driver's one thread.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import ray
 
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from cluster.metrics import count
@@ -57,6 +60,11 @@ class ScalableFleet(Protocol):
 
     def drain_nodes(self, node_ids: Collection[str], /) -> int:
         """Let the replicas on these nodes drain, and return their number; the next ``scale_to`` replaces them."""
+        ...
+
+    @property
+    def actors(self) -> list[Any]:
+        """Return actors that can be killed."""
         ...
 
     def unplaced(self) -> list[Any]:
@@ -147,12 +155,19 @@ class FleetController:
     """Decides about the fleets of one run while it is under way."""
 
     def __init__(
-        self, config: RunConfig, sampler: Sampler, place: Place, num_finished_batches: Callable[[], float]
+        self,
+        config: RunConfig,
+        sampler: Sampler,
+        place: Place,
+        num_finished_batches: Callable[[], float],
+        learner_actors: Callable[[], list[Any]],
     ) -> None:
         """Begin with the fleets as they were started.
 
-        ``num_finished_batches`` returns how many batches of finished groups wait for the learner.
+        ``num_finished_batches`` returns how many batches of finished groups wait for the learner, and
+        ``learner_actors`` the actors of the learner ranks.
         """
+        self._learner_actors = learner_actors
         self.learner = LearnerClock()
         self._place = place
         self._num_finished_batches = num_finished_batches
@@ -243,7 +258,19 @@ class FleetController:
         except (UserError, OSError) as error:  # of a person's file, or of the storage: the run goes on
             logger.warning("an order of ragr1 scale is left out: %s", error)
 
+    def _kill(self, order: ScaleOrder) -> ScaleAnswer:
+        assert order.kill is not None
+        actors = {name: controlled.fleet.actors for name, controlled in self._fleets.items()}
+        found = self._learner_actors() if order.kill == "learners" else actors.get(order.kill, [])
+        if not found:
+            return ScaleAnswer(order_id=order.order_id, message=f"none of the {order.kill} is up", is_refused=True)
+        logger.warning("ragr1 chaos kills one of %d %s", len(found), order.kill)
+        ray.kill(random.choice(found), no_restart=False)  # which of them decides the chance
+        return ScaleAnswer(order_id=order.order_id, message=f"killed one of {len(found)} {order.kill}")
+
     def _obey(self, order: ScaleOrder) -> ScaleAnswer:
+        if order.kill is not None:
+            return self._kill(order)
         refused = [f"{name}: {why}" for name in order.sizes if (why := self._refusals.get(name, ""))]
         if refused:
             return ScaleAnswer(order_id=order.order_id, message="; ".join(refused), is_refused=True)

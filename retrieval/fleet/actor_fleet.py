@@ -122,6 +122,11 @@ class ActorFleet:
         """All actors by name: the fleet's, the number of the member, and that of the actor in it."""
         return {name: handle for member in self._members for name, handle in member.actors.items()}
 
+    @property
+    def actors(self) -> list[ActorHandle[Any]]:
+        """All actors."""
+        return list(self.handles.values())
+
     def scale_to(self, num_members: int) -> None:
         """Start members, or end some while clients go on: first those that still start, then the newest."""
         members = [member for member in self._members if not member.is_draining]

@@ -91,7 +91,7 @@ class RetrieverGroup:
     @property
     def handles(self) -> list[ActorHandle[Any]]:
         """The actors that hold the index and are not stopped."""
-        return list(self._fleets[0].handles.values()) if self._fleets else []
+        return self._fleets[0].actors if self._fleets else []
 
     def wait_until_ready(self) -> None:
         """Return once every actor has loaded its index and searched once.
