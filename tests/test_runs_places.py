@@ -19,6 +19,7 @@ from cluster.storage import Storage, share
 from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
+from ragr1_actors.runs.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import RunReport
@@ -245,6 +246,42 @@ def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyP
     assert place.storage.find("index") is not None, "a folder is stored whole"
     names = [name for name in place.storage.names() if not name.startswith("index")]
     assert names == ["metrics.jsonl", "report.html", "tensorboard/events"]
+
+
+def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
+        there = StoredPlace(Storage(uri))
+    here = StoredPlace(Storage(uri))
+    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.05)  # how often the other process renews it
+    refused = pytest.raises(RunDirectoryError, match=r"a process on elsewhere works in .*/run.*; wait until it ends")
+    with there, refused, here:
+        pass
+    with StoredPlace(Storage(uri)):  # it was given back
+        pass
+    assert LEASE_FILE not in Storage(uri).names()
+
+
+def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
+    uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.2)
+    with monkeypatch.context() as other:
+        other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
+        Lease(Storage(uri), 0.2).take()  # and it is killed
+    with StoredPlace(Storage(uri)) as place:
+        content = place.storage.read(LEASE_FILE)
+        assert content is not None
+        assert "elsewhere" not in content.decode()
+    assert "was used from elsewhere, and was not given back: waiting up to" in caplog.text
+
+
+def test_a_process_of_the_same_machine_does_not_wait(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its lock says that the one before has ended."""
+    Lease(Storage(uri), 1000).take()
+    with StoredPlace(Storage(uri)):
+        pass
+    assert "waiting" not in caplog.text
 
 
 async def test_the_recorded_searches_of_a_run_at_a_uri_are_replayed(uri: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from ragr1_actors.core.files import (
 from ragr1_actors.core.folders import AnyFolder, Sink
 from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.checkpoint import BEST, SCORE_FILE, Checkpoints, CheckpointStore, read_score
+from ragr1_actors.runs.lease import Lease
 
 UPLOAD_INTERVAL_S = 30.0
 """Between two uploads of what changed; a checkpoint uploads too."""
@@ -233,6 +234,7 @@ class StoredPlace:
         self._recorded: dict[str, FileContent] = {}  # files of trajectories, which other runs may replay
         self._listed: dict[str, FileContent] = {}  # those that the listing on the storage has
         self._is_loaded = False
+        self._lease = Lease(storage, UPLOAD_INTERVAL_S)
         self._uploading = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -242,7 +244,8 @@ class StoredPlace:
         return str(self.storage)
 
     def __enter__(self) -> Self:
-        """Upload in the background."""
+        """Upload in the background; ``RunDirectoryError`` if another machine works in the run."""
+        self._lease.take()
         self._thread.start()
         return self
 
@@ -258,12 +261,15 @@ class StoredPlace:
             if kind is None:
                 raise UserError(message) from None
             logger.warning("%s", message)
+        finally:
+            self._lease.give_back()
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def _run(self) -> None:
         while not self._stop.wait(UPLOAD_INTERVAL_S):
+            self._lease.renew()
             try:
                 self._upload(replace(self.storage, retry_s=0))
             except UserError as error:
@@ -311,7 +317,7 @@ class StoredPlace:
         self.storage = replace(self.storage, retry_s=duration_s)
 
     def open_lock(self) -> int:
-        """Open a file of this machine's cache; a process on another machine is not noticed."""
+        """Open a file of this machine's cache; a process on another machine is noticed by its ``Lease``."""
         return NodeCache.of_this_node().open_lock(f"run_{hashlib.sha256(str(self).encode()).hexdigest()}")
 
     def load(self) -> None:
