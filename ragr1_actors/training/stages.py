@@ -25,7 +25,7 @@ from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.incidents import IncidentLog
 from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
-from ragr1_actors.runs.progress import show_progress
+from ragr1_actors.runs.progress import describe_iteration, show_progress
 from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
@@ -212,7 +212,7 @@ class TrainingRun:
         config = self._config
         was_idle = False
         total = config.training.num_iterations
-        with show_progress(self._console, "RL", total, algorithm.iteration) as report:
+        with show_progress(self._console, "RL", total, algorithm.iteration, line_interval_s=0) as report:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
@@ -226,7 +226,7 @@ class TrainingRun:
                         f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
                     )
                 was_idle = is_idle
-                report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
+                report(iteration, describe_iteration(metrics))
 
             while algorithm.iteration < total or self._guard.state.unanswered:
                 if self._guard.state.unanswered:
