@@ -29,7 +29,7 @@ from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.runs.places import find_place
-from ragr1_actors.runs.progress import is_progress, show_progress
+from ragr1_actors.runs.progress import describe_iteration, is_progress, show_progress
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -271,6 +271,38 @@ def test_progress_in_a_log_is_a_line_at_a_time() -> None:
     assert (lines[0], lines[-1]) == ("RL   1/12  reward 0.100", "RL  12/12  reward 1.200")
     assert all(map(is_progress, lines))
     assert not is_progress("resumed at SFT step 2, RL iteration 1")
+
+
+def test_every_iteration_of_rl_has_its_line_in_a_log() -> None:
+    metrics = {
+        "rollout/reward": 0.25,
+        "rollout/em": 0.5,
+        "rollout/queries": 1.5,
+        "learner/tokens": 8000.0,
+        "time/iteration_s": 4.0,
+        "time/sample_s": 1.0,
+        "time/learn_s": 2.5,
+        "time/publish_s": 0.5,
+    }
+    status = "reward 0.250  em 0.500  searches 1.50  tokens/s 2,000  waits for the learner 62%"
+    assert describe_iteration(metrics) == status
+    assert describe_iteration({"rollout/reward": 0.0}) == "reward 0.000"
+    output = io.StringIO()
+    with show_progress(Console(file=output, width=40), "RL", 3, 0, line_interval_s=0) as report:
+        for step in range(1, 4):
+            report(step, status)
+    assert output.getvalue().splitlines() == [f"RL  {step}/3  {status}" for step in range(1, 4)]
+
+
+def test_the_bar_on_a_terminal_has_the_rate_and_the_time_left() -> None:
+    console = Console(file=io.StringIO(), width=150, force_terminal=True, record=True)
+    with show_progress(console, "SFT", 100, 0) as report:
+        for step in range(1, 4):
+            report(step, "loss 0.5")
+    text = console.export_text()
+    assert "/min" in text
+    assert "3/100" in text
+    assert text.count(":") >= 4  # the time since the start, and the time left
 
 
 def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None:

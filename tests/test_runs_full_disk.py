@@ -165,7 +165,7 @@ def check_whole(run_dir: Path, num_iterations: int) -> None:
     assert [row["iteration"] for row in read_metrics(run_dir) if row["stage"] == "rl"] == iterations
     files = sorted((run_dir / "trajectories").glob("iteration_*"))
     assert sum(len(read_trajectories(file)) for file in files) == (tasks if files else 0)
-    assert curve(run_dir / "tensorboard" / "rl") == iterations
+    assert curve(run_dir / "tensorboard") == iterations
 
 
 def curve(directory: Path) -> list[int]:

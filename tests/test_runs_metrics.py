@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.runs.metrics import MetricsLogger, deterministic, mean_over, read_metrics
+from ragr1_actors.runs.tensorboard import LAYOUT
 
 
-def scalars(run_dir: Path, stage: str, name: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(run_dir / "tensorboard" / stage))
+def scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
 
@@ -24,7 +26,7 @@ def test_one_line_per_iteration_and_the_same_in_tensorboard(tmp_path: Path) -> N
     assert lines == ['{"iteration": 0, "learner/loss": -1.0, "rollout/reward": 0.25, "stage": "rl"}']
     logger.close()
     logger.close()
-    assert scalars(tmp_path / "run", "rl", "rollout/reward") == [(0, 0.25)]
+    assert scalars(tmp_path / "run", "rollout/reward") == [(0, 0.25)]
 
 
 def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -45,7 +47,58 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
         *(("rl", iteration) for iteration in range(3)),
     ]
     assert [row["rollout/reward"] for row in rows[3:]] == [0.0, 1.0, 20.0]
-    assert scalars(tmp_path, "rl", "rollout/reward") == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert scalars(tmp_path, "rollout/reward") == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert scalars(tmp_path, "sft/learner/loss") == [(0, 9.0), (1, 9.0), (2, 9.0)]
+
+
+def test_evaluation_is_one_curve_over_iterations_and_over_tokens(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    logger.log("eval_start", 0, {"eval/em": 0.0})
+    logger.log("sft", 700, {"learner/loss": 1.0, "learner/tokens": 9.0})
+    logger.log("eval_sft", 0, {"eval/em": 0.25})
+    logger.log("rl", 1, {"rollout/reward": 1.0, "learner/tokens": 100.0})
+    logger.log("rl", 1, {"eval/em": 0.5})
+    logger.log("rl", 2, {"rollout/reward": 2.0, "learner/tokens": 100.0})
+    logger.log("eval_rl", 2, {"eval/em": 0.75})
+    logger.close()
+    assert scalars(tmp_path, "eval/em") == [(0, 0.0), (0, 0.25), (1, 0.5), (2, 0.75)]
+    assert scalars(tmp_path, "by_tokens/eval/em") == [(0, 0.0), (0, 0.25), (100, 0.5), (200, 0.75)]
+    for _ in range(2):  # resumed twice from iteration 1
+        logger = MetricsLogger(tmp_path)
+        logger.log("rl", 2, {"rollout/reward": 8.0, "learner/tokens": 50.0})
+        logger.log("eval_rl", 2, {"eval/em": 0.5})
+        logger.close()
+    assert scalars(tmp_path, "eval/em") == [(0, 0.0), (0, 0.25), (1, 0.5), (2, 0.5)]
+    assert scalars(tmp_path, "by_tokens/eval/em") == [(0, 0.0), (0, 0.25), (100, 0.5), (150, 0.5)]
+    assert scalars(tmp_path, "rollout/reward") == [(1, 1.0), (2, 8.0)]
+    assert scalars(tmp_path, "sft/learner/loss") == [(700, 1.0)]
+
+
+def test_roll_back_forgets_the_iterations_it_repeats(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    for iteration in range(1, 4):
+        logger.log("rl", iteration, {"rollout/reward": 1.0, "learner/tokens": 10.0})
+    logger.rewind("rl")
+    logger.log("rl", 2, {"rollout/reward": 5.0, "learner/tokens": 10.0})
+    logger.close()
+    assert scalars(tmp_path, "rollout/reward") == [(1, 1.0), (2, 5.0)]
+    assert scalars(tmp_path, "by_tokens/rollout/reward") == [(10, 1.0), (20, 5.0)]
+
+
+def test_layout_names_metrics_of_the_documentation(tmp_path: Path) -> None:
+    MetricsLogger(tmp_path).close()
+    logger = MetricsLogger(tmp_path)
+    logger.log("rl", 1, {"rollout/reward": 1.0})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (*_, found) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(found.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT)
+    tags = {tag.strip("^$") for part in layout.category for chart in part.chart for tag in chart.multiline.tag}
+    documented = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    absent = {tag for tag in tags if f"`{tag.removeprefix('sft/').removeprefix('by_tokens/')}`" not in documented}
+    assert not absent
 
 
 def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:

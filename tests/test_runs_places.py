@@ -145,7 +145,7 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     names = storage.names()
     assert {"config.yaml", "metrics.jsonl", "report.json", "report.html", "index.json", "policy.json"} <= set(names)
     assert "trajectories/iteration_00005.arrow" in names and "trajectories/eval_rl.arrow" in names
-    assert any(name.startswith("tensorboard/rl/events") for name in names)
+    assert any(name.startswith("tensorboard/events") for name in names)
     assert "checkpoints/step_5.json" in steps(uri) and len(steps(uri)) <= 3
     kept = {(storage.find(name.removesuffix(".json")) or pytest.fail(name)).prefix for name in steps(uri)}
     stored = {name.split("/")[1] for name in names if name.startswith("checkpoints/step_") and name.count("/") > 1}

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -30,14 +27,16 @@ from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
 from ragr1_actors.core.files import write_file
 from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.scaling import ScalingDecision
+from ragr1_actors.runs.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIRECTORY = "tensorboard"
 TIME_PREFIX = "time/"
 TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/", "scaling/")
 """Prefixes of metrics that depend on timing: wall times, and load, health and sizes of the fleets."""
 DECISIONS = "scaling/decisions"
 """Key of the list of ``ScalingDecision``, in lines that have any."""
+TOKENS = "learner/tokens"
+"""Key whose sum over the iterations of RL is the step of curves over tokens."""
 INCIDENTS = "incidents"
 """Key of the list of ``Incident``, in lines that have any."""
 
@@ -68,7 +67,9 @@ class MetricsLogger:
         if self._path.is_file():
             self._rewrite(read_metrics(run_dir))  # drops a last line that a crash cut off
         self._file = self._path.open("a", encoding="utf-8")
-        self._events: dict[str, _EventFile] = {}
+        self._events: EventFile | None = None
+        self._begun: set[str] = set()
+        self._num_tokens = 0.0
 
     def log(
         self,
@@ -86,96 +87,47 @@ class MetricsLogger:
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
         """
         values = {name: float(value) for name, value in metrics.items()}
-        if stage not in self._events:
-            self._begin(stage, iteration)
+        events = self._begin(stage, iteration) if stage not in self._begun or not self._events else self._events
         made = {DECISIONS: [asdict(decision) for decision in decisions]} if decisions else {}
         made |= {INCIDENTS: [asdict(incident) for incident in incidents]} if incidents else {}
         self._file.write(_line({"stage": stage, "iteration": iteration, **values, **made}))
         self._file.flush()
-        self._events[stage].write(iteration, values)
+        self._num_tokens += values.get(TOKENS, 0.0) if stage == "rl" else 0.0
+        events.write(stage, iteration, values, int(self._num_tokens))
         self._export(values)
         if decisions:
-            self._events[stage].write_text(iteration, DECISIONS, "\n\n".join(map(str, decisions)))
+            events.write_text(stage, iteration, DECISIONS, "\n\n".join(map(str, decisions)))
 
     def rewind(self, stage: str) -> None:
         """Have the next line of a stage drop the lines from its iteration on, as after a resume."""
-        if stage in self._events:
-            self._events.pop(stage).close()
+        self._begun.discard(stage)
 
     def close(self) -> None:
         """Close every file, even if writing the last bytes of one fails; may be called twice."""
         with ExitStack() as files:
             files.callback(self._file.close)
-            for events in self._events.values():
-                files.callback(events.close)
-            self._events = {}
+            if self._events:
+                files.callback(self._events.close)
+            self._events = None
 
-    def _begin(self, stage: str, iteration: int) -> None:
+    def _begin(self, stage: str, iteration: int) -> EventFile:
         rows = read_metrics(self._run_dir)
         kept = [row for row in rows if row["stage"] != stage or row["iteration"] < iteration]
         if len(kept) < len(rows):
             self._file.close()
             self._rewrite(kept)
             self._file = self._path.open("a", encoding="utf-8")
-        is_resumed = any(row["stage"] == stage for row in rows)
-        # One TensorBoard run per stage: iterations start at 0 in each, and TensorBoard can overlay the curves.
-        directory = self._run_dir / TENSORBOARD_DIRECTORY / stage
-        self._events[stage] = _EventFile(directory, purge_from=iteration if is_resumed else None)
+        self._num_tokens = math.fsum(row.get(TOKENS, 0.0) for row in kept if row["stage"] == "rl")
+        events = self._events or EventFile(self._run_dir)
+        self._events = events
+        self._begun.add(stage)
+        if any(row["stage"] == stage for row in rows):
+            events.drop(stage, iteration, int(self._num_tokens))
+        return events
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         text = "".join(_line(row) for row in rows)
         write_file(self._path, lambda writing: writing.write_text(text, encoding="utf-8"))
-
-
-class _EventFile:
-    """A TensorBoard event file, written in the calling thread with TensorBoard's ``RecordWriter``.
-
-    Not torch's ``SummaryWriter``: its background thread prints a traceback when the disk is full, see
-    ``docs/decisions/run-files.md``.
-    """
-
-    def __init__(self, directory: Path, purge_from: int | None) -> None:
-        """Start a file. TensorBoard ignores steps from ``purge_from`` on in earlier files of the folder."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        directory.mkdir(parents=True, exist_ok=True)
-        number = len(list(directory.iterdir()))  # TensorBoard reads files in the order of their names
-        name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (directory / name).open("xb")
-        self._records = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-        if purge_from is not None:
-            self._add(step=purge_from, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of one step; the file has them when this returns."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(values.items())]
-        self._add(step=step, summary=Summary(value=scalars))
-        self._file.flush()
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Append a Markdown text, which TensorBoard shows on its page of texts."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
-        metadata = create_summary_metadata(display_name="", description="")
-        self._add(step=step, summary=Summary(value=[Summary.Value(tag=name, tensor=tensor, metadata=metadata)]))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _add(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

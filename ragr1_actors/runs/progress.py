@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 LINE_INTERVAL_S = 5.0
 _LINE = re.compile(r"(SFT|RL) +\d+/\d+  ")
@@ -17,19 +28,33 @@ Report = Callable[[int, str], None]
 """Takes the number of steps done and a short text: ``report(3, "loss 0.512")``."""
 
 
-@contextmanager
-def show_progress(console: Console, title: str, total: int, done: int) -> Iterator[Report]:
-    """Show a stage of ``total`` steps, of which ``done`` were done before.
+PARTS = {"time/sample_s": "samples", "time/learn_s": "the learner", "time/publish_s": "the weight sync"}
+"""Parts of an iteration, and what it waits for in them."""
 
-    Where the console is no terminal, a line is printed every ``LINE_INTERVAL_S`` at most, and at the end:
+
+class _RateColumn(ProgressColumn):
+    """Steps per minute, over the last steps."""
+
+    def render(self, task: Task) -> Text:
+        """Return ``12.5/min``; empty before the second step."""
+        return Text(f"{60 * task.speed:.1f}/min" if task.speed else "")
+
+
+@contextmanager
+def show_progress(
+    console: Console, title: str, total: int, done: int, line_interval_s: float = LINE_INTERVAL_S
+) -> Iterator[Report]:
+    """Show a stage of ``total`` steps, of which ``done`` were done before, with its rate and the time left.
+
+    Where the console is no terminal, a line is printed every ``line_interval_s`` at most, and at the end:
     ``RL    3/100  reward 0.312``.
     """
     if not console.is_terminal:
-        printed = -LINE_INTERVAL_S
+        printed = -math.inf
 
         def print_line(step: int, status: str) -> None:
             nonlocal printed
-            if step == total or time.monotonic() - printed >= LINE_INTERVAL_S:
+            if step == total or time.monotonic() - printed >= line_interval_s:
                 printed = time.monotonic()
                 console.print(f"{title:<4}{step:>{len(str(total))}}/{total}  {status}", soft_wrap=True, highlight=False)
 
@@ -39,12 +64,30 @@ def show_progress(console: Console, title: str, total: int, done: int) -> Iterat
         TextColumn("{task.description:<4}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(title, total=total, completed=done, status="")
         yield lambda step, status: progress.update(bar, completed=step, status=status)
+
+
+def describe_iteration(metrics: Mapping[str, float]) -> str:
+    """Return the status of an iteration of RL from its metrics; what an environment does not report is left out.
+
+    ``reward 0.312  em 0.250  searches 1.90  tokens/s 5,120  waits for samples 81%``: the searches are queries per
+    trajectory, the tokens those trained, and the last is the longest part of the iteration.
+    """
+    named = (("reward", "rollout/reward", ".3f"), ("em", "rollout/em", ".3f"), ("searches", "rollout/queries", ".2f"))
+    said = [f"{title} {metrics[name]:{form}}" for title, name, form in named if name in metrics]
+    total_s = metrics.get("time/iteration_s", 0.0)
+    if total_s > 0:
+        longest = max(PARTS, key=lambda part: metrics.get(part, 0.0))
+        said.append(f"tokens/s {metrics.get('learner/tokens', 0.0) / total_s:,.0f}")
+        said.append(f"waits for {PARTS[longest]} {metrics.get(longest, 0.0) / total_s:.0%}")
+    return "  ".join(said)
 
 
 def is_progress(line: str) -> bool:

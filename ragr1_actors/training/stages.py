@@ -25,7 +25,7 @@ from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.incidents import IncidentLog
 from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents, read_metrics
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
-from ragr1_actors.runs.progress import show_progress
+from ragr1_actors.runs.progress import describe_iteration, show_progress
 from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
@@ -212,7 +212,7 @@ class TrainingRun:
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         was_idle = False
         total = self._config.training.num_iterations
-        with show_progress(self._console, "RL", total, algorithm.iteration) as report:
+        with show_progress(self._console, "RL", total, algorithm.iteration, line_interval_s=0) as report:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
@@ -229,7 +229,7 @@ class TrainingRun:
                 if self._evaluated is not None:  # after the line before which it took place, see ``MetricsLogger.log``
                     logger.log("rl", *self._evaluated)
                     self._evaluated = None
-                report(iteration, f"reward {metrics['rollout/reward']:.3f}  rounds {metrics['rollout/rounds']:.2f}")
+                report(iteration, describe_iteration(metrics))
 
             if self._lacks_evaluation(algorithm.iteration):  # it was interrupted
                 self._evaluate_beside(algorithm)
