@@ -31,17 +31,25 @@ NO_EXAMPLE = "YOUR QUESTION"
 def evaluate(
     checkpoint: CheckpointArgument,
     tasks: Annotated[
-        Path | None, typer.Option("--tasks", help="A task file; default: the tasks that the run held out.")
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="A task file, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, bamboogle; default: the tasks that "
+            "the run held out.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder of FlashRAG's sets, for a name; default: the hub.")
     ] = None,
     index: IndexOption = None,
     num_tasks: Annotated[int | None, typer.Option("--num-tasks", min=1, help="Use the first tasks only.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer tasks greedily with a trained policy; print exact match, F1 and the number of searches."""
-    check_inputs(checkpoint, tasks)
+    check_inputs(checkpoint, tasks, data)
     from ragr1_actors.training.evaluation import evaluate as evaluate_policy
 
-    result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
+    result = asdict(evaluate_policy(checkpoint, tasks=tasks, data=data, index=index, num_tasks=num_tasks))
     if as_json:
         print_json(result)
     else:
@@ -109,18 +117,18 @@ def select(
     print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
 
 
-def check_inputs(checkpoint: str, tasks: Path | None = None) -> None:
+def check_inputs(checkpoint: str, tasks: str | None = None, data: Path | None = None) -> None:
     """Refuse what is no run or checkpoint, and a file of tasks that cannot be used, before torch takes seconds to load.
 
     Raises:
         UserError: the message names the path.
     """
-    from envs.tasks import load_tasks
+    from envs.published_sets import load_set
     from ragr1_actors.runs.run_directory import find_checkpoint
 
     find_checkpoint(checkpoint)
     if tasks is not None:
-        load_tasks(tasks, whole=True)
+        load_set(tasks, data)
 
 
 def render_trajectory(trajectory: Trajectory) -> Text:

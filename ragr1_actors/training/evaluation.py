@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import share
+from envs.published_sets import load_set
 from envs.tasks import load_tasks
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -49,13 +50,19 @@ _TAKEN_AS = {
 
 
 def evaluate(
-    path: str | Path, *, tasks: Path | None = None, index: Path | None = None, num_tasks: int | None = None
+    path: str | Path,
+    *,
+    tasks: str | Path | None = None,
+    data: Path | None = None,
+    index: Path | None = None,
+    num_tasks: int | None = None,
 ) -> EvalResult:
     """Answer tasks greedily with a checkpoint, as its run does at the end of a stage. Nothing is written.
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
-    index, and all tasks of a file, or as many held-out tasks as the run evaluates.
+    index, and all tasks of a file, or as many held-out tasks as the run evaluates. ``tasks`` is a file or the name of a
+    published set, which is read from the folder ``data`` or from the hub.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
@@ -64,7 +71,7 @@ def evaluate(
     run = open_run_directory(place)
     config = _config_in_process(run, place, index)
     check_sampler(config, has_index=True)
-    found = evaluation_tasks(run, tasks, num_tasks)
+    found = evaluation_tasks(run, tasks, num_tasks, data)
     groups: list[FinishedGroup] = []
     with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
         num_failed = sampler.sample_tasks(found, 1, 0.0, groups.append)
@@ -101,8 +108,10 @@ def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
     return SamplerConfig(**sections | {name: sections[name].model_copy(update=keys) for name, keys in changes.items()})
 
 
-def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) -> tuple[Task, ...]:
-    """Return the first ``num_tasks`` tasks of a file, or of those that the run held out; None is the whole file.
+def evaluation_tasks(
+    run: RunConfig, tasks: str | Path | None, num_tasks: int | None, data: Path | None = None
+) -> tuple[Task, ...]:
+    """Return the first ``num_tasks`` tasks of a file, a published set or what the run held out; None is all of them.
 
     Raises:
         DataError: the file cannot be used, or more tasks are asked for than the run held out.
@@ -110,7 +119,7 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        return load_tasks(tasks, whole=True).tasks[:num_tasks]
+        return load_set(tasks, data).tasks[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
