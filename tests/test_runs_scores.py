@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragr1_actors.cli.evaluate import print_details, summarise
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
 from ragr1_actors.runs.scores import (
@@ -117,6 +118,20 @@ def test_policies_are_compared_on_the_tasks_that_both_answered() -> None:
     assert found.p_value == 2 / 2**50
     with pytest.raises(DataError, match="no task in common"):
         compare(first, [one("second only")])
+
+
+def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.jsonl"
+    open_scores(path, SETTINGS)
+    append_score(path, one("a"))
+    details = summarise(path, path, "musique")
+    print_details(details | {"num_trained_on": 3})
+    printed = capsys.readouterr().out
+    assert "em  1.000, 95 % interval 1.000 to 1.000" in printed
+    assert "McNemar  p = 1: 0 right here only, 0 there only" in printed
+    assert "warning: 3 of these questions are in the run's training file" in printed
+    assert "0.192  RAG-R1, several queries (Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large" in printed
+    assert summarise(None, None, "questions.json") == {}
 
 
 def test_mcnemar() -> None:
