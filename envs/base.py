@@ -169,7 +169,11 @@ def _f1(prediction: str, gold: str) -> float:
         return 0.0
     tokens, gold_tokens = prediction.split(), gold.split()
     common = sum((Counter(tokens) & Counter(gold_tokens)).values())
-    return 2 * common / (len(tokens) + len(gold_tokens)) if common else 0.0
+    if not common:
+        return 0.0
+    # 2 * common / (sum of lengths) is the same number but for its last digit, and figures are compared to that
+    precision, recall = common / len(tokens), common / len(gold_tokens)
+    return (2 * precision * recall) / (precision + recall)
 
 
 def exact_match_reward(task: Task, answer: str) -> float:

@@ -3,6 +3,7 @@
 ==================  ======================================================================================
 HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
 MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
+other sets          TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/task_formats.py``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from envs.task_formats import TABLES, plain_fields, read_table
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 
@@ -92,8 +94,10 @@ class Record:
     where: str  # "questions.jsonl, line 3"
 
 
-def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
-    """Read a task file; ids are ``<file stem>/<id>``, or ``<file stem>/<position>`` from 0 where the file has no ids.
+def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> LoadedTasks:
+    """Read a task file; ids are ``<source>/<id>``, or ``<source>/<position>`` from 0 where the file has no ids.
+
+    ``source`` is the file's stem unless it is given.
 
     With ``whole``, for evaluation, repeated questions and answers of articles and punctuation ("The The", "A") are
     kept; only records without a question or without any answer are left out.
@@ -103,13 +107,14 @@ def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
             questions have one id, or no task is left.
     """
     path = Path(path)
+    source = source or path.stem
     tasks: list[Task] = []
     first_of: dict[str, Task] = {}  # by question key
     location_of_id: dict[str, str] = {}
     counts: Counter[str] = Counter()
     num_records = 0
     for num_records, record in enumerate(read_records(path), start=1):
-        task = make_task(record, path.stem, num_records - 1, whole)
+        task = make_task(record, source, num_records - 1, whole)
         key = question_key(task.question)
         if not key:
             counts["num_empty_questions"] += 1
@@ -121,7 +126,7 @@ def load_tasks(path: str | Path, *, whole: bool = False) -> LoadedTasks:
         elif whole and task.task_id in location_of_id and key in first_of:  # a repeated record of a published set
             tasks.append(replace(task, task_id=f"{task.task_id}/{num_records}"))
         elif task.task_id in location_of_id:
-            local_id, first = task.task_id.removeprefix(f"{path.stem}/"), location_of_id[task.task_id]
+            local_id, first = task.task_id.removeprefix(f"{source}/"), location_of_id[task.task_id]
             raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
         else:
             tasks.append(task)
@@ -168,15 +173,19 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSON list or of one JSON object per line.
+    """Yield the objects of a JSON list, of one JSON object per line, of TriviaQA's ``{"Data": [...]}``, or of a table.
 
     Raises:
         DataError: the file is missing or empty, or a line is broken; names file and line.
     """
+    if path.suffix in TABLES:
+        yield from (Record(fields, where) for fields, where in read_table(path))
+        return
     text = _read(path)
     if not text.strip():
         raise DataError(f"{path} is empty; expected a JSON list or one JSON object per line, each with a question")
-    entries = _list_entries(text, path) if text.lstrip()[0] == "[" else _line_entries(text, path)
+    is_list = text.lstrip()[0] == "["
+    entries = _list_entries(text, path) if is_list else _data_entries(text, path) or _line_entries(text, path)
     empty = True
     for entry, where in entries:
         if not isinstance(entry, dict):
@@ -199,6 +208,18 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
+
+
+def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
+    """Return the entries of an object with a list ``Data``, as TriviaQA's files are; None for any other file."""
+    try:
+        first, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return None  # the reader of lines says which line is wrong
+    data = first.get("Data") if isinstance(first, dict) else None
+    if not isinstance(data, list):
+        return None
+    return ((entry, f"{path}, entry {number} of Data") for number, entry in enumerate(data, start=1))
 
 
 def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
@@ -249,6 +270,7 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
     Raises:
         DataError: a field has the wrong type, or half a character.
     """
+    record = Record(plain_fields(record.fields, record.where), record.where)
     fields = record.fields
     question = fields.get("question")
     if "question" not in fields:

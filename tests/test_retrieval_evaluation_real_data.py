@@ -6,9 +6,12 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ragr1_actors.core.types import Task
+from envs.tasks import load_tasks
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.runs.scores import score
 from retrieval.build import build_index
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import supporting_recall
@@ -42,6 +45,27 @@ def test_recall_of_the_static_encoder_on_hotpotqa(hotpotqa_index: Path) -> None:
     # Exact tf-idf over the same words has .66 at 3 and .74 at 5.
     assert recall["recall@3"] >= 0.62
     assert recall["recall@5"] >= 0.70
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 10])
+def test_recall_is_the_share_of_titles_counted_by_hand_to_the_last_digit(hotpotqa_index: Path, k: int) -> None:
+    """Counted from the file's own records and the passages' titles; nothing of the project's reader or measure."""
+    records = json.loads((DATA / "hotpotqa_100.json").read_text(encoding="utf-8"))
+    retriever = LocalRetriever(hotpotqa_index)
+    found = retriever.search_batch([record["question"] for record in records], 10)
+    shares, scored = [], []
+    tasks = load_tasks(DATA / "hotpotqa_100.json", whole=True).tasks
+    for task, record, passages in zip(tasks, records, found, strict=True):
+        gold = {title for title, _ in record["supporting_facts"]}
+        titles = [passage.title for passage in passages[:k]]
+        shares.append(sum(title in titles for title in gold) / len(gold))
+        kept = RetrievalRecord("q", k, tuple(p.id for p in passages[:k]), (), tuple(titles), (), 0.1)
+        none = np.zeros(0, np.int32)
+        turns = (Turn("", 1, "search", ("q",), (kept,)),)
+        scored.append(score(Trajectory("x", task, none, none, none, none, turns, StopReason.ANSWERED, 0.0)).recall)
+    assert scored == shares
+    measured = asyncio.run(supporting_recall(retriever, retriever.corpus, tasks))
+    assert measured[f"recall@{k}"] == np.mean(shares)
 
 
 def test_a_title_finds_its_own_passage(hotpotqa_index: Path) -> None:

@@ -150,6 +150,34 @@ def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str]
 
 
 @pytest.mark.engine
+def test_an_evaluation_goes_on_with_its_file(
+    idle_run: tuple[Path, RunReport, str], files: Path, tmp_path: Path
+) -> None:
+    run_dir, *_ = idle_run
+    out = tmp_path / "out.jsonl"
+    command = ("evaluate", str(run_dir), "--tasks", str(files / "tasks.json"), "--num-tasks", "4", "--json")
+    plain = json.loads(invoke(*command))
+    found = json.loads(invoke(*command, "--out", str(out)))
+    same = {name: value for name, value in plain.items() if name != "num_trained_on"}
+    assert {name: found[name] for name in same} == pytest.approx(same)
+    assert plain["num_trained_on"] > 0
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 5
+    out.write_bytes(b"".join(lines[:3]) + lines[3][:9])  # as a killed command leaves it
+    again = json.loads(invoke(*command, "--out", str(out), "--against", str(out)))
+    assert (again["num_tasks"], again["em"], again["tokens"]) == (4, found["em"], found["tokens"])
+    assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    assert out.read_bytes().startswith(b"".join(lines[:3]))  # what was answered is not answered again
+    assert (again["against"]["num_tasks"], again["against"]["p_value"]) == (4, 1.0)
+    assert "of another evaluation" in invoke(*command[:2], "--out", str(out))
+    assert "needs --out" in invoke(*command[:2], "--against", str(out))
+    printed = invoke(*command[:-1], "--out", str(out))
+    assert "95 % interval" in printed
+    assert "of these questions are in the run's training file" in printed
+
+
+@pytest.mark.engine
 def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], tmp_path: Path) -> None:
     run_dir, *_ = idle_run
     assert "neither the directory of a run nor a checkpoint" in invoke("evaluate", str(tmp_path))

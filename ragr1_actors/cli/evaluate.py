@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,21 +31,42 @@ NO_EXAMPLE = "YOUR QUESTION"
 def evaluate(
     checkpoint: CheckpointArgument,
     tasks: Annotated[
-        Path | None, typer.Option("--tasks", help="A task file; default: the tasks that the run held out.")
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="A task file, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, bamboogle; default: the tasks that "
+            "the run held out.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder of FlashRAG's sets, for a name; default: the hub.")
     ] = None,
     index: IndexOption = None,
     num_tasks: Annotated[int | None, typer.Option("--num-tasks", min=1, help="Use the first tasks only.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A JSON-lines file with the score of every task; the same command goes on with it."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="The --out of another policy, to compare with task by task.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer tasks greedily with a trained policy; print exact match, F1 and the number of searches."""
-    check_inputs(checkpoint, tasks)
+    check_inputs(checkpoint, tasks, data)
+    check_results(out, against)
     from ragr1_actors.training.evaluation import evaluate as evaluate_policy
+    from ragr1_actors.training.evaluation import num_trained_on
 
-    result = asdict(evaluate_policy(checkpoint, tasks=tasks, index=index, num_tasks=num_tasks))
+    result = asdict(evaluate_policy(checkpoint, tasks=tasks, data=data, index=index, num_tasks=num_tasks, out=out))
+    details = summarise(out, against, tasks)
+    if tasks is not None:
+        details["num_trained_on"] = num_trained_on(checkpoint, tasks, data)
     if as_json:
-        print_json(result)
-    else:
-        print_values(result)
+        print_json(result | details)
+        return
+    print_values(result)
+    print_details(details)
 
 
 def ask(
@@ -109,18 +130,65 @@ def select(
     print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
 
 
-def check_inputs(checkpoint: str, tasks: Path | None = None) -> None:
+def check_results(out: Path | None, against: Path | None) -> None:
+    """Refuse results files that cannot be used; ``UserError`` names the option."""
+    from ragr1_actors.runs.scores import read_scores
+
+    if against is not None and out is None:
+        raise DataError("--against compares task by task, which needs --out FILE for this policy; add it")
+    if against is not None:
+        read_scores(against)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
+
+
+def summarise(out: Path | None, against: Path | None, tasks: str | None) -> dict[str, Any]:
+    """Return what is known beside the means: intervals, comparison, published figures; each only if there is one."""
+    from envs.published_sets import published_em
+    from ragr1_actors.runs.scores import compare, intervals, read_scores
+
+    found: dict[str, Any] = {}
+    if out is not None:
+        _, scores = read_scores(out)
+        found["intervals"] = {name: asdict(interval) for name, interval in intervals(scores).items()}
+        if against is not None:
+            found["against"] = asdict(compare(scores, read_scores(against)[1]))
+    if published := published_em(tasks or ""):
+        found["published"] = [{"method": method, "em": em, "settings": how} for method, how, em in published]
+    return found
+
+
+def print_details(details: dict[str, Any]) -> None:
+    """Print what ``summarise`` returns, for people."""
+    for name, found in details.get("intervals", {}).items():
+        print_line(f"{name:>20}  {found['mean']:.3f}, 95 % interval {found['low']:.3f} to {found['high']:.3f}")
+    if compared := details.get("against"):
+        em, f1 = compared["em_difference"], compared["f1_difference"]
+        print_line(f"against the other policy, on {compared['num_tasks']:,} tasks that both answered:")
+        for name, found in (("em", em), ("f1", f1)):
+            print_line(f"{name:>20}  {found['mean']:+.3f}, 95 % interval {found['low']:+.3f} to {found['high']:+.3f}")
+        counts = f"{compared['only_first']:,} right here only, {compared['only_second']:,} there only"
+        print_line(f"{'McNemar':>20}  p = {compared['p_value']:.3g}: {counts}")
+    if details.get("num_trained_on"):
+        print_line(f"warning: {details['num_trained_on']:,} of these questions are in the run's training file")
+    if published := details.get("published"):
+        print_line("published exact match, each with its own settings:")
+        for row in published:
+            print_line(f"{row['em']:>20.3f}  {row['method']} ({row['settings']})")
+
+
+def check_inputs(checkpoint: str, tasks: str | None = None, data: Path | None = None) -> None:
     """Refuse what is no run or checkpoint, and a file of tasks that cannot be used, before torch takes seconds to load.
 
     Raises:
         UserError: the message names the path.
     """
-    from envs.tasks import load_tasks
+    from envs.published_sets import load_set
     from ragr1_actors.runs.run_directory import find_checkpoint
 
     find_checkpoint(checkpoint)
     if tasks is not None:
-        load_tasks(tasks, whole=True)
+        load_set(tasks, data)
 
 
 def render_trajectory(trajectory: Trajectory) -> Text:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import share
-from envs.tasks import load_tasks
+from envs.published_sets import load_set
+from envs.tasks import load_tasks, overlap, without_overlap
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
@@ -37,9 +38,11 @@ from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.places import INDEX, Place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
+from ragr1_actors.runs.scores import EvalSettings, append_score, open_scores, score, tasks_digest
 from ragr1_actors.training.data import WORLD, prepare_index, prepare_policy, split_tasks
 from ragr1_actors.training.preflight import check_sampler
 
+_IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
 _TAKEN_AS = {
     "environment.tasks": "--tasks",
     "environment.eval_tasks": "--tasks",
@@ -49,13 +52,23 @@ _TAKEN_AS = {
 
 
 def evaluate(
-    path: str | Path, *, tasks: Path | None = None, index: Path | None = None, num_tasks: int | None = None
+    path: str | Path,
+    *,
+    tasks: str | Path | None = None,
+    data: Path | None = None,
+    index: Path | None = None,
+    num_tasks: int | None = None,
+    out: Path | None = None,
 ) -> EvalResult:
-    """Answer tasks greedily with a checkpoint, as its run does at the end of a stage. Nothing is written.
+    """Answer tasks greedily with a checkpoint, as its run does at the end of a stage.
+
+    ``out`` is the only file that is written: the score of every task, as it is answered. If the file is there already,
+    the evaluation goes on with the tasks that it lacks, and the result is over all.
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
-    index, and all tasks of a file, or as many held-out tasks as the run evaluates.
+    index, and all tasks of a file, or as many held-out tasks as the run evaluates. ``tasks`` is a file or the name of a
+    published set, which is read from the folder ``data`` or from the hub.
 
     Raises:
         UserError: there is no such run or checkpoint, or a file cannot be used.
@@ -64,11 +77,39 @@ def evaluate(
     run = open_run_directory(place)
     config = _config_in_process(run, place, index)
     check_sampler(config, has_index=True)
-    found = evaluation_tasks(run, tasks, num_tasks)
+    found = evaluation_tasks(run, tasks, num_tasks, data)
+    if out is not None:
+        settings = EvalSettings(str(policy_dir), str(tasks or "held out"), len(found), tasks_digest(found))
+        return _evaluate_into(
+            out, settings, found, lambda: Sampler(config, policy_dir, prepare_index(config, place.path))
+        )
     groups: list[FinishedGroup] = []
     with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
         num_failed = sampler.sample_tasks(found, 1, 0.0, groups.append)
     return eval_result([group.summary for group in groups], num_failed)
+
+
+def _evaluate_into(
+    out: Path, settings: EvalSettings, tasks: Sequence[Task], start: Callable[[], Sampler]
+) -> EvalResult:
+    """Answer the tasks that ``out`` lacks, and return the result over all; ``start`` is called if any is left."""
+    scores = open_scores(out, settings)
+    done = {one.task_id for one in scores}
+    left = [task for task in tasks if task.task_id not in done]
+    num_failed = 0
+
+    def on_group(group: FinishedGroup) -> None:
+        if not group.summary.num_failed:
+            (sampled,) = groups_from_record_batch(group.batch)
+            scores.append(score(sampled.trajectories[0]))
+            append_score(out, scores[-1])
+
+    if left:
+        with start() as sampler:
+            num_failed = sampler.sample_tasks(left, 1, 0.0, on_group)
+    mean = {name: math.fsum(getattr(one, name) for one in scores) / len(scores) for name in _IN_RESULT}
+    queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
+    return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=len(scores), num_failed=num_failed)
 
 
 def ask(path: str | Path, question: str) -> Trajectory:
@@ -101,8 +142,10 @@ def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
     return SamplerConfig(**sections | {name: sections[name].model_copy(update=keys) for name, keys in changes.items()})
 
 
-def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) -> tuple[Task, ...]:
-    """Return the first ``num_tasks`` tasks of a file, or of those that the run held out; None is the whole file.
+def evaluation_tasks(
+    run: RunConfig, tasks: str | Path | None, num_tasks: int | None, data: Path | None = None
+) -> tuple[Task, ...]:
+    """Return the first ``num_tasks`` tasks of a file, a published set or what the run held out; None is all of them.
 
     Raises:
         DataError: the file cannot be used, or more tasks are asked for than the run held out.
@@ -110,7 +153,7 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        return load_tasks(tasks, whole=True).tasks[:num_tasks]
+        return load_set(tasks, data).tasks[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
@@ -120,11 +163,29 @@ def evaluation_tasks(run: RunConfig, tasks: Path | None, num_tasks: int | None) 
     return held_out[:count]
 
 
+def num_trained_on(path: str | Path, tasks: str | Path, data: Path | None = None) -> int | None:
+    """Return how many questions of a file or published set are in the training file of a run.
+
+    The run left out only the questions of its own ``environment.eval_tasks``. None if this machine has no such file.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or a file cannot be used.
+    """
+    place, _ = find_checkpoint(path)
+    environment = open_run_directory(place).environment
+    if environment.tasks == WORLD or not Path(environment.tasks).is_file():
+        return None
+    trained = load_tasks(environment.tasks).tasks
+    if environment.eval_tasks and Path(environment.eval_tasks).is_file():
+        trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
+    return len(overlap(trained, load_set(tasks, data).tasks))
+
+
 def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResult:
     """Average the groups without a failed trajectory; ``num_failed`` tasks have none."""
     answered = [summary for summary in summaries if not summary.num_failed]
     mean = mean_over([summary.means for summary in answered])
-    per_task = {name: mean[name] for name in ("em", "f1", "rounds", "queries", "tokens")}
+    per_task = {name: mean[name] for name in _IN_RESULT}
     queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
     return EvalResult(**per_task, queries_per_round=queries_per_round, num_tasks=len(answered), num_failed=num_failed)
 

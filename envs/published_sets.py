@@ -1,0 +1,115 @@
+"""The seven sets of the Search-R1 and RAG-R1 papers by name: where each is, how large it is, what was published on it.
+
+The files are FlashRAG's, which both papers used. ``load_set("musique", Path("sets"))`` reads
+``sets/musique/dev.jsonl``; without a folder the file comes from the hub, or from its cache on this machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from envs.tasks import LoadedTasks, load_tasks
+from ragr1_actors.core.errors import DataError, one_line
+
+HUB_NAME = "RUC-NLPIR/FlashRAG_datasets"
+_ENDINGS = (".jsonl", ".json", ".parquet", ".tsv", ".csv")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSet:
+    """One evaluation set."""
+
+    folder: str
+    """Of FlashRAG's data sets, such as ``2wikimultihopqa``."""
+    split: str
+    num_tasks: int
+    """Questions of the split, as both papers count them."""
+
+
+SETS: dict[str, PublishedSet] = {
+    "nq": PublishedSet("nq", "test", 3610),
+    "triviaqa": PublishedSet("triviaqa", "test", 11_313),
+    "popqa": PublishedSet("popqa", "test", 14_267),
+    "hotpotqa": PublishedSet("hotpotqa", "dev", 7405),
+    "2wiki": PublishedSet("2wikimultihopqa", "dev", 12_576),
+    "musique": PublishedSet("musique", "dev", 2417),
+    "bamboogle": PublishedSet("bamboogle", "test", 125),
+}
+"""By the name that ``ragr1 evaluate --tasks`` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFigures:
+    """Exact match that a paper reports, and the settings that it was measured with."""
+
+    method: str
+    settings: str
+    em: tuple[float, ...]  # [7], in the order of SETS
+
+
+_RAG_R1 = "Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large, top 3, T=0.7, EM of RAG-R1"
+_SEARCH_R1 = "Wikipedia of 2018, e5-base, top 3, T=1, EM of Search-R1"
+
+PUBLISHED: tuple[PublishedFigures, ...] = (
+    PublishedFigures("direct answer", _RAG_R1, (0.132, 0.360, 0.148, 0.183, 0.236, 0.031, 0.080)),
+    PublishedFigures("standard RAG", _RAG_R1, (0.328, 0.476, 0.353, 0.284, 0.253, 0.048, 0.152)),
+    PublishedFigures("Search-R1", _RAG_R1, (0.387, 0.531, 0.422, 0.377, 0.351, 0.135, 0.376)),
+    PublishedFigures("RAG-R1, one query", _RAG_R1, (0.429, 0.599, 0.477, 0.474, 0.481, 0.181, 0.432)),
+    PublishedFigures("RAG-R1, several queries", _RAG_R1, (0.423, 0.608, 0.479, 0.495, 0.556, 0.192, 0.432)),
+    PublishedFigures("Search-R1, PPO", f"Qwen2.5-7B, {_SEARCH_R1}", (0.480, 0.638, 0.457, 0.433, 0.382, 0.196, 0.432)),
+    PublishedFigures(
+        "Search-R1, PPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.393, 0.610, 0.397, 0.370, 0.414, 0.146, 0.368)
+    ),
+    PublishedFigures(
+        "Search-R1, GRPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.429, 0.623, 0.427, 0.386, 0.346, 0.162, 0.400)
+    ),
+)
+
+
+def published_em(name: str) -> list[tuple[str, str, float]]:
+    """Return method, settings and exact match of every published policy on the set ``name``; empty if it is no set."""
+    if name not in SETS:
+        return []
+    position = list(SETS).index(name)
+    return [(figures.method, figures.settings, figures.em[position]) for figures in PUBLISHED]
+
+
+def load_set(tasks: str | Path, folder: Path | None = None) -> LoadedTasks:
+    """Read a set of ``SETS`` by its name, or a task file by its path, whole; a file of that name comes first.
+
+    ``folder`` holds FlashRAG's folders, or files such as ``musique.jsonl``; None is the hub.
+
+    Raises:
+        DataError: the folder has no such set, the hub cannot be reached, or the file cannot be used.
+    """
+    name = str(tasks)
+    if Path(tasks).is_file() or name not in SETS:
+        return load_tasks(tasks, whole=True)
+    published = SETS[name]
+    path = _from_hub(name, published) if folder is None else _from_folder(name, published, folder)
+    return load_tasks(path, whole=True, source=name)
+
+
+def _from_folder(name: str, published: PublishedSet, folder: Path) -> Path:
+    stems = (f"{published.folder}/{published.split}", published.folder, name)
+    candidates = [folder / f"{stem}{ending}" for stem in stems for ending in _ENDINGS]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"{folder} has no set {name}; expected {published.folder}/{published.split}.jsonl or {name}.jsonl in it"
+        )
+    return found
+
+
+def _from_hub(name: str, published: PublishedSet) -> Path:
+    try:
+        return Path(hf_hub_download(HUB_NAME, f"{published.folder}/{published.split}.jsonl", repo_type="dataset"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise DataError(
+            f"the set {name} cannot be loaded from the hub ({one_line(error)}); fetch {HUB_NAME} and name its folder "
+            "with --data"
+        ) from error

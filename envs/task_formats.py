@@ -1,0 +1,133 @@
+"""The records of published sets under the keys that ``envs/tasks.py`` reads, and the tables they are stored in.
+
+==============  ====================================================================================================
+TriviaQA        ``{"Question", "QuestionId", "Answer": {"Value", "Aliases", ...}}``, also in the hub's small letters
+PopQA           ``{"question", "possible_answers": "[\\"a\\", \\"b\\"]", "prop"}``: the answers are JSON inside a text
+Bamboogle       ``Question`` and ``Answer``, in CSV
+FlashRAG        ``{"id", "question", "golden_answers", "metadata": {"type", "supporting_facts", ...}}``
+Search-R1       FlashRAG's, in Parquet, with ``data_source`` and ``reward_model.ground_truth.target``
+MuSiQue         ``question_decomposition`` with a ``support_paragraph`` each, where ``paragraphs`` are left out
+==============  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ragr1_actors.core.errors import DataError, one_line
+
+TABLES = {".csv": ",", ".tsv": "\t", ".parquet": ""}
+"""Endings of the files that ``read_table`` reads, and what separates their columns."""
+
+_SPELLINGS = {
+    "Question": "question",
+    "Answer": "answer",
+    "QuestionId": "id",
+    "question_id": "id",
+    "prop": "category",
+    "possible_answers": "golden_answers",
+}
+_FROM_METADATA = ("type", "supporting_facts", "answer_aliases", "answerable", "paragraphs", "question_decomposition")
+_TRIVIAQA_ANSWERS = ("value", "aliases", "humananswers", "normalizedaliases")
+_MAX_FIELD_CHARS = 2**31 - 1  # csv refuses fields of more than 131,072 characters unless told
+
+
+def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a record with the keys of HotpotQA and MuSiQue; a key that is there already is never replaced.
+
+    ``{"Question": "Who?", "Answer": {"Value": "Ana", "Aliases": ["A."]}}`` becomes
+    ``{"question": "Who?", "answer": ["Ana", "A."]}``. ``where`` names the record in messages.
+
+    Raises:
+        DataError: a text that should hold JSON does not.
+    """
+    found = dict(fields)
+    for theirs, ours in _SPELLINGS.items():
+        if theirs in found and ours not in found:
+            found[ours] = found.pop(theirs)
+    metadata = found.get("metadata")
+    if isinstance(metadata, dict):
+        found |= {key: metadata[key] for key in _FROM_METADATA if metadata.get(key) is not None and key not in found}
+    _add_search_r1(found)
+    if isinstance(found.get("answer"), dict):
+        found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # what is no answer is refused later
+    if "possible_answers" in fields:
+        found["golden_answers"] = _from_json(found["golden_answers"], f"{where}: possible_answers")
+    if isinstance(found.get("supporting_facts"), str):  # 2Wiki's, as the hub stores it
+        found["supporting_facts"] = _from_json(found["supporting_facts"], f"{where}: supporting_facts")
+    steps = found.get("question_decomposition")
+    if "paragraphs" not in found and "supporting_facts" not in found and isinstance(steps, list):
+        held = [step.get("support_paragraph") for step in steps if isinstance(step, dict)]
+        found["paragraphs"] = [
+            {**paragraph, "is_supporting": True} for paragraph in held if isinstance(paragraph, dict)
+        ]
+    return found
+
+
+def _add_search_r1(found: dict[str, Any]) -> None:
+    reward_model = found.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if isinstance(truth, dict) and "target" in truth:
+        found.setdefault("golden_answers", truth["target"])
+    source, local_id = found.get("data_source"), found.get("id")
+    if isinstance(source, str) and isinstance(local_id, str | int):  # "test_0" is there once for every source
+        found["id"] = f"{source}/{local_id}"
+
+
+def _triviaqa_answers(answer: dict[str, Any]) -> list[Any]:
+    """Return every spelling that TriviaQA accepts, the preferred one first."""
+    by_key = {key.lower().replace("_", ""): value for key, value in answer.items()}
+    given = [by_key[key] for key in _TRIVIAQA_ANSWERS if by_key.get(key) is not None]
+    return [one for values in given for one in (values if isinstance(values, list) else [values])]
+
+
+def _from_json(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: got {value[:60]!r}, expected a JSON list as text") from error
+
+
+def read_table(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a CSV, TSV or Parquet file, and the place of each: ``"test.tsv, row 3"``, from 1.
+
+    Raises:
+        DataError: the file is missing or damaged, or a row has more cells than the heading has names.
+    """
+    if not path.is_file():
+        raise DataError(f"no task file {path}; give an existing one")
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
+    for number, row in enumerate(rows, start=1):
+        yield row, f"{path}, row {number}"
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
+
+
+def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(_MAX_FIELD_CHARS)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, delimiter=TABLES[path.suffix]), start=1):
+                if None in row or None in row.values():
+                    raise DataError(f"{path}, row {number}: not as many cells as the heading has names; mend the row")
+                yield row
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
+    except (OSError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read ({one_line(error)})") from error

@@ -1,0 +1,229 @@
+"""What an evaluation keeps of every task, in a JSON-lines file that it goes on with, and statistics over such files.
+
+The first line of a file has the settings of the evaluation, every other one a ``TaskScore``::
+
+    {"policy": "runs/mine/checkpoints/step_40/policy", "tasks": "musique", "num_tasks": 2417, "digest": "5c1f..."}
+    {"task_id": "musique/2hop__1_2", "answer": "Riga", "em": 1.0, "f1": 1.0, "em_rag_r1": 1.0, "recall": 0.5, ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from envs.base import exact_match, token_f1
+from ragr1_actors.core.errors import DataError, first_problem
+from ragr1_actors.core.types import Task, Trajectory
+from retrieval.corpora.text import whole_id
+
+T = TypeVar("T")
+_PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NUM_RESAMPLES = 2000
+_CHUNK = 50  # resamples at once: 50 draws of 14,267 tasks are 6 MB
+MEASURES = ("em", "f1", "em_rag_r1", "recall", "rounds", "queries", "tokens")
+"""The numbers of a ``TaskScore``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """How one task was answered."""
+
+    task_id: str
+    answer: str
+    stop_reason: str
+    em: float
+    """Exact match after Search-R1's and SQuAD's normalisation."""
+    f1: float
+    em_rag_r1: float
+    """Exact match as RAG-R1's evaluation has it: punctuation becomes a space, so "U.S." is not "US"."""
+    recall: float | None
+    """Share of the supporting passages that any search of the trajectory found; None if they are not known."""
+    rounds: int
+    queries: int
+    tokens: int
+    """Sampled by the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """What a results file was measured with; it goes on only with the same."""
+
+    policy: str
+    tasks: str
+    num_tasks: int
+    digest: str
+    """Of the tasks' ids, questions and answers, from ``tasks_digest``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over tasks and its 95 % interval by the bootstrap."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two policies on the same tasks."""
+
+    num_tasks: int
+    """Tasks that both answered."""
+    em_difference: Interval
+    """The first less the second, by the paired bootstrap."""
+    f1_difference: Interval
+    only_first: int
+    """Tasks that only the first policy answered right."""
+    only_second: int
+    p_value: float
+    """Of McNemar's exact test, two-sided, on these two counts."""
+
+
+_SCORE, _SETTINGS = TypeAdapter(TaskScore), TypeAdapter(EvalSettings)
+
+
+def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
+    """Return 1.0 if the answer equals a gold answer where punctuation is a space: "U.S." is "u s", not "us"."""
+    said = _spaced(answer)
+    return float(bool(answer.strip()) and any(said == _spaced(gold) for gold in golden_answers))
+
+
+def _spaced(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION_TO_SPACE)).split())
+
+
+def score(trajectory: Trajectory) -> TaskScore:
+    """Return the measures of a finished trajectory."""
+    task, answer = trajectory.task, trajectory.answer
+    records = [record for turn in trajectory.turns for record in turn.retrievals]
+    found = {name for record in records for name in (*record.passage_ids, *record.titles)}
+    found |= {whole_id(name) for name in found}  # a piece of a passage counts
+    gold = set(task.supporting_ids)
+    return TaskScore(
+        task_id=task.task_id,
+        answer=answer,
+        stop_reason=trajectory.stop_reason.value,
+        em=exact_match(answer, task.golden_answers),
+        f1=token_f1(answer, task.golden_answers),
+        em_rag_r1=exact_match_rag_r1(answer, task.golden_answers),
+        recall=len(gold & found) / len(gold) if gold else None,
+        rounds=trajectory.num_search_rounds,
+        queries=trajectory.num_queries,
+        tokens=trajectory.num_model_tokens,
+    )
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """Return a hexadecimal digest of 16 characters over ids, questions and answers."""
+    content = json.dumps([(task.task_id, task.question, task.golden_answers) for task in tasks])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
+    """Return the scores of a file that this evaluation goes on with; a new file is begun, a line cut off is removed.
+
+    Raises:
+        DataError: the file is of another evaluation or damaged, or cannot be written.
+    """
+    try:
+        if not path.exists() or b"\n" not in path.read_bytes():  # a crash may have cut the first line off
+            path.write_text(_line(asdict(settings)), encoding="utf-8")
+            return []
+        found, scores = read_scores(path)
+        if found != settings:
+            raise DataError(f"{path} is of another evaluation ({found}, this one is {settings}); name another --out")
+        content = path.read_bytes()
+        os.truncate(path, content.rindex(b"\n") + 1)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
+    return scores
+
+
+def append_score(path: Path, found: TaskScore) -> None:
+    """Add a score to a file of ``open_scores``."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(asdict(found)))
+
+
+def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
+    """Return the settings and scores of a results file; a last line without its end is left out.
+
+    Raises:
+        DataError: there is no such file, or a line is damaged; names the line.
+    """
+    if not path.is_file():
+        raise DataError(f"no results file {path}; give one that `ragr1 evaluate --out` wrote")
+    lines = path.read_bytes().split(b"\n")[:-1]
+    settings = _parsed(_SETTINGS, lines[0] if lines else b"", f"{path}, line 1")
+    return settings, [_parsed(_SCORE, line, f"{path}, line {number}") for number, line in enumerate(lines[1:], start=2)]
+
+
+def _parsed(kind: TypeAdapter[T], line: bytes, where: str) -> T:
+    try:
+        return kind.validate_json(line)
+    except ValidationError as error:
+        _, _, problem = first_problem(error)
+        raise DataError(f"{where}: no line of `ragr1 evaluate --out` ({problem}); name another file") from error
+
+
+def _line(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def intervals(scores: Sequence[TaskScore]) -> dict[str, Interval]:
+    """Return every measure with its interval; recall is left out if no task has known evidence."""
+    values = {name: [getattr(one, name) for one in scores] for name in MEASURES}
+    known = {name: [value for value in column if value is not None] for name, column in values.items()}
+    return {name: bootstrap(np.asarray(column, np.float64)) for name, column in known.items() if column}
+
+
+def bootstrap(values: NDArray[np.float64], seed: int = 0) -> Interval:
+    """Return the mean of ``values`` [num_tasks] and the percentiles 2.5 and 97.5 of its means over resamples."""
+    rng = np.random.default_rng(seed)
+    means = [
+        values[rng.integers(len(values), size=(_CHUNK, len(values)))].mean(axis=1)
+        for _ in range(_NUM_RESAMPLES // _CHUNK)
+    ]
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    return Interval(math.fsum(values) / len(values), float(low), float(high))
+
+
+def compare(first: Sequence[TaskScore], second: Sequence[TaskScore]) -> Comparison:
+    """Compare two policies over the tasks that both answered.
+
+    Raises:
+        DataError: there is no such task.
+    """
+    others = {one.task_id: one for one in second}
+    pairs = [(one, others[one.task_id]) for one in first if one.task_id in others]
+    if not pairs:
+        raise DataError("the two results files have no task in common; evaluate both policies on the same --tasks")
+    differences = {
+        name: bootstrap(np.asarray([getattr(a, name) - getattr(b, name) for a, b in pairs], np.float64))
+        for name in ("em", "f1")
+    }
+    only_first = sum(a.em > b.em for a, b in pairs)
+    only_second = sum(a.em < b.em for a, b in pairs)
+    p_value = mcnemar(only_first, only_second)
+    return Comparison(len(pairs), differences["em"], differences["f1"], only_first, only_second, p_value)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the p value of McNemar's exact two-sided test: ``mcnemar(0, 5) == 0.0625``; 1 if no task differs."""
+    total, least = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(total, count) for count in range(least + 1))
+    return min(1.0, float(2 * tail / 2**total))

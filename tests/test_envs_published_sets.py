@@ -1,0 +1,224 @@
+"""The published sets: every format read whole, names, and EM, F1 and recall as the official scripts compute them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import string
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from envs.base import exact_match, token_f1
+from envs.published_sets import PUBLISHED, SETS, load_set, published_em
+from envs.tasks import load_tasks
+from ragr1_actors.core.errors import DataError
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+TITLES = {"title": ["Ana", "Bo", "Ana"], "sent_id": [0, 1, 2]}
+
+
+def write_lines(path: Path, *records: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+TRIVIAQA = {
+    "Answer": {
+        "Value": "U.S.",
+        "Aliases": ["America", "U.S."],
+        "NormalizedAliases": ["u s"],
+        "Type": "WikipediaEntity",
+    },
+    "Question": "Which land?",
+    "QuestionId": "tc_1",
+    "SearchResults": [],
+}
+HUB_TRIVIAQA = {
+    "question": "Which land?",
+    "question_id": "tc_1",
+    "answer": {"value": "U.S.", "aliases": ["America"], "normalized_aliases": ["u s"], "type": "WikipediaEntity"},
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "task_id", "answers", "category", "titles"),
+    [
+        ({"question": "who?", "answer": ["Ana", "A."]}, "t/0", ("Ana", "A."), "", ()),  # NQ
+        (HUB_TRIVIAQA, "t/tc_1", ("U.S.", "America", "u s"), "", ()),
+        (
+            {"id": 7, "question": "What job?", "prop": "occupation", "possible_answers": '["poet", "bard"]'},  # PopQA
+            "t/7",
+            ("poet", "bard"),
+            "occupation",
+            (),
+        ),
+        ({"Question": "Who?", "Answer": "Ana"}, "t/0", ("Ana",), "", ()),  # Bamboogle
+        (
+            {  # FlashRAG's HotpotQA
+                "id": "dev_0",
+                "question": "Who?",
+                "golden_answers": ["Ana"],
+                "metadata": {"type": "bridge", "supporting_facts": TITLES, "context": {}},
+            },
+            "t/dev_0",
+            ("Ana",),
+            "bridge",
+            ("Ana", "Bo"),
+        ),
+        (
+            {  # FlashRAG's MuSiQue
+                "id": "dev_1",
+                "question": "Who?",
+                "golden_answers": ["Ana"],
+                "metadata": {
+                    "answer_aliases": ["A."],
+                    "question_decomposition": [{"support_paragraph": {"title": "Bo", "paragraph_text": "A text."}}],
+                },
+            },
+            "t/dev_1",
+            ("Ana", "A."),
+            "",
+            ("Bo",),
+        ),
+        (
+            {"_id": "x", "question": "Who?", "answer": "Ana", "supporting_facts": '[["Ana", 0]]'},  # the hub's 2Wiki
+            "t/x",
+            ("Ana",),
+            "",
+            ("Ana",),
+        ),
+    ],
+)
+def test_a_record_is_read_whole(
+    tmp_path: Path,
+    record: dict[str, Any],
+    task_id: str,
+    answers: tuple[str, ...],
+    category: str,
+    titles: tuple[str, ...],
+) -> None:
+    (task,) = load_tasks(write_lines(tmp_path / "t.jsonl", record), whole=True).tasks
+    assert (task.task_id, task.golden_answers, task.category, task.supporting_ids) == (
+        task_id,
+        answers,
+        category,
+        titles,
+    )
+
+
+def test_triviaqas_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "web-dev.json"
+    path.write_text(json.dumps({"Data": [TRIVIAQA], "Version": 1.0}, indent=2))
+    (task,) = load_tasks(path, whole=True).tasks
+    assert (task.task_id, task.golden_answers) == ("web-dev/tc_1", ("U.S.", "America", "u s"))
+
+
+def test_tables(tmp_path: Path) -> None:
+    with (tmp_path / "popqa.tsv").open("w", newline="") as file:
+        rows = csv.writer(file, delimiter="\t")
+        rows.writerows([["id", "question", "possible_answers"], ["7", "What job?", '["poet", "O\'Hara"]']])
+    (task,) = load_tasks(tmp_path / "popqa.tsv").tasks
+    assert (task.task_id, task.golden_answers) == ("popqa/7", ("poet", "O'Hara"))
+    (tmp_path / "bamboogle.csv").write_text('Question,Answer\n"Who, then?",Ana\n')
+    (task,) = load_tasks(tmp_path / "bamboogle.csv").tasks
+    assert (task.question, task.golden_answers) == ("Who, then?", ("Ana",))
+    (tmp_path / "bad.csv").write_text("Question,Answer\nWho, then?,Ana\n")
+    with pytest.raises(DataError, match=r"bad\.csv, row 1: not as many cells"):
+        load_tasks(tmp_path / "bad.csv")
+
+
+def test_search_r1s_ids_restart_with_every_source(tmp_path: Path) -> None:
+    truth = {"style": "rule", "ground_truth": {"target": ["Ana", "A."]}}
+    rows = [
+        {"id": "test_0", "data_source": "nq", "question": "who?", "reward_model": truth},
+        {"id": "test_0", "data_source": "popqa", "question": "what?", "reward_model": truth},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    loaded = load_tasks(tmp_path / "test.parquet", whole=True)
+    assert [task.task_id for task in loaded.tasks] == ["test/nq/test_0", "test/popqa/test_0"]
+    assert {task.golden_answers for task in loaded.tasks} == {("Ana", "A.")}
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 is not enough"])
+def test_a_damaged_parquet_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
+        load_tasks(tmp_path / "t.parquet")
+
+
+def test_answers_that_are_no_json(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", {"question": "What?", "possible_answers": "poet"})
+    with pytest.raises(DataError, match=r"line 1: possible_answers: got 'poet', expected a JSON list"):
+        load_tasks(path)
+
+
+def test_a_set_by_its_name(tmp_path: Path) -> None:
+    write_lines(tmp_path / "2wikimultihopqa" / "dev.jsonl", {"id": "dev_0", "question": "q?", "golden_answers": ["a"]})
+    write_lines(tmp_path / "nq.jsonl", {"question": "q?", "answer": ["a"]})
+    assert load_set("2wiki", tmp_path).tasks[0].task_id == "2wiki/dev_0"
+    assert load_set("nq", tmp_path).tasks[0].task_id == "nq/0"
+    assert load_set(tmp_path / "nq.jsonl").tasks[0].task_id == "nq/0"
+    with pytest.raises(DataError, match=r"has no set musique; expected musique/dev\.jsonl"):
+        load_set("musique", tmp_path)
+
+
+def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"the set bamboogle cannot be loaded from the hub .* with --data"):
+        load_set("bamboogle")
+
+
+def test_published_figures_are_those_of_the_papers() -> None:
+    means = {(figures.method, figures.settings[:14]): sum(figures.em) / 7 for figures in PUBLISHED}
+    averages = [0.167, 0.271, 0.368, 0.439, 0.455, 0.431, 0.385, 0.396]  # as the papers print them
+    assert list(means.values()) == pytest.approx(averages, abs=0.0006)
+    assert sum(published.num_tasks for published in SETS.values()) == 51_713
+    assert ("RAG-R1, several queries", 0.556) in [(method, em) for method, _, em in published_em("2wiki")]
+    assert published_em("questions.json") == []
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no folder ../shared/data with the public question files")
+@pytest.mark.parametrize("name", ["hotpotqa_100.json", "ragr1_mq_test_351.json", "ragr1_mq_train_6664.json"])
+def test_em_and_f1_on_real_answers_are_the_official_ones_to_the_last_digit(name: str) -> None:
+    tasks = load_tasks(DATA / name, whole=True).tasks
+    golds = [task.golden_answers for task in tasks]
+    assert len(tasks) == len(json.loads((DATA / name).read_text()))  # nothing is left out
+    for shown in (
+        lambda at: golds[at][0],
+        lambda at: f"The {golds[at][0]}, {tasks[at].question}",
+        lambda at: golds[at - 1][0],
+    ):
+        answers = [shown(at) for at in range(len(tasks))]
+        for answer, gold in zip(answers, golds, strict=True):
+            assert exact_match(answer, gold) == max(official_em(answer, one) for one in gold)
+            assert token_f1(answer, gold) == max(official_f1(answer, one) for one in gold)
+
+
+def official_normal(text: str) -> str:
+    """What SQuAD's and HotpotQA's scripts do to an answer, step by step and independent of the project's code."""
+    lowered = text.lower()
+    bare = "".join(char for char in lowered if char not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def official_em(answer: str, gold: str) -> float:
+    return float(official_normal(answer) == official_normal(gold))
+
+
+def official_f1(answer: str, gold: str) -> float:
+    said, wanted = official_normal(answer), official_normal(gold)
+    if said != wanted and (said in ("yes", "no", "noanswer") or wanted in ("yes", "no", "noanswer")):
+        return 0.0
+    shared = sum((Counter(said.split()) & Counter(wanted.split())).values())
+    if not shared:
+        return 0.0
+    precision, recall = 1.0 * shared / len(said.split()), 1.0 * shared / len(wanted.split())
+    return (2 * precision * recall) / (precision + recall)

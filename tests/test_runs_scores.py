@@ -1,0 +1,140 @@
+"""Scores of tasks: measures, the file that an evaluation goes on with, intervals, comparisons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragr1_actors.cli.evaluate import print_details, summarise
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.runs.scores import (
+    EvalSettings,
+    TaskScore,
+    append_score,
+    bootstrap,
+    compare,
+    exact_match_rag_r1,
+    intervals,
+    mcnemar,
+    open_scores,
+    read_scores,
+    score,
+    tasks_digest,
+)
+
+SETTINGS = EvalSettings("policy", "musique", 3, "0f")
+
+
+def one(task_id: str, em: float = 1.0, recall: float | None = None) -> TaskScore:
+    return TaskScore(task_id, "Beyonc\u00e9\u2028", "answered", em, em, em, recall, rounds=1, queries=2, tokens=9)
+
+
+def test_measures_of_a_trajectory() -> None:
+    found = RetrievalRecord("q", 2, ("Ana#2", "17"), (0.5, 0.4), ("Ana", "Bo"), ("a", "b"), 0.1)
+    task = Task("t/1", "Who?", ("U S", "US"), supporting_ids=("Ana", "Bo", "Cy", "Di"))
+    none = np.zeros(0, np.int32)
+    turns = (Turn("", 3, "search", ("q",), (found,)), Turn("", 3, "answer"))
+    trajectory = Trajectory(
+        "t/1/0", task, none, np.asarray([1, 1, 2], np.uint8), none, none, turns, StopReason.ANSWERED, 1.0, "the U.S."
+    )
+    expected = TaskScore("t/1", "the U.S.", "answered", 1.0, 1.0, 1.0, 0.5, rounds=1, queries=1, tokens=2)
+    assert score(trajectory) == expected
+    unknown = replace(trajectory, task=replace(task, supporting_ids=(), golden_answers=("US",)))
+    assert score(unknown) == replace(expected, recall=None, em_rag_r1=0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "em"),
+    [("U.S.", "u s", 1.0), ("U.S.", "US", 0.0), ("The-Band", "band", 1.0), ("", ".", 0.0), ("Riga", "Riga.", 1.0)],
+)
+def test_rag_r1s_normaliser_puts_a_space_for_punctuation(answer: str, gold: str, em: float) -> None:
+    assert exact_match_rag_r1(answer, [gold]) == em
+
+
+def test_a_file_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    assert open_scores(path, SETTINGS) == []
+    append_score(path, one("a", recall=0.5))
+    append_score(path, one("b"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    assert open_scores(path, SETTINGS) == [one("a", recall=0.5)]
+    append_score(path, one("b"))
+    assert path.read_bytes() == whole
+    assert read_scores(path) == (SETTINGS, [one("a", recall=0.5), one("b")])
+    path.write_bytes(whole[:7])  # cut off in the first line: begun anew
+    assert open_scores(path, SETTINGS) == []
+
+
+def test_a_file_of_another_evaluation_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    open_scores(path, SETTINGS)
+    append_score(path, one("a"))
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"of another evaluation .* name another --out"):
+        open_scores(path, replace(SETTINGS, digest="1e"))
+    path.write_bytes(before + b"{}\n")
+    with pytest.raises(DataError, match=r"out\.jsonl, line 3: no line of"):
+        open_scores(path, SETTINGS)
+    assert path.read_bytes() == before + b"{}\n"
+    with pytest.raises(DataError, match="no results file"):
+        read_scores(tmp_path / "none.jsonl")
+
+
+def test_the_digest_tells_tasks_apart() -> None:
+    task = Task("t/1", "Who?", ("Ana",))
+    digests = {
+        tasks_digest([found]) for found in (task, replace(task, golden_answers=("Bo",)), Task("t/2", "Who?", ()))
+    }
+    assert len(digests) == 3
+
+
+def test_an_interval_is_that_of_the_normal_approximation_where_there_are_many_tasks() -> None:
+    values = np.asarray([1.0] * 400 + [0.0] * 600)
+    found = bootstrap(values)
+    half = 1.96 * (0.4 * 0.6 / 1000) ** 0.5
+    assert found.mean == 0.4
+    assert (found.low, found.high) == pytest.approx((0.4 - half, 0.4 + half), abs=0.004)
+    assert found == bootstrap(values)
+
+
+def test_recall_is_over_the_tasks_with_known_evidence() -> None:
+    found = intervals([one("a", recall=0.5), one("b")])
+    assert (found["recall"].mean, found["queries"].mean) == (0.5, 2.0)
+    assert "recall" not in intervals([one("b")])
+
+
+def test_policies_are_compared_on_the_tasks_that_both_answered() -> None:
+    first = [one(str(number), em=float(number < 60)) for number in range(100)]
+    second = [one(str(number), em=float(50 <= number < 60)) for number in range(100)]
+    found = compare([*first, one("first only")], [*second[::-1], one("second only", em=0.0)])
+    assert (found.num_tasks, found.only_first, found.only_second) == (100, 50, 0)
+    assert found.em_difference.mean == 0.5
+    assert 0.38 < found.em_difference.low < 0.5 < found.em_difference.high < 0.62
+    assert found.p_value == 2 / 2**50
+    with pytest.raises(DataError, match="no task in common"):
+        compare(first, [one("second only")])
+
+
+def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.jsonl"
+    open_scores(path, SETTINGS)
+    append_score(path, one("a"))
+    details = summarise(path, path, "musique")
+    print_details(details | {"num_trained_on": 3})
+    printed = capsys.readouterr().out
+    assert "em  1.000, 95 % interval 1.000 to 1.000" in printed
+    assert "McNemar  p = 1: 0 right here only, 0 there only" in printed
+    assert "warning: 3 of these questions are in the run's training file" in printed
+    assert "0.192  RAG-R1, several queries (Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large" in printed
+    assert summarise(None, None, "questions.json") == {}
+
+
+def test_mcnemar() -> None:
+    assert mcnemar(0, 5) == mcnemar(5, 0) == 0.0625
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1.0
+    assert mcnemar(2, 8) == pytest.approx(2 * (1 + 10 + 45) / 1024)
