@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from playwright.async_api import async_playwright, expect
+from small_world import a_persons_environment
+from typer.testing import CliRunner
 from view_world import HOSTILE, TASK, attempt, every_outcome, keep
 from waits import until
 
+from ragr1_actors.cli import main as cli
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.view.index import Index
 from ragr1_actors.view.server import ViewServer
 
@@ -157,3 +166,23 @@ async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 async def test_the_server_listens_on_loopback_only(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_the_command_serves_a_run_until_it_is_stopped(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RunConfig().model_dump(mode="json")), "utf-8")
+    command = [sys.executable, "-m", "ragr1_actors", "view", str(tmp_path)]
+    with subprocess.Popen(command, env=a_persons_environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            with urllib.request.urlopen(f"{url}/") as page:
+                assert b"view.js" in page.read()
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["view", str(tmp_path)])
+    assert isinstance(result.exception, RunDirectoryError) and "holds no run" in str(result.exception)

@@ -80,9 +80,8 @@ def make_run(run_dir: Path, num_iterations: int) -> list[str]:
         if iteration % 50 == 0:
             log(f"writes trajectories of iteration {iteration} of {num_iterations}")
         groups = [_group(rng, words, passages, f"t/{rng.randrange(5_000)}") for _ in range(GROUPS)]
-        # one batch per group as a run has it would take four times as long to write
-        batch = groups_to_record_batch(groups)
-        write_trajectories(run_dir / "trajectories" / f"iteration_{iteration:05d}.arrow", [batch])
+        batches = [groups_to_record_batch([group]) for group in groups]  # as a run has them
+        write_trajectories(run_dir / "trajectories" / f"iteration_{iteration:05d}.arrow", batches)
     return words
 
 

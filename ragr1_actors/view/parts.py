@@ -154,12 +154,16 @@ def _rows_of(path: Path) -> list[pa.RecordBatch]:
                     f"{path} has other columns than this version of ragr1 writes; view the run with the version that "
                     "wrote it"
                 )
-            return [_rows(reader.get_batch(index), index) for index in range(reader.num_record_batches)]
+            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            return _rows(batches) if batches else []
     except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 
-def _rows(batch: pa.RecordBatch, index: int) -> pa.RecordBatch:
+def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    # a run writes a batch for each group, and every step below has a cost per batch: they become one
+    counts = [batch.num_rows for batch in batches]
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
     task, turns = batch.column("task"), batch.column("turns")
     turn_offsets, turn = _flat(turns)
     query_counts = _lengths(turn.field("queries"))
@@ -171,8 +175,8 @@ def _rows(batch: pa.RecordBatch, index: int) -> pa.RecordBatch:
     golden = task.field("golden_answers").to_pylist()
     bounds = list(zip(turn_offsets[:-1].tolist(), turn_offsets[1:].tolist(), strict=True))
     columns: dict[str, Any] = {
-        "batch": np.full(batch.num_rows, index, np.int32),
-        "row": np.arange(batch.num_rows, dtype=np.int32),
+        "batch": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        "row": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         "group": batch.column("group"),
         "trajectory_id": ids,
         "task_id": task.field("task_id"),
@@ -198,7 +202,7 @@ def _rows(batch: pa.RecordBatch, index: int) -> pa.RecordBatch:
         ],
     }
     arrays = [_array(columns[field.name], field.type) for field in PART_SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)
+    return [pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)]
 
 
 @lru_cache(100_000)

@@ -154,7 +154,7 @@ function turn(given, index) {
 }
 async function siblings() {
   const all = await Promise.all(detail.siblings.slice(0, 16).map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
-  return node("div", {}, node("h2", {}, `${detail.siblings.length} siblings`), node("div", { class: "sides" }, ...all.map((found, index) => {
+  return node("div", {}, node("h2", {}, `attempts of this group: ${detail.siblings.length}`), node("div", { class: "sides" }, ...all.map((found, index) => {
     const row = detail.siblings[index];
     return node("div", { class: "side" + (row.trajectory_id === detail.summary.trajectory_id ? " this" : "") }, node("p", {}, node("a", { href: link(row) }, row.trajectory_id)),
       node("p", {}, ...badges(row)), node("p", { class: "soft" }, `reward ${number(row.reward)}, ${number(row.above_mean)} above the mean of the group`),
