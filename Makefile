@@ -5,7 +5,7 @@
 # make test-vllm-v2    those of the engine under vLLM's Model Runner V2
 # make check       formatting, lint, types, import rules
 # make claims      several queries per turn against one: exact match and search rounds
-# make bench NAME=rollout|retrieval|learner|gpu|scale    measure the project against its goals
+# make bench NAME=rollout|retrieval|learner|gpu|scale|view    measure the project against its goals
 # make docs        build the documentation into site/
 #
 # Every target first makes the virtual environment that it needs. The stamp files .venv/.installed* record that an

@@ -289,7 +289,9 @@ def test_bench_needs_a_checkout_and_a_known_name(tmp_path: Path, monkeypatch: py
         f"error: no benchmarks/ in {tmp_path}; run ragr1 bench in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
-    assert invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout, scale"
+    assert (
+        invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout, scale, view"
+    )
 
 
 def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

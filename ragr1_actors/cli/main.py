@@ -35,6 +35,7 @@ from ragr1_actors.cli import (
     scale,
     simulate,
     submit,
+    view,
 )
 from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
 from ragr1_actors.core.interrupts import InterruptGuard, exit_status, held_during_imports
@@ -199,6 +200,7 @@ for command in (
     evaluate.evaluate,
     evaluate.ask,
     evaluate.select,
+    view.view,
 ):
     app.command()(command)
 
@@ -255,7 +257,7 @@ def check_env(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="gpu, learner, retrieval, rollout or scale")],
+    name: Annotated[str, typer.Argument(help="gpu, learner, retrieval, rollout, scale or view")],
     as_json: JsonLinesOption = False,
     only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this metric only.")] = None,
     repeats: Annotated[

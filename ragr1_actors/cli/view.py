@@ -1,0 +1,48 @@
+"""``ragr1 view``: a local web page over the trajectories of a run, live while it trains."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragr1_actors.cli import print_line
+
+
+def view(
+    run: Annotated[str, typer.Argument(help="A run directory or URI.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of loopback; 0 takes a free one.")] = 0,
+) -> None:
+    """Show the trajectories of a run in a browser: search, filters, tokens, documents; live while it trains.
+
+    The page listens on loopback only. An index of a tenth of the trajectories' size is kept in RUN/view. A run at a
+    URI is shown as it is now.
+    """
+    from cluster.storage import is_uri
+    from ragr1_actors.core.schema import TRAJECTORIES
+    from ragr1_actors.runs.places import find_place
+    from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.view.index import PARTS, Index
+    from ragr1_actors.view.server import ViewServer, run_view
+
+    place = find_place(run)
+    open_run_directory(place)
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != most:  # every mapped file holds a descriptor, and a long run has thousands
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with tempfile.TemporaryDirectory(prefix="ragr1-view-") as folder:
+        parts = Path(folder) if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
+        policies = [place.bring(name) for name in ("policy", "policy_sft")]
+        server = ViewServer(Index(place.bring(TRAJECTORIES), parts), str(place), policies, port=port)
+        run_view(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

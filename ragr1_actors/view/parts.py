@@ -1,0 +1,261 @@
+"""One file of trajectories as rows that can be filtered: scalars and the text to search, without tokens and documents.
+
+::
+
+    trajectories/iteration_00012.arrow ──► view/iteration_00012.arrow   a tenth of the bytes, mapped and not read
+
+A part is plain Arrow without compression, so that the texts of all parts are searched where they are mapped. It carries
+the size and the time of the file that it was made from, and is made again when they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.files import write_file
+from ragr1_actors.core.schema import TRAJECTORY_SCHEMA
+from ragr1_actors.core.types import StopReason, normalize_answer
+
+FORMAT = "1"
+"""Raise it when the columns of a part change; parts of another format are made again."""
+_FORMAT_KEY, _SOURCE_KEY = b"ragr1_actors.view", b"ragr1_actors.view.source"
+PART_SCHEMA = pa.schema(
+    {
+        "batch": pa.int32(),  # of the file
+        "row": pa.int32(),  # of the batch
+        "group": pa.int32(),  # of the batch
+        "trajectory_id": pa.string(),
+        "task_id": pa.string(),
+        "question": pa.string(),
+        "answer": pa.string(),
+        "stop_reason": pa.string(),
+        "reward": pa.float64(),
+        "is_correct": pa.bool_(),
+        "is_failed": pa.bool_(),
+        "is_truncated": pa.bool_(),
+        "is_malformed": pa.bool_(),
+        "has_evidence": pa.bool_(),
+        "num_turns": pa.int32(),
+        "num_queries": pa.int32(),
+        "num_cached": pa.int32(),
+        "num_model_tokens": pa.int32(),
+        "latency_s": pa.float64(),
+        "text": pa.string(),
+    }
+)
+_READ = ("group", "trajectory_id", "task", "turns", "stop_reason", "reward", "answer", "error")
+_FAILED = {reason.value for reason in StopReason if reason.is_failure}
+_TRUNCATED = {StopReason.MAX_TURNS.value, StopReason.CONTEXT_FULL.value}
+_TOO_COMMON = {"", "yes", "no", "true", "false"}
+"""Golden answers that nearly every document holds: finding them says nothing about the evidence."""
+_ITERATION = re.compile(r"(eval_)?iteration_(\d+)")
+STAGES = ("demonstrations", "training", "evaluation", "other")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Origin:
+    """Where in a run a file of trajectories comes from; origins sort as the run wrote them.
+
+    ``Origin.of("eval_iteration_00060") == Origin(3, 60, 1, "eval_iteration_00060")``
+    """
+
+    phase: int
+    """0 before training, 3 during it, 4 after it; the evaluations before and after SFT are in between."""
+    iteration: int
+    is_evaluation: int
+    name: str
+
+    @classmethod
+    def of(cls, name: str) -> Origin:
+        """Read the name of a file, without its suffix."""
+        if found := _ITERATION.fullmatch(name):
+            return cls(3, int(found[2]), int(bool(found[1])), name)
+        phase = {"demonstrations": 0, "eval_start": 1, "eval_sft": 2, "eval_rl": 4}.get(name, 5)
+        return cls(phase, 0, int(name.startswith("eval_")), name)
+
+    @property
+    def stage(self) -> str:
+        """One of ``STAGES``."""
+        if self.is_evaluation:
+            return "evaluation"
+        return {0: "demonstrations", 3: "training"}.get(self.phase, "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of trajectories as it was seen: it is another one once its size or its time differs."""
+
+    path: Path
+    version: str
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """Look at a file; ``OSError`` if it is gone."""
+        found = path.stat()
+        return cls(path, f"{found.st_size}:{found.st_mtime_ns}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one file; ``table`` is mapped from disk."""
+
+    origin: Origin
+    source: Source
+    table: pa.Table
+
+
+def read_part(path: Path, source: Source) -> Part | None:
+    """Map the part of a file; None if there is none, or it was made from another file or by another version."""
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (OSError, pa.ArrowInvalid):  # not there, or damaged: it is made again
+        return None
+    found = table.schema.metadata or {}
+    if found.get(_FORMAT_KEY) != FORMAT.encode() or found.get(_SOURCE_KEY) != source.version.encode():
+        return None
+    return Part(Origin.of(source.path.stem), source, table)
+
+
+def make_part(path: Path, source: Source) -> Part:
+    """Read a file of trajectories, write its part and map it.
+
+    Raises:
+        DataError: the file is no file of trajectories of this version, or is damaged.
+        OSError: the part cannot be written.
+    """
+    metadata = {_FORMAT_KEY: FORMAT.encode(), _SOURCE_KEY: source.version.encode()}
+    schema = PART_SCHEMA.with_metadata(metadata)
+    table = pa.Table.from_batches(_rows_of(source.path), schema=PART_SCHEMA).replace_schema_metadata(metadata)
+
+    def write(writing: Path) -> None:
+        with pa.OSFile(str(writing), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            writer.write_table(table.combine_chunks())
+
+    write_file(path, write)
+    return read_part(path, source) or Part(Origin.of(source.path.stem), source, table)
+
+
+def _rows_of(path: Path) -> list[pa.RecordBatch]:
+    options = pa.ipc.IpcReadOptions(included_fields=[TRAJECTORY_SCHEMA.get_field_index(name) for name in _READ])
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            reader = pa.ipc.open_file(mapped, options=options)
+            if reader.schema.names != [name for name in TRAJECTORY_SCHEMA.names if name in _READ]:
+                raise DataError(
+                    f"{path} has other columns than this version of ragr1 writes; view the run with the version that "
+                    "wrote it"
+                )
+            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            return _rows(batches) if batches else []
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
+
+
+def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    # a run writes a batch for each group, and every step below has a cost per batch: they become one
+    counts = [batch.num_rows for batch in batches]
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
+    task, turns = batch.column("task"), batch.column("turns")
+    turn_offsets, turn = _flat(turns)
+    query_counts = _lengths(turn.field("queries"))
+    search_offsets, search = _flat(turn.field("retrievals"))
+    row_searches = search_offsets[turn_offsets]
+    reasons, answers = batch.column("stop_reason").to_pylist(), batch.column("answer").to_pylist()
+    questions, ids = task.field("question").to_pylist(), batch.column("trajectory_id").to_pylist()
+    completions, actions = turn.field("completion_text").to_pylist(), turn.field("action").to_pylist()
+    golden = task.field("golden_answers").to_pylist()
+    bounds = list(zip(turn_offsets[:-1].tolist(), turn_offsets[1:].tolist(), strict=True))
+    columns: dict[str, Any] = {
+        "batch": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        "row": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        "group": batch.column("group"),
+        "trajectory_id": ids,
+        "task_id": task.field("task_id"),
+        "question": questions,
+        "answer": answers,
+        "stop_reason": reasons,
+        "reward": batch.column("reward"),
+        "is_correct": [is_correct(answer, tuple(gold)) for answer, gold in zip(answers, golden, strict=True)],
+        "is_failed": [reason in _FAILED for reason in reasons],
+        "is_truncated": [reason in _TRUNCATED for reason in reasons],
+        "is_malformed": ["malformed" in actions[start:end] for start, end in bounds],
+        "has_evidence": _evidence(search, row_searches, task.field("supporting_ids").to_pylist(), golden),
+        "num_turns": np.diff(turn_offsets),
+        "num_queries": _sums(query_counts, turn_offsets),
+        "num_cached": _sums(search.field("is_cached").to_numpy(zero_copy_only=False), row_searches),
+        "num_model_tokens": _sums(turn.field("num_model_tokens").to_numpy(), turn_offsets),
+        "latency_s": _sums(search.field("latency_s").to_numpy(), row_searches),
+        "text": [
+            "\n".join((name, question, *completions[start:end], answer, error))
+            for name, question, (start, end), answer, error in zip(
+                ids, questions, bounds, answers, batch.column("error").to_pylist(), strict=True
+            )
+        ],
+    }
+    arrays = [_array(columns[field.name], field.type) for field in PART_SCHEMA]
+    return [pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)]
+
+
+@lru_cache(100_000)
+def is_correct(answer: str, golden_answers: tuple[str, ...]) -> bool:
+    """Return whether an answer is exactly a golden one after normalisation, whatever the run's reward was."""
+    return bool(answer.strip()) and normalize_answer(answer) in {normalize_answer(gold) for gold in golden_answers}
+
+
+def _evidence(
+    search: pa.StructArray, row_searches: NDArray[np.int64], supporting: list[list[str]], golden: list[list[str]]
+) -> list[bool | None]:
+    """Return per row whether its documents held the evidence; None where that cannot be known.
+
+    The evidence is all supporting passages where the task names them, else a document with a golden answer in it.
+    """
+    passage_offsets, passages = _flat(search.field("passage_ids"))
+    found = passages.to_pylist()
+    texts = search.field("texts").flatten().to_pylist() if not all(supporting) else []
+    bounds = passage_offsets[row_searches].tolist()
+    rows: list[bool | None] = []
+    for row, (wanted, answers) in enumerate(zip(supporting, golden, strict=True)):
+        start, end = bounds[row], bounds[row + 1]
+        if wanted:
+            rows.append(set(wanted) <= set(found[start:end]))
+            continue
+        named = [gold for gold in map(normalize_answer, answers) if gold not in _TOO_COMMON]
+        documents = [_words(text) for text in texts[start:end]]
+        rows.append(any(f" {gold} " in text for gold in named for text in documents) if named else None)
+    return rows
+
+
+@lru_cache(20_000)
+def _words(text: str) -> str:
+    return f" {normalize_answer(text)} "
+
+
+def _flat(column: pa.ListArray) -> tuple[NDArray[np.int64], pa.Array]:
+    """Return the offsets of a list column, from 0, and the values of all its lists."""
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    return offsets - offsets[0], column.flatten()
+
+
+def _lengths(column: pa.ListArray) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = np.diff(column.offsets.to_numpy().astype(np.int64))
+    return lengths
+
+
+def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
+    kind = np.float64 if values.dtype.kind == "f" else np.int64
+    total = np.concatenate([np.zeros(1, kind), np.cumsum(values, dtype=kind)])
+    sums: NDArray[Any] = total[offsets[1:]] - total[offsets[:-1]]
+    return sums
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, kind)

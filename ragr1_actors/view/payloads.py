@@ -1,0 +1,165 @@
+"""What the page shows, as plain values for JSON. Tokens, texts and documents are read only for the rows shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import TokenKind, Trajectory
+from ragr1_actors.view.index import Snapshot
+from ragr1_actors.view.parts import STAGES, is_correct
+from ragr1_actors.view.queries import OUTCOMES, Found
+
+NOT_RECORDED = {
+    "advantage": "not recorded: the learner computes advantages and does not write them to the files",
+    "ratio": "not recorded: the learner computes ratios and does not write them to the files",
+}
+"""What tokens could be coloured by, if the files had it."""
+_SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
+_COUNTED = ("num_turns", "num_queries", "num_cached", "num_model_tokens")
+_MAX_QUESTION_CHARS = 300
+
+
+def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what the page shows of the run as a whole."""
+    stages = sorted({part.origin.stage for part in snapshot.parts}, key=STAGES.index)
+    return {
+        "name": name,
+        "version": snapshot.version,
+        "num_trajectories": snapshot.num_rows,
+        "num_indexed": len(snapshot.parts),
+        "num_files": snapshot.num_files,
+        "problems": snapshot.problems,
+        "stages": stages,
+        "outcomes": OUTCOMES,
+        "not_recorded": NOT_RECORDED,
+    }
+
+
+def list_payload(snapshot: Snapshot, found: Found) -> dict[str, Any]:
+    """Return the rows of one page of an answer, and how many there are of each kind."""
+    return {
+        "version": snapshot.version,
+        "num_rows": found.num_rows,
+        "counts": found.counts,
+        "rows": row_payloads(snapshot, found.rows.tolist()),
+    }
+
+
+def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
+    """Return some rows as the list shows them."""
+    columns = snapshot.scalars
+    strings = snapshot.strings.select(["trajectory_id", "task_id", "question", "answer", "stop_reason"])
+    texts = strings.take(pa.array(rows, pa.int64())).to_pylist()
+    shown = []
+    for row, text in zip(rows, texts, strict=True):
+        origin = snapshot.parts[int(columns["part"][row])].origin
+        shown.append(
+            text
+            | {name: bool(columns[name][row]) for name in _SHOWN}
+            | {name: int(columns[name][row]) for name in _COUNTED}
+            | {"question": text["question"][:_MAX_QUESTION_CHARS], "answer": text["answer"][:_MAX_QUESTION_CHARS]}
+            | {"reward": float(columns["reward"][row]), "latency_s": float(columns["latency_s"][row])}
+            | {"file": origin.name, "stage": origin.stage, "iteration": origin.iteration}
+        )
+    return shown
+
+
+def find_row(snapshot: Snapshot, file: str, trajectory_id: str) -> int:
+    """Return the row of a trajectory; without ``file``, the newest of that id. ``DataError`` if there is none."""
+    newest_first = range(len(snapshot.parts) - 1, -1, -1)
+    for position in newest_first:
+        part = snapshot.parts[position]
+        if file and part.origin.name != file:
+            continue
+        found = part.table.column("trajectory_id").index(trajectory_id).as_py()
+        if found >= 0:
+            return int(snapshot.starts[position]) + int(found)
+    raise DataError(f"no trajectory {trajectory_id} in {file or 'the run'}; it may not be indexed yet, or was replaced")
+
+
+def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dict[str, Any]:
+    """Return everything that is recorded of one trajectory, and its siblings.
+
+    Raises:
+        DataError: its file is gone or damaged.
+    """
+    columns = snapshot.scalars
+    trajectory = read_trajectory(snapshot, row)
+    same = ("part", "batch", "group")
+    start, end = (int(bound) for bound in snapshot.starts[int(columns["part"][row]) :][:2])
+    within = [columns[name][start:end] == columns[name][row] for name in same]
+    siblings = row_payloads(snapshot, (np.flatnonzero(np.logical_and.reduce(within)) + start).tolist())
+    rewards = [sibling["reward"] for sibling in siblings if not sibling["is_failed"]]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    for sibling in siblings:
+        sibling["above_mean"] = sibling["reward"] - mean
+    return {
+        "summary": row_payloads(snapshot, [row])[0],
+        "task": asdict(trajectory.task),
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "answer": trajectory.answer,
+        "error": trajectory.error,
+        "is_correct": is_correct(trajectory.answer, trajectory.task.golden_answers),
+        "metrics": dict(sorted(trajectory.metrics.items())),
+        "siblings": siblings,
+        "tokens": {
+            "pieces": pieces.of(trajectory.token_ids.tolist()),
+            "kinds": trajectory.kinds.tolist(),
+            "kind_names": [kind.name.lower() for kind in TokenKind],
+            "logprobs": trajectory.logprobs.tolist(),
+            "policy_versions": trajectory.policy_versions.tolist(),
+            "is_text": pieces.is_text,
+        },
+    }
+
+
+def read_trajectory(snapshot: Snapshot, row: int) -> Trajectory:
+    """Read one trajectory from its file; ``DataError`` if that is gone or damaged."""
+    columns = snapshot.scalars
+    path = snapshot.parts[int(columns["part"][row])].source.path
+    expected = snapshot.strings.column("trajectory_id")[row].as_py()
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            batch = pa.ipc.open_file(mapped).get_batch(int(columns["batch"][row]))
+            (group,) = groups_from_record_batch(batch.slice(int(columns["row"][row]), 1))
+    except (OSError, pa.ArrowInvalid, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}; reload the page") from error
+    (trajectory,) = group.trajectories
+    if trajectory.trajectory_id != expected:
+        raise DataError(f"{path} was replaced by another file; reload the page")
+    return trajectory
+
+
+class TokenPieces:
+    """The text of each token alone, or its id if the run has no tokenizer yet."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        """Take the ``tokenizer.json`` of the first folder that has one."""
+        found = next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
+        self._tokenizer: Any = Tokenizer.from_file(str(found)) if found else None
+        self._known: dict[int, str] = {}
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the pieces are text."""
+        return self._tokenizer is not None
+
+    def of(self, token_ids: list[int]) -> list[str]:
+        """Return a piece per token; a part of a character is shown as U+FFFD."""
+        for token_id in set(token_ids) - self._known.keys():
+            self._known[token_id] = self._decode(token_id)
+        return [self._known[token_id] for token_id in token_ids]
+
+    def _decode(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return str(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) or f"[{token_id}]"

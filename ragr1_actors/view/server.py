@@ -1,0 +1,219 @@
+"""The web page over a run's trajectories. It listens on loopback only and loads nothing from outside.
+
+::
+
+    GET /                  the page; /view.js and /view.css beside it
+    GET /api/run           the run, and how much of it is indexed
+    GET /api/trajectories  ?text= &stage= &first= &last= &task= &outcome= &order= &offset= &limit=
+    GET /api/trajectory    ?id= &file=
+
+Every error is ``{"error": "one sentence"}``. Trajectories hold text that a model or a web page wrote: answers are JSON,
+the page shows text as text, and its content security policy allows no script but its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic_core import to_json
+
+from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.view.index import Index
+from ragr1_actors.view.payloads import TokenPieces, find_row, list_payload, run_payload, trajectory_payload
+from ragr1_actors.view.queries import Query, Scope, Searcher
+
+HOST = "127.0.0.1"
+LOOK_INTERVAL_S = 1.0
+"""How often the run is looked at for new files."""
+_PAGE = Path(__file__).parent / "page"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/view.js": ("view.js", "text/javascript"),
+    "/view.css": ("view.css", "text/css"),
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class ViewServer:
+    """Listens, and follows the run, while its ``async with`` block runs.
+
+    ::
+
+        async with ViewServer(Index(run / "trajectories", run / "view"), "mine", [run / "policy"]) as server:
+            print(server.url)          # http://127.0.0.1:40123
+    """
+
+    def __init__(self, index: Index, name: str, tokenizers: list[Path], *, port: int = 0) -> None:
+        """Serve ``index`` under the ``name`` of its run.
+
+        Args:
+            index: of the run.
+            name: what the page calls it.
+            tokenizers: folders of which the first with a ``tokenizer.json`` gives the text of tokens.
+            port: 0 takes a free one.
+        """
+        self._index, self._name, self._tokenizers, self._port = index, name, tokenizers, port
+        self._pieces = TokenPieces(tokenizers)
+        self._searcher = Searcher()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="view")
+        self._looking = ThreadPoolExecutor(1, thread_name_prefix="index")
+        app = web.Application(middlewares=[self._answer])
+        for path in _FILES:
+            app.router.add_get(path, self._show_file)
+        app.router.add_get("/api/run", self._show_run)
+        app.router.add_get("/api/trajectories", self._show_list)
+        app.router.add_get("/api/trajectory", self._show_trajectory)
+        self._runner = web.AppRunner(app, access_log=None)
+        self._follower: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address it listens on."""
+        return f"http://{HOST}:{self._runner.addresses[0][1]}"
+
+    async def __aenter__(self) -> Self:
+        """Start to listen; raises ``ConfigError`` if the port is in use."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, HOST, self._port).start()
+        except (OSError, OverflowError) as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"cannot listen on port {self._port}: {error}; choose another --port") from None
+        self._follower = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Stop."""
+        self._index.stop()
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._follower
+        await self._runner.cleanup()
+        for threads in (self._threads, self._looking):
+            threads.shutdown(cancel_futures=True)
+        self._searcher.close()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._looking, self._index.refresh)
+            except OSError as error:  # a full disk: what is indexed can be seen all the same
+                logger.warning("the index cannot be written: %s; free some space", error)
+            if not self._pieces.is_text:
+                self._pieces = TokenPieces(self._tokenizers)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        port = self._runner.addresses[0][1]
+        try:
+            if request.host not in (f"{HOST}:{port}", f"localhost:{port}"):  # a page elsewhere whose name leads here
+                response: web.StreamResponse = _refuse(403, f"open the page as {self.url}")
+            else:
+                response = await handler(request)
+        except DataError as error:
+            response = _refuse(404, str(error))
+        except UserError as error:
+            response = _refuse(400, str(error))
+        except web.HTTPException as error:
+            response = _refuse(error.status, f"{error.reason}: expected one of {', '.join(_FILES)}")
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _show_file(self, request: web.Request) -> web.Response:
+        name, kind = _FILES[request.path]
+        return web.Response(body=(_PAGE / name).read_bytes(), content_type=kind, charset="utf-8")
+
+    async def _show_run(self, request: web.Request) -> web.Response:
+        return _json(run_payload(self._name, self._index.snapshot))
+
+    async def _show_list(self, request: web.Request) -> web.Response:
+        return await self._compute(partial(self._list, _query(request.query)))
+
+    def _list(self, query: Query) -> dict[str, Any]:
+        snapshot = self._index.snapshot
+        return list_payload(snapshot, self._searcher.find(snapshot, query))
+
+    async def _show_trajectory(self, request: web.Request) -> web.Response:
+        file, name = request.query.get("file", ""), request.query.get("id", "")
+        return await self._compute(partial(self._trajectory, file, name))
+
+    def _trajectory(self, file: str, trajectory_id: str) -> dict[str, Any]:
+        snapshot = self._index.snapshot
+        return trajectory_payload(snapshot, find_row(snapshot, file, trajectory_id), self._pieces)
+
+    async def _compute(self, compute: Callable[[], dict[str, Any]]) -> web.Response:
+        return _json(await asyncio.get_running_loop().run_in_executor(self._threads, compute))
+
+
+def run_view(server: ViewServer, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` gets the address once the page answers."""
+    asyncio.run(_serve(server, ready))
+
+
+async def _serve(server: ViewServer, ready: Callable[[str], None]) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        ready(server.url)
+        await stopped.wait()
+
+
+def _query(given: Mapping[str, str]) -> Query:
+    scope = Scope(
+        given.get("text", ""),
+        given.get("stage", ""),
+        _whole(given, "first"),
+        _whole(given, "last"),
+        given.get("task", ""),
+    )
+    limit = _whole(given, "limit")
+    return Query(
+        scope,
+        given.get("outcome") or "all",
+        given.get("order") or "newest",
+        _whole(given, "offset") or 0,
+        100 if limit is None else limit,
+    )
+
+
+def _whole(given: Mapping[str, str], name: str) -> int | None:
+    value = given.get(name, "")
+    if not value:
+        return None
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise UserError(f"got {name}={value[:40]!r}, expected a whole number")
+    return int(value)
+
+
+def _json(value: Any) -> web.Response:
+    # a score or log-prob that is not finite becomes null, which JSON has
+    return web.Response(body=to_json(value, inf_nan_mode="null"), content_type="application/json", charset="utf-8")
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)

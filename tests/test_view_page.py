@@ -1,0 +1,188 @@
+"""The viewer's page in a real Chromium, over the real server: filters, keys, links, live files, and hostile text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from playwright.async_api import async_playwright, expect
+from small_world import a_persons_environment
+from typer.testing import CliRunner
+from view_world import HOSTILE, TASK, attempt, every_outcome, keep
+from waits import until
+
+from ragr1_actors.cli import main as cli
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.view.index import Index
+from ragr1_actors.view.server import ViewServer
+
+pytestmark = pytest.mark.integration
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@asynccontextmanager
+async def served(run_dir: Path) -> AsyncIterator[ViewServer]:
+    index = Index(run_dir / "trajectories", run_dir / "view")
+    async with ViewServer(index, "my <b>run</b>", [run_dir / "policy"]) as server:
+        yield server
+
+
+@asynccontextmanager
+async def opened(url: str, scheme: str = "light") -> AsyncIterator[object]:
+    async with async_playwright() as playwright:
+        # Chromium's own sandbox does not start as root, as in a container
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})  # type: ignore[arg-type]
+        page.problems = []  # type: ignore[attr-defined]
+        page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" else None)  # type: ignore[attr-defined]
+        page.on("pageerror", lambda error: page.problems.append(str(error)))  # type: ignore[attr-defined]
+        page.requested = []  # type: ignore[attr-defined]
+        page.on("request", lambda request: page.requested.append(request.url))  # type: ignore[attr-defined]
+        await page.goto(url)
+        await page.wait_for_selector("#rows li")
+        try:
+            yield page
+        finally:
+            await browser.close()
+
+
+async def look(page, name: str) -> None:  # type: ignore[no-untyped-def]
+    """Keep a screenshot where the environment variable RAGR1_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("RAGR1_SCREENSHOTS"):
+        await page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+@needs_chromium
+async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        keep(tmp_path, f"iteration_{iteration:05d}", every_outcome())
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.wait_for_selector("#rows li:nth-child(21)")
+        await page.keyboard.press("5")  # ignored
+        await expect(page.locator("#rows li")).to_have_count(3)
+        await page.keyboard.press("j")
+        await page.wait_for_selector(".tokens span")
+        assert await page.locator("h2.question").text_content() == TASK.question
+        assert await page.locator(".tokens .kind-model").count() == 3
+        assert "250 ms, waited 100 ms · from the cache" in (await page.locator("summary").first.text_content() or "")
+        assert await page.locator(".gold").count() == 1
+        await look(page, "tokens_by_kind")
+        await page.keyboard.press("c")
+        await expect(page.locator(".kind-model")).to_have_count(0)
+        assert "0.375" in (await page.locator(".tokens span").nth(2).get_attribute("style") or "")  # -2 of -4 nats
+        for name in ("advantage", "ratio"):
+            assert await page.locator(f"#colour option[value={name}]").is_disabled()
+        await page.keyboard.press("s")
+        await page.wait_for_selector(".side:nth-child(7)")
+        await look(page, "siblings")
+        await page.keyboard.press("t")
+        await page.wait_for_selector("#over tr:nth-child(4)")
+        assert await page.locator("#over tr").count() == 4
+        await look(page, "task_over_iterations")
+        address = page.url
+        await page.keyboard.press("/")
+        await page.keyboard.type("no such words")
+        await expect(page.locator("#page")).to_have_text("none")
+        await page.goto("about:blank")
+        await page.goto(address)
+        await page.wait_for_selector("h2.question")
+        assert await page.locator("#rows li").count() == 3 and "outcome=ignored" in address
+        assert page.problems == []
+        assert all(url.startswith((server.url, "data:", "about:")) for url in page.requested)
+
+
+@needs_chromium
+async def test_text_of_a_trajectory_is_never_markup(tmp_path: Path) -> None:
+    hostile = every_outcome(f"{HOSTILE}#0")
+    hostile[0] = attempt(f"{HOSTILE}#0/correct", answer=HOSTILE, passages=(HOSTILE,), document=HOSTILE, text=HOSTILE)
+    keep(tmp_path, "iteration_00001", hostile)
+    async with served(tmp_path) as server, opened(server.url, "dark") as page:
+        for key, shown in (("j", ".tokens"), ("s", ".side"), ("t", "#over td")):
+            await page.keyboard.press(key)
+            await page.wait_for_selector(shown)
+            assert await page.locator("img").count() == 0
+            assert await page.locator("body script").count() == 0
+            assert "<img src=x" in await page.locator("#detail").inner_text()
+        assert await page.title() == "ragr1 view my <b>run</b>"
+        assert page.problems == []
+        await page.keyboard.press("t")
+        await look(page, "hostile_dark")
+        # the policy of the page stops what an escape would let through
+        await page.evaluate(
+            "document.body.append(document.createRange().createContextualFragment("
+            "'<img src=x onerror=\"document.title=1\"><script>document.title=2</script>'))"
+        )
+        await until(lambda: any("Content Security Policy" in problem for problem in page.problems))
+        assert await page.title() == "ragr1 view my <b>run</b>"
+
+
+@needs_chromium
+async def test_new_files_appear_and_what_is_open_stays(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("first")])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.keyboard.press("j")
+        await page.wait_for_selector("h2.question")
+        keep(tmp_path, "iteration_00002", [attempt("second"), attempt("third")])
+        await page.wait_for_selector("#rows li:nth-child(3)")
+        assert "iteration_00001" in (await page.locator("li[aria-selected=true]").text_content() or "")
+        colours = [await page.evaluate("getComputedStyle(document.body).backgroundColor")]
+        await page.emulate_media(color_scheme="dark")
+        colours.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 27)"]
+        assert page.problems == []
+
+
+async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    async with served(tmp_path) as server, aiohttp.ClientSession(server.url) as session:
+
+        async def get(path: str, **headers: str) -> tuple[int, str]:
+            async with session.get(path, headers=headers) as answer:
+                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                return answer.status, await answer.text()
+
+        assert (await get("/"))[0] == 200
+        assert (await get("/api/run", Host="evil.example"))[0] == 403
+        assert (await get("/../config.yaml"))[0] == 404
+        for query in ("outcome=good", "first=-1", "limit=0", "stage=rl", "offset=x"):
+            status, text = await get(f"/api/trajectories?{query}")
+            assert status == 400 and "expected" in text
+        assert (await get("/api/trajectory?id=none"))[0] == 404
+        async with session.post("/api/run") as answer:
+            assert answer.status == 405
+
+
+async def test_the_server_listens_on_loopback_only(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_the_command_serves_a_run_until_it_is_stopped(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RunConfig().model_dump(mode="json")), "utf-8")
+    command = [sys.executable, "-m", "ragr1_actors", "view", str(tmp_path)]
+    with subprocess.Popen(command, env=a_persons_environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            with urllib.request.urlopen(f"{url}/") as page:
+                assert b"view.js" in page.read()
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["view", str(tmp_path)])
+    assert isinstance(result.exception, RunDirectoryError) and "holds no run" in str(result.exception)

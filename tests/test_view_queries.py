@@ -1,0 +1,168 @@
+"""The viewer's index and filters, over files that a run's own writer wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from view_world import TASK, attempt, every_outcome, keep
+
+from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.view.index import Index, Snapshot
+from ragr1_actors.view.payloads import TokenPieces, find_row, row_payloads, trajectory_payload
+from ragr1_actors.view.queries import OUTCOMES, Query, Scope, Searcher
+
+
+def index_of(run_dir: Path) -> Index:
+    index = Index(run_dir / "trajectories", run_dir / "view")
+    index.refresh()
+    return index
+
+
+def names(snapshot: Snapshot, query: Query) -> list[str]:
+    searcher = Searcher()
+    rows = searcher.find(snapshot, query).rows.tolist()
+    searcher.close()
+    return [row["trajectory_id"].rpartition("/")[2] for row in row_payloads(snapshot, rows)]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        ("correct", ["correct", "unsearched"]),
+        ("wrong", ["ignored", "unlucky", "malformed", "truncated"]),
+        ("unsearched", ["unsearched"]),
+        ("ignored", ["ignored"]),
+        ("malformed", ["malformed"]),
+        ("failed", ["failed"]),
+        ("truncated", ["truncated"]),
+    ],
+)
+def test_outcomes(tmp_path: Path, outcome: str, expected: list[str]) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    assert names(index_of(tmp_path).snapshot, Query(outcome=outcome)) == expected
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        (Scope("ÜNÏQUE"), ["unsearched"]),
+        (Scope("who BELL"), ["ignored", "unlucky"]),
+        (Scope('"bell who"'), []),
+        (Scope(r"i.k .*"), []),
+        (Scope("engine lost"), ["failed"]),
+        (Scope("unlucky"), ["unlucky"]),
+        (Scope(stage="evaluation"), ["late"]),
+        (Scope(first=2, last=2), ["late"]),
+        (Scope(task="nq/2"), ["late"]),
+    ],
+)
+def test_scopes(tmp_path: Path, scope: Scope, expected: list[str]) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    keep(
+        tmp_path,
+        "eval_iteration_00002",
+        [attempt("late", answer="x", passages=None, task=replace(TASK, task_id="nq/2"))],
+    )
+    assert names(index_of(tmp_path).snapshot, Query(scope)) == expected
+
+
+def test_evidence_is_a_golden_answer_where_no_passages_are_named(tmp_path: Path) -> None:
+    open_task = replace(TASK, supporting_ids=())
+    yes = replace(open_task, golden_answers=("yes",))
+    group = [
+        attempt("seen", answer="x", task=open_task),
+        attempt("unseen", answer="x", task=open_task, document="Tom Mossman filmed."),
+        attempt("common", answer="x", task=yes, document="yes"),
+    ]
+    keep(tmp_path, "iteration_00001", group)
+    assert names(index_of(tmp_path).snapshot, Query(outcome="ignored")) == ["seen"]
+
+
+def test_pages_and_orders(tmp_path: Path) -> None:
+    for iteration in (1, 2, 10):
+        keep(
+            tmp_path,
+            f"iteration_{iteration:05d}",
+            [attempt(f"{iteration}/{n}") for n in "ab"],
+            [attempt(f"{iteration}/c")],
+        )
+    keep(tmp_path, "eval_rl", [attempt("x/end", answer="wrong")])
+    snapshot = index_of(tmp_path).snapshot
+    assert names(snapshot, Query()) == ["end", "a", "b", "c", "a", "b", "c", "a", "b", "c"]
+    assert names(snapshot, Query(offset=2, limit=2)) == ["b", "c"]
+    assert names(snapshot, Query(order="oldest"))[-1] == "end"
+    assert names(snapshot, Query(order="reward"))[0] == "end"
+
+
+def test_the_index_follows_the_run(tmp_path: Path) -> None:
+    index = Index(tmp_path / "trajectories", tmp_path / "view")
+    assert not index.refresh() and not index.snapshot.num_rows
+    keep(tmp_path, "iteration_00001", every_outcome())
+    assert index.refresh() and index.snapshot.num_rows == 7
+    assert not index.refresh()
+    keep(tmp_path, "iteration_00002", [attempt("b")])
+    assert index.refresh() and index.snapshot.num_rows == 8
+    keep(tmp_path, "iteration_00002", [attempt("c"), attempt("d")])  # a run that was rolled back
+    assert index.refresh() and names(index.snapshot, Query(Scope(first=2))) == ["c", "d"]
+    (tmp_path / "trajectories" / "iteration_00001.arrow").unlink()
+    assert index.refresh() and index.snapshot.num_rows == 2
+
+
+def test_parts_are_read_again_and_made_again_when_damaged(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    index_of(tmp_path)
+    part = tmp_path / "view" / "iteration_00001.arrow"
+    written = part.stat().st_mtime_ns
+    assert index_of(tmp_path).snapshot.num_rows == 7 and part.stat().st_mtime_ns == written
+    part.write_bytes(b"ARROW1 no more")
+    assert index_of(tmp_path).snapshot.num_rows == 7
+
+
+def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    (tmp_path / "trajectories" / "iteration_00002.arrow").write_bytes(b"half a file")
+    snapshot = index_of(tmp_path).snapshot
+    assert snapshot.num_rows == 7 and len(snapshot.problems) == 1
+    assert "iteration_00002.arrow cannot be read" in snapshot.problems[0]
+
+
+def test_counts_are_of_the_scope(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", every_outcome())
+    searcher = Searcher()
+    found = searcher.find(index_of(tmp_path).snapshot, Query(Scope("bell"), outcome="correct"))
+    searcher.close()
+    assert found.num_rows == 0 and found.counts == dict.fromkeys(OUTCOMES, 0) | {"all": 2, "wrong": 2, "ignored": 1}
+
+
+def test_a_trajectory_with_its_tokens_documents_and_siblings(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("other")], every_outcome("g"))
+    keep(tmp_path, "iteration_00002", every_outcome("g"))
+    snapshot = index_of(tmp_path).snapshot
+    row = find_row(snapshot, "iteration_00001", "g/ignored")
+    shown = trajectory_payload(snapshot, row, TokenPieces([]))
+    assert shown["summary"]["file"] == "iteration_00001" and shown["answer"] == "Ana Bell"
+    assert shown["tokens"]["pieces"] == ["5", "6", "7", "8", "9"] and not shown["tokens"]["is_text"]
+    assert np.allclose(shown["tokens"]["logprobs"], [0, -0.5, -2.0, 0, -0.25])
+    (found,) = shown["turns"][0]["retrievals"]
+    assert (found["latency_s"], found["is_cached"], found["scores"]) == (0.25, True, (0.5,))
+    assert len(shown["siblings"]) == 7
+    assert [s["above_mean"] for s in shown["siblings"][:3]] == pytest.approx([2 / 3, 2 / 3, -1 / 3])
+    assert snapshot.parts[int(snapshot.scalars["part"][find_row(snapshot, "", "g/ignored")])].origin.iteration == 2
+    for file, name in (("iteration_00003", "g/ignored"), ("iteration_00001", "gone")):
+        with pytest.raises(DataError, match="no trajectory"):
+            find_row(snapshot, file, name)
+
+
+@pytest.mark.parametrize("wrong", [{"stage": "train"}, {"text": "x" * 201}])
+def test_scopes_that_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="expected"):
+        Scope(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"outcome": "wrongs"}, {"order": "new"}, {"limit": 501}, {"offset": -1}])
+def test_queries_that_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="expected"):
+        Query(**wrong)  # type: ignore[arg-type]
