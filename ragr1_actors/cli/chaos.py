@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import shlex
@@ -47,7 +48,7 @@ LOG = "chaos.log"
 STOPPED_SHARE = 0.25
 """Of the actors that are hit, those that are stopped and not killed: they hang."""
 RL_SHARE = 0.75
-"""Of the hits: most are in RL, in which all kinds of actors work."""
+"""Share of the hits that come in RL, where all kinds of actors work."""
 _LOOK_INTERVAL_S = 0.2
 _BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.* is back after (\d+) s")
 
@@ -191,12 +192,10 @@ def chaos(
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
     place.parent.mkdir(parents=True, exist_ok=True)
-    patient = [
-        f"debugging.fault_tolerance={{max_learner_restarts: {kills}}}",
-        "checkpointing.interval=1",
-        *(overrides or []),
-    ]
+    patient = ["checkpointing.interval=1", *(overrides or [])]
     config = AlgorithmConfig.from_recipe(recipe).override(patient).freeze()
+    tolerance = config.debugging.fault_tolerance | {"max_learner_restarts": kills}  # the recipe's other keys stay
+    patient.append(f"debugging.fault_tolerance={json.dumps(tolerance)}")
     sizes = {
         "env runner": config.env_runners.num_env_runners,
         "retriever": config.retrieval.num_retrievers,
