@@ -18,8 +18,9 @@ def draining_nodes() -> set[str]:
 def num_without_room(actors: Iterable[ActorHandle[Any]]) -> int:
     """Return how many of these actors wait for a worker process: Ray has no room for them yet."""
     infos = [state.actor_table(actor._actor_id.hex()) for actor in actors]
-    # a waiting actor already has an address: that of the raylet which queues it
-    return sum(info["State"] == "PENDING_CREATION" and not info["Pid"] for info in infos)
+    # Ray's table is empty for an actor of which the head has not heard yet: handles come before the registration.
+    # A waiting actor already has an address: that of the raylet which queues it.
+    return sum(info["State"] == "PENDING_CREATION" and not info["Pid"] for info in infos if info)
 
 
 def free_resources() -> str:

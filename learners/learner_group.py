@@ -404,8 +404,9 @@ def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if isinstance(cause, RagR1Error) or is_no_room(cause):
         raise cause from None
-    if isinstance(cause, ray.exceptions.RayActorError):
-        raise _BrokenRankError(f"{rank} died: its process was killed, crashed or ran out of memory") from error
+    if cause is error and isinstance(cause, ray.exceptions.RayActorError):
+        reason = f"its process was killed, crashed or ran out of memory ({type(error).__name__})"
+        raise _BrokenRankError(f"{rank} died: {reason}") from error
     if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
         raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
     raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
@@ -501,7 +502,7 @@ class LearnerWorker:
             try:
                 if isinstance(batch, ray.ObjectRef):
                     ray.get(batch)
-            except ray.exceptions.ObjectLostError:
+            except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError):  # the second is its sampler's
                 lost.append(index)
         return lost
 

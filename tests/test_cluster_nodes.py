@@ -61,6 +61,7 @@ def run_on_cluster(script: str, *arguments: object) -> str:
 @pytest.mark.slow
 def test_actors_without_room_are_counted() -> None:
     script = """
+    from types import SimpleNamespace
     from cluster.nodes import draining_nodes, free_resources, num_without_room
     cluster.add_node(num_cpus=1, **store)
     class Thing:
@@ -70,6 +71,8 @@ def test_actors_without_room_are_counted() -> None:
     ray.get(placed.ping.remote())
     waiting = make.remote()
     until(lambda: num_without_room([placed, waiting]) == 1)
+    unknown = SimpleNamespace(_actor_id=ray.ActorID(os.urandom(16)))
+    assert num_without_room([unknown]) == 0  # as an actor's handle that is newer than its registration
     tell(sorted(draining_nodes()), free_resources())
     """
     assert run_on_cluster(script) == "[] 0 of 1 CPU, 0 of 0 GPU"
@@ -136,6 +139,8 @@ def test_batches_on_a_node_that_was_killed_are_found_lost() -> None:
     learners = LearnerGroup(AlgorithmConfig().learners(num_learners=0).freeze())
     tell(learners.find_lost(batches[:2]))  # which copies the second to the driver's node
     cluster.remove_node(node, allow_graceful=False)
+    ray.kill(maker)  # its process may have outlived its node
+    batches.append(maker.make.remote(10))
     tell(learners.find_lost(batches))
     """
-    assert run_on_cluster(script) == "[]\n[2]"
+    assert run_on_cluster(script) == "[]\n[2, 4]"

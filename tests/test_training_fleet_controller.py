@@ -41,7 +41,7 @@ def rl_rows(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_adds_a_runner_for_a_learner_that_waits_and_says_why(files: Path, tmp_path: Path) -> None:
-    recipe, run_dir = make_recipe(tmp_path / "recipe.yaml", files, num_iterations=4), tmp_path / "run"
+    recipe, run_dir = make_recipe(tmp_path / "recipe.yaml", files, num_iterations=40), tmp_path / "run"
     options = (f"env_runners.autoscaling={AUTOSCALING}", "env_runners.num_cpus_per_env_runner=0")
     with started(str(recipe), "--run-dir", str(run_dir), *options, cwd=tmp_path) as run:
         output, errors = run.communicate(timeout=600)

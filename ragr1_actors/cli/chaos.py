@@ -53,7 +53,7 @@ LOG = "chaos.log"
 STOPPED_SHARE = 0.25
 """Of the actors that are hit, those that are stopped and not killed: they hang."""
 RL_SHARE = 0.75
-"""Of the hits: most are in RL, in which all kinds of actors work."""
+"""Share of the hits that come in RL, where all kinds of actors work."""
 _LOOK_INTERVAL_S = 0.2
 _BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.* is back after (\d+) s")
 

@@ -227,6 +227,7 @@ class FleetController:
             count("scaling_decisions", 1, fleet=controlled.name, direction=direction)
         controlled.fleet.scale_to(size)
         controlled.num_replicas = size
+        controlled.note(controlled.fleet.state())  # a row of metrics never has the new target beside the old sizes
         controlled.has_no_room_since_s, controlled.said_no_room = None, False
 
     def _look_for_room(self, controlled: _Controlled) -> None:
