@@ -405,8 +405,8 @@ def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
     if isinstance(cause, RagR1Error) or is_no_room(cause):
         raise cause from None
     if cause is error and isinstance(cause, ray.exceptions.RayActorError):
-        reason = f"its process was killed, crashed or ran out of memory ({type(error).__name__})"
-        raise _BrokenRankError(f"{rank} died: {reason}") from error
+        what = type(error).__name__
+        raise _BrokenRankError(f"{rank} died: its process was killed, crashed or ran out of memory: {what}") from error
     if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
         raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
     raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
