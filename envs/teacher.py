@@ -28,7 +28,7 @@ from typing import Any
 
 from envs.actions import format_queries, parse_action
 from envs.base import Answer
-from envs.tasks import ANSWER_KEYS, LoadedTasks, Record, TaskReport, make_task, question_key, read_records
+from envs.tasks.files import ANSWER_KEYS, LoadedTasks, Record, TaskReport, make_task, question_key, read_records
 from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from envs.base import exact_match, token_f1
-from envs.published_sets import PUBLISHED, SETS, load_set, published_em
-from envs.tasks import load_tasks
+from envs.tasks.files import load_tasks
+from envs.tasks.published_sets import PUBLISHED, SETS, load_set, published_em
 from ragr1_actors.core.errors import DataError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

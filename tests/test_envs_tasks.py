@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from envs.tasks import TaskReport, load_tasks, overlap, question_key, without_overlap
+from envs.tasks.files import TaskReport, load_tasks, overlap, question_key, without_overlap
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Task
 

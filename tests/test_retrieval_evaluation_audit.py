@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.tasks import load_tasks
+from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.tasks import load_tasks
+from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
 from ragr1_actors.runs.scores import score
 from retrieval.build import build_index

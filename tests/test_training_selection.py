@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_world import THINGS, invoke, make_config, make_files
 
-from envs.tasks import load_tasks
+from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory

@@ -144,7 +144,7 @@ def check_results(out: Path | None, against: Path | None) -> None:
 
 def summarise(out: Path | None, against: Path | None, tasks: str | None) -> dict[str, Any]:
     """Return what is known beside the means: intervals, comparison, published figures; each only if there is one."""
-    from envs.published_sets import published_em
+    from envs.tasks.published_sets import published_em
     from ragr1_actors.runs.scores import compare, intervals, read_scores
 
     found: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def check_inputs(checkpoint: str, tasks: str | None = None, data: Path | None = 
     Raises:
         UserError: the message names the path.
     """
-    from envs.published_sets import load_set
+    from envs.tasks.published_sets import load_set
     from ragr1_actors.runs.run_directory import find_checkpoint
 
     find_checkpoint(checkpoint)

@@ -132,7 +132,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure recall at k of the questions' supporting passages, recall against exact search, and latency."""
-    from envs.tasks import load_tasks
+    from envs.tasks.files import load_tasks
     from retrieval.evaluation import evaluate_index
 
     loaded = load_tasks(tasks, whole=True)
@@ -149,7 +149,7 @@ def evaluate(
 @app.command("audit")
 def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
     """Count the gold answers and the supporting passages that the corpus contains."""
-    from envs.tasks import load_tasks
+    from envs.tasks.files import load_tasks
     from retrieval.corpora.corpus import Corpus
     from retrieval.evaluation import audit_corpus
 

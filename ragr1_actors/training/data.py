@@ -14,7 +14,7 @@ from pathlib import Path
 
 from envs.base import exact_match
 from envs.demonstrations import Demonstrator, evidence_demonstration
-from envs.tasks import load_tasks, overlap, without_overlap
+from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.sft import segment

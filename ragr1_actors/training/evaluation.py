@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import share
-from envs.published_sets import load_set
-from envs.tasks import load_tasks, overlap, without_overlap
+from envs.tasks.files import load_tasks, overlap, without_overlap
+from envs.tasks.published_sets import load_set
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, REWARDS, TextEnv
-from envs.tasks import load_tasks
+from envs.tasks.files import load_tasks
 from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings

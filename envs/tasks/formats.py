@@ -1,4 +1,4 @@
-"""The records of published sets under the keys that ``envs/tasks.py`` reads, and the tables they are stored in.
+"""The records of published sets under the keys that ``envs/tasks/files.py`` reads, and the tables they are stored in.
 
 ==============  ====================================================================================================
 TriviaQA        ``{"Question", "QuestionId", "Answer": {"Value", "Aliases", ...}}``, also in the hub's small letters

@@ -3,7 +3,7 @@
 ==================  ======================================================================================
 HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
 MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
-other sets          TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/task_formats.py``
+other sets          TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/tasks/formats.py``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envs.task_formats import TABLES, plain_fields, read_table
+from envs.tasks.formats import TABLES, plain_fields, read_table
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from envs.tasks import LoadedTasks, load_tasks
+from envs.tasks.files import LoadedTasks, load_tasks
 from ragr1_actors.core.errors import DataError, one_line
 
 HUB_NAME = "RUC-NLPIR/FlashRAG_datasets"
