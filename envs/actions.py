@@ -29,7 +29,7 @@ from ragr1_actors.core.config import QueryFormat
 
 STOP_TAGS = ("</search>", "</answer>")
 _OPENING = re.compile(r"<(think|search|answer)>")
-_ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
+ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _END_OF_THINK = re.compile("</think>")
 _LONGEST_TAG = len("</search>")  # of those that are looked for
 _END_OF_QUERY: dict[QueryFormat, re.Pattern[str]] = {
@@ -64,7 +64,7 @@ def parse_action(completion: str, query_format: QueryFormat = "lines") -> Action
 def _read_body(tag: str, body: str, query_format: QueryFormat) -> Action:
     if not body:
         return Malformed(f"<{tag}> is empty")
-    inner = _ANY_TAG.search(body)
+    inner = ANY_TAG.search(body)
     if inner is not None:
         return Malformed(f"{inner[0]} stands inside <{tag}>")
     if tag == "answer":
@@ -102,7 +102,7 @@ def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") 
     if not queries or (query_format == "single" and len(queries) > 1):
         expected = "exactly one" if query_format == "single" else "at least one"
         raise ValueError(f"got {len(queries)} queries in the format {query_format!r}, expected {expected}")
-    texts = [_ANY_TAG.sub(" ", query) for query in queries]
+    texts = [ANY_TAG.sub(" ", query) for query in queries]
     match query_format:
         case "lines":
             return "\n".join(text.replace("\n", " ") for text in texts)

@@ -138,7 +138,11 @@ class TextEnv(ABC):
         """Cancel what is still running. Called once, after the trajectory has ended in any way."""
 
 
-ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv"}
+ENVS: dict[str, type[TextEnv] | str] = {
+    "search": "envs.search:SearchEnv",
+    "direct": "envs.baselines:DirectEnv",
+    "rag": "envs.baselines:RagEnv",
+}
 """Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
 
 RewardFn = Callable[[Task, str], float]
@@ -154,14 +158,15 @@ def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
     return float(bool(answer.strip()) and any(prediction == normalize_answer(gold) for gold in golden_answers))
 
 
-def token_f1(answer: str, golden_answers: Sequence[str]) -> float:
+def token_f1(answer: str, golden_answers: Sequence[str], normalize: Callable[[str], str] = normalize_answer) -> float:
     """Return the F1 of HotpotQA's official script in [0, 1], for the closest gold answer.
 
     It is SQuAD's harmonic mean of token precision and recall, but an answer or gold answer yes, no or noanswer counts
     only if both are equal: "yes no" gets nothing for "yes". An answer without tokens ("The The", "A") gets 0.
+    ``normalize`` is SQuAD's, or another paper's.
     """
-    prediction = normalize_answer(answer)
-    return max((_f1(prediction, normalize_answer(gold)) for gold in golden_answers), default=0.0)
+    prediction = normalize(answer)
+    return max((_f1(prediction, normalize(gold)) for gold in golden_answers), default=0.0)
 
 
 def _f1(prediction: str, gold: str) -> float:

@@ -141,19 +141,26 @@ class _Result:
     """By the clock of the event loop."""
 
     def record(self, query: str, k: int, turn_ended: float) -> RetrievalRecord:
-        found = self.passages
-        return RetrievalRecord(
-            query=query,
-            k=k,
-            passage_ids=tuple(passage.id for passage in found),
-            scores=tuple(passage.score for passage in found),
-            titles=tuple(passage.title for passage in found),
-            texts=tuple(passage.text for passage in found),
-            latency_s=self.latency_s,
-            waited_s=min(self.latency_s, max(0.0, self.found_at - turn_ended)),
-            is_cached=found.is_cached if isinstance(found, Hits) else False,
-            index_version=found.index_version if isinstance(found, Hits) else "",
-        )
+        waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
+        return retrieval_record(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
+
+
+def retrieval_record(
+    query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float
+) -> RetrievalRecord:
+    """Return what a trajectory keeps of one query that found ``found``, at most ``k`` passages, best first."""
+    return RetrievalRecord(
+        query=query,
+        k=k,
+        passage_ids=tuple(passage.id for passage in found),
+        scores=tuple(passage.score for passage in found),
+        titles=tuple(passage.title for passage in found),
+        texts=tuple(passage.text for passage in found),
+        latency_s=latency_s,
+        waited_s=waited_s,
+        is_cached=found.is_cached if isinstance(found, Hits) else False,
+        index_version=found.index_version if isinstance(found, Hits) else "",
+    )
 
 
 class _TurnSearches:

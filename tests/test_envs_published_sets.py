@@ -113,6 +113,83 @@ def test_a_record_is_read_whole(
     )
 
 
+SPANS = [
+    {"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "NONE"},
+    {"short_answers": [], "yes_no_answer": "YES"},
+]
+WORDS = ["<P>", "Born", "in", "Old", "<B>", "Riga", "."]
+HUB_SPANS = {
+    "id": ["1", "2"],
+    "yes_no_answer": [-1, 0],
+    "short_answers": [
+        {"start_token": [3, 5], "end_token": [6, 6], "text": ["Old Riga", "Riga"]},
+        {"start_token": [], "end_token": [], "text": []},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "answers"),
+    [
+        (  # EfficientQA's: what people judged right afterwards counts
+            {
+                "question": "where?",
+                "answer": ["Riga"],
+                "def_correct_predictions": ["Old Riga"],
+                "poss_correct_predictions": ["Latvia"],
+                "answer_and_def_correct_predictions": ["Riga", "Old Riga"],
+            },
+            ("Riga", "Old Riga"),
+        ),
+        ({"question_text": "where?", "document_text": " ".join(WORDS), "annotations": SPANS}, ("Old Riga", "yes")),
+        (
+            {
+                "question_text": "where?",
+                "example_id": 5,
+                "document_tokens": [{"token": word, "html_token": "<" in word} for word in WORDS],
+                "annotations": SPANS,
+            },
+            ("Old Riga", "yes"),
+        ),
+        (
+            {
+                "question": {"text": "where?", "tokens": ["where", "?"]},
+                "document": {"tokens": {"token": WORDS, "is_html": ["<" in word for word in WORDS]}},
+                "annotations": HUB_SPANS,
+            },
+            ("Old Riga", "Riga", "no"),
+        ),
+    ],
+)
+def test_annotated_forms_of_natural_questions(tmp_path: Path, record: dict[str, Any], answers: tuple[str, ...]) -> None:
+    (task,) = load_tasks(write_lines(tmp_path / "nq.jsonl", record), whole=True).tasks
+    assert (task.question, task.golden_answers) == ("where?", answers)
+    assert task.task_id == f"nq/{record.get('example_id', 0)}"
+
+
+def test_an_annotated_question_without_an_answer_is_counted_and_a_wrong_span_refused(tmp_path: Path) -> None:
+    nothing = {"question_text": "why?", "document_text": "a", "annotations": [{"short_answers": []}]}
+    path = write_lines(tmp_path / "nq.jsonl", nothing, {"question": "who?", "answer": ["Ana"]})
+    assert load_tasks(path, whole=True).report.num_empty_answers == 1
+    wrong = {"question_text": "why?", "document_text": "a b", "annotations": SPANS}
+    with pytest.raises(DataError, match=r"line 1: got a short answer of the tokens 3 to 6, expected a part of the doc"):
+        load_tasks(write_lines(tmp_path / "wrong.jsonl", wrong))
+
+
+def test_2wikis_other_names_count_where_their_file_is(tmp_path: Path) -> None:
+    asked = {"_id": "x", "question": "Where?", "answer": "Riga", "answer_id": "Q1773", "supporting_facts": []}
+    path = write_lines(tmp_path / "dev.json", asked, asked | {"_id": "y", "question": "Who?", "answer_id": None})
+    assert [task.golden_answers for task in load_tasks(path, whole=True).tasks] == [("Riga",), ("Riga",)]
+    names = {"Q_id": "Q1773", "aliases": ["Riga city", "Riga"], "demonyms": ["Rigan"]}
+    write_lines(tmp_path / "id_aliases.json", {"Q_id": "Q1", "aliases": ["All"], "demonyms": []}, names)
+    loaded = load_tasks(path, whole=True)
+    assert [task.golden_answers for task in loaded.tasks] == [("Riga", "Riga city", "Rigan"), ("Riga",)]
+    assert "1 answers with other names (50%)" in str(loaded.report)
+    (tmp_path / "id_aliases.json").write_text('{"Q_id": "Q1"}\n')
+    with pytest.raises(DataError, match=r"id_aliases\.json, line 1: expected .*fetch it again"):
+        load_tasks(path)
+
+
 def test_triviaqas_own_file(tmp_path: Path) -> None:
     path = tmp_path / "web-dev.json"
     path.write_text(json.dumps({"Data": [TRIVIAQA], "Version": 1.0}, indent=2))

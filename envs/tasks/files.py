@@ -1,9 +1,10 @@
 """Task files: questions with their answers, read from the formats they are published in.
 
 ==================  ======================================================================================
-HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``
+HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts": [[title, sentence], ...]}]``;
+                    2Wiki's ``answer_id`` with the other names in ``id_aliases.json`` beside the file
 MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
-other sets          TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/tasks/formats.py``
+other sets          NQ, TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/tasks/formats.py``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.formats import TABLES, plain_fields, read_table
+from envs.tasks.formats import TABLES, plain_fields, read_aliases, read_table
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 
@@ -59,6 +60,8 @@ class TaskReport:
     num_answers_with_comma: int = 0
     num_yes_no: int = 0
     """Every answer is yes or no, so a guess is right half of the time."""
+    num_with_aliases: int = 0
+    """Other names of the answer count as well, from 2Wiki's ``id_aliases.json``."""
 
     def __str__(self) -> str:
         """One line."""
@@ -72,6 +75,7 @@ class TaskReport:
             (self.num_questions_with_comma, "questions with a comma"),
             (self.num_answers_with_comma, "answers with a comma"),
             (self.num_yes_no, "yes/no answers"),
+            (self.num_with_aliases, "answers with other names"),
         ]
         parts = [f"{count:,} {what}" for count, what in left_out if count]
         parts += [f"{count:,} {what} ({count / self.num_tasks:.0%})" for count, what in kept if count]
@@ -113,7 +117,11 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
     location_of_id: dict[str, str] = {}
     counts: Counter[str] = Counter()
     num_records = 0
+    aliases: dict[str, list[str]] | None = None  # read for the first record that has an ``answer_id``
     for num_records, record in enumerate(read_records(path), start=1):
+        if "answer_id" in record.fields:
+            aliases = read_aliases(path.parent) if aliases is None else aliases
+            counts["num_with_aliases"] += _add_aliases(record, aliases)
         task = make_task(record, source, num_records - 1, whole)
         key = question_key(task.question)
         if not key:
@@ -147,6 +155,15 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
         **counts,
     )
     return LoadedTasks(tuple(tasks), report)
+
+
+def _add_aliases(record: Record, aliases: dict[str, list[str]]) -> bool:
+    """Add the other names of the answer of a 2Wiki record; False if there are none."""
+    answer_id = record.fields["answer_id"]
+    names = aliases.get(answer_id, []) if isinstance(answer_id, str) else []
+    if names:
+        record.fields["answer_aliases"] = [*_as_list(record.fields.get("answer_aliases", [])), *names]
+    return bool(names)
 
 
 def question_key(question: str) -> str:

@@ -7,6 +7,8 @@ Bamboogle       ``Question`` and ``Answer``, in CSV
 FlashRAG        ``{"id", "question", "golden_answers", "metadata": {"type", "supporting_facts", ...}}``
 Search-R1       FlashRAG's, in Parquet, with ``data_source`` and ``reward_model.ground_truth.target``
 MuSiQue         ``question_decomposition`` with a ``support_paragraph`` each, where ``paragraphs`` are left out
+NQ              NQ-open, and the annotated forms in ``envs/tasks/natural_questions.py``
+2Wiki           ``answer_id``, whose other names stand in ``id_aliases.json`` beside the file
 ==============  ====================================================================================================
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from envs.tasks.natural_questions import add_natural_questions
 from ragr1_actors.core.errors import DataError, one_line
 
 TABLES = {".csv": ",", ".tsv": "\t", ".parquet": ""}
@@ -31,11 +34,15 @@ _SPELLINGS = {
     "Answer": "answer",
     "QuestionId": "id",
     "question_id": "id",
+    "question_text": "question",
+    "example_id": "id",
     "prop": "category",
     "possible_answers": "golden_answers",
 }
 _FROM_METADATA = ("type", "supporting_facts", "answer_aliases", "answerable", "paragraphs", "question_decomposition")
 _TRIVIAQA_ANSWERS = ("value", "aliases", "humananswers", "normalizedaliases")
+ALIAS_FILE = "id_aliases.json"
+"""2Wiki's other names of its answers, a JSON object per line."""
 _MAX_FIELD_CHARS = 2**31 - 1  # csv refuses fields of more than 131,072 characters unless told
 
 
@@ -56,6 +63,7 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(metadata, dict):
         found |= {key: metadata[key] for key in _FROM_METADATA if metadata.get(key) is not None and key not in found}
     _add_search_r1(found)
+    add_natural_questions(found, where)
     if isinstance(found.get("answer"), dict):
         found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # what is no answer is refused later
     if "possible_answers" in fields:
@@ -95,6 +103,35 @@ def _from_json(value: Any, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: got {value[:60]!r}, expected a JSON list as text") from error
+
+
+def read_aliases(folder: Path) -> dict[str, list[str]]:
+    """Return 2Wiki's other names by ``answer_id``, as its official script counts them: aliases and demonyms.
+
+    ``{"Q1071": ["Riga city", "Rigan"]}``; empty if ``folder`` holds no ``id_aliases.json``.
+
+    Raises:
+        DataError: a line of the file is damaged.
+    """
+    path = folder / ALIAS_FILE
+    found: dict[str, list[str]] = {}
+    if not path.is_file():
+        return found
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({one_line(error)}); fetch it again, or take it away") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            found[entry["Q_id"]] = [*entry["aliases"], *entry.get("demonyms", [])]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise DataError(
+                f'{path}, line {number}: expected {{"Q_id", "aliases", "demonyms"}} ({one_line(error)}); fetch it again'
+            ) from error
+    return found
 
 
 def read_table(path: Path) -> Iterator[tuple[dict[str, Any], str]]:

@@ -92,7 +92,8 @@ class EnvironmentSettings(Section):
     """The environment that the policy acts in, and its tasks."""
 
     env: str = "search"
-    """Environment: ``search``, or a class ``my_module:MyEnv``."""
+    """Environment: ``search``; the baselines ``direct`` (no search) and ``rag`` (one, with the question); or a class
+    ``my_module:MyEnv``."""
     tasks: str = "world"
     """Training tasks: ``world`` (generated from ``world_seed``) or the path of a task file (JSON or JSONL)."""
     eval_tasks: str = ""
