@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from envs.base import token_f1
 from ragr1_actors.cli.evaluate import print_details, summarise
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
 from ragr1_actors.runs.scores import (
     EvalSettings,
+    Latency,
     TaskScore,
     append_score,
     bootstrap,
     compare,
     exact_match_rag_r1,
     intervals,
+    latency,
     mcnemar,
+    normalize_rag_r1,
     open_scores,
     read_scores,
     score,
     tasks_digest,
 )
 
-SETTINGS = EvalSettings("policy", "musique", 3, "0f")
+SETTINGS = EvalSettings("policy", "musique", 3, "0f", "search", "indexes/mine", "1a", 8)
 
 
 def one(task_id: str, em: float = 1.0, recall: float | None = None) -> TaskScore:
-    return TaskScore(task_id, "Beyonc\u00e9\u2028", "answered", em, em, em, recall, rounds=1, queries=2, tokens=9)
+    said = "Beyonc\u00e9\u2028"
+    return TaskScore(task_id, said, "answered", em, em, em, em, recall, rounds=1, queries=2, tokens=9, latency_s=0.5)
 
 
 def test_measures_of_a_trajectory() -> None:
@@ -41,10 +46,11 @@ def test_measures_of_a_trajectory() -> None:
     trajectory = Trajectory(
         "t/1/0", task, none, np.asarray([1, 1, 2], np.uint8), none, none, turns, StopReason.ANSWERED, 1.0, "the U.S."
     )
-    expected = TaskScore("t/1", "the U.S.", "answered", 1.0, 1.0, 1.0, 0.5, rounds=1, queries=1, tokens=2)
-    assert score(trajectory) == expected
-    unknown = replace(trajectory, task=replace(task, supporting_ids=(), golden_answers=("US",)))
-    assert score(unknown) == replace(expected, recall=None, em_rag_r1=0.0)
+    timed = replace(trajectory, metrics={"time/trajectory_s": 0.25})
+    expected = TaskScore("t/1", "the U.S.", "answered", 1.0, 1.0, 1.0, 1.0, 0.5, 1, 1, tokens=2, latency_s=0.25)
+    assert score(timed) == expected
+    unknown = replace(timed, task=replace(task, supporting_ids=(), golden_answers=("US",)))
+    assert score(unknown) == replace(expected, recall=None, em_rag_r1=0.0, f1_rag_r1=0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,24 @@ def test_measures_of_a_trajectory() -> None:
 )
 def test_rag_r1s_normaliser_puts_a_space_for_punctuation(answer: str, gold: str, em: float) -> None:
     assert exact_match_rag_r1(answer, [gold]) == em
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "f1", "f1_rag_r1"),
+    [
+        ("well-known song", "known", 0.0, 0.5),
+        ("U.S.", "US", 1.0, 0.0),
+        ("yes.", "yes", 1.0, 1.0),
+        ("no-no", "no", 0, 0),
+    ],
+)
+def test_f1_with_the_normalisers_of_both_papers(answer: str, gold: str, f1: float, f1_rag_r1: float) -> None:
+    assert (token_f1(answer, [gold]), token_f1(answer, [gold], normalize_rag_r1)) == (f1, f1_rag_r1)
+
+
+def test_latency_is_over_the_tasks() -> None:
+    found = latency([replace(one(str(second)), latency_s=float(second)) for second in range(101)], 4)
+    assert found == Latency(4, 101, median_s=50.0, p95_s=95.0, mean_s=50.0, tokens=9.0, rounds=1.0, queries=2.0)
 
 
 def test_a_file_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
@@ -124,14 +148,18 @@ def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "out.jsonl"
     open_scores(path, SETTINGS)
     append_score(path, one("a"))
-    details = summarise(path, path, "musique")
-    print_details(details | {"num_trained_on": 3})
+    details = summarise([one("a")], path, "musique")
+    measured = [latency([one("a")], 1), latency([one("a")], 8)]
+    print_details(details | {"num_trained_on": 3, "latency": [asdict(found) for found in measured]})
     printed = capsys.readouterr().out
     assert "em  1.000, 95 % interval 1.000 to 1.000" in printed
     assert "McNemar  p = 1: 0 right here only, 0 there only" in printed
     assert "warning: 3 of these questions are in the run's training file" in printed
     assert "0.192  RAG-R1, several queries (Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large" in printed
-    assert summarise(None, None, "questions.json") == {}
+    each = "(1 questions; 9.0 tokens, 1.0 rounds, 2.0 queries each)"
+    assert f"latency  0.50 s median, 0.50 s for 95 %, one at a time {each}" in printed
+    assert f"latency  0.50 s median, 0.50 s for 95 %, 8 at the same time {each}" in printed
+    assert summarise([one("a")], None, "questions.json").keys() == {"intervals"}
 
 
 def test_mcnemar() -> None:

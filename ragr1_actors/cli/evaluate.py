@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,53 +23,151 @@ from ragr1_actors.cli import (
     print_line,
     print_values,
 )
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.types import Trajectory
+    from ragr1_actors.runs.scores import TaskScore
+    from ragr1_actors.training.evaluated_policy import Endpoint, EvalRequest
 
 NO_EXAMPLE = "YOUR QUESTION"
 
 
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="[SOURCE]",
+        help="A run directory or URI (its newest checkpoint is used), or one of its checkpoints; with --recipe, any "
+        "Hugging Face model folder or hub name.",
+    ),
+]
+RecipeOption = Annotated[
+    str, typer.Option("--recipe", help="Prompt, formats, limits and retrieval of this recipe, for a model or endpoint.")
+]
+PromptOption = Annotated[
+    Path | None, typer.Option("--prompt", help="A text file with the prompt; {question} stands for the question.")
+]
+BaselineOption = Annotated[
+    Literal["direct", "rag", "single-query"] | None,
+    typer.Option("--baseline", help="Answer without a search, after one with the question, or with a query per turn."),
+]
+EndpointOption = Annotated[
+    str, typer.Option("--endpoint", help="Ask an OpenAI-compatible chat endpoint, such as http://10.0.0.2:8000/v1.")
+]
+ModelOption = Annotated[str, typer.Option("--model", help="The endpoint's model.")]
+KeyOption = Annotated[
+    str, typer.Option("--key-env", help="The environment variable with the endpoint's key, if it needs one.")
+]
+BodyOption = Annotated[
+    str, typer.Option("--body", help="JSON fields of every request to the endpoint; null leaves one out.")
+]
+ConcurrencyOption = Annotated[
+    int | None,
+    typer.Option("--concurrency", min=1, help="Questions at the same time; default: the recipe's, 8 at an endpoint."),
+]
+TasksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        help="A task file, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, bamboogle; default: the tasks that the "
+        "run held out.",
+    ),
+]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="The folder of FlashRAG's sets, for a name; default: the hub.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="A JSON-lines file with the score of every task; the same command goes on with it."),
+]
+AgainstOption = Annotated[
+    Path | None, typer.Option("--against", help="The --out of another policy, to compare with task by task.")
+]
+
+
 def evaluate(
-    checkpoint: CheckpointArgument,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks",
-            help="A task file, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, bamboogle; default: the tasks that "
-            "the run held out.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="The folder of FlashRAG's sets, for a name; default: the hub.")
-    ] = None,
+    source: SourceArgument = "",
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    tasks: TasksOption = None,
+    data: DataOption = None,
     index: IndexOption = None,
     num_tasks: Annotated[int | None, typer.Option("--num-tasks", min=1, help="Use the first tasks only.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="A JSON-lines file with the score of every task; the same command goes on with it."),
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option("--against", help="The --out of another policy, to compare with task by task.")
-    ] = None,
+    recipe: RecipeOption = "",
+    prompt: PromptOption = None,
+    baseline: BaselineOption = None,
+    endpoint: EndpointOption = "",
+    model: ModelOption = "",
+    key_env: KeyOption = "OPENAI_API_KEY",
+    body: BodyOption = "{}",
+    concurrency: ConcurrencyOption = None,
+    latency: Annotated[bool, typer.Option("--latency", help="Measure latency, one at a time and at load.")] = False,
+    latency_tasks: Annotated[
+        int, typer.Option("--latency-tasks", min=1, help="How many tasks --latency answers one at a time.")
+    ] = 100,
+    out: OutOption = None,
+    against: AgainstOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer tasks greedily with a trained policy; print exact match, F1 and the number of searches."""
-    check_inputs(checkpoint, tasks, data)
-    check_results(out, against)
-    from ragr1_actors.training.evaluation import evaluate as evaluate_policy
-    from ragr1_actors.training.evaluation import num_trained_on
+    """Answer tasks greedily with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches."""
+    from ragr1_actors.training.evaluated_policy import EvalRequest
 
-    result = asdict(evaluate_policy(checkpoint, tasks=tasks, data=data, index=index, num_tasks=num_tasks, out=out))
-    details = summarise(out, against, tasks)
+    words = [word for word in (source, *(overrides or [])) if word]
+    is_named = bool(words) and not (endpoint and re.match(r"\w+\.\w+=", words[0]))
+    request = EvalRequest(
+        source=words.pop(0) if is_named else "",
+        recipe=recipe,
+        overrides=tuple(words),
+        index=index,
+        prompt=prompt,
+        baseline=baseline,
+        endpoint=read_endpoint(endpoint, model, key_env, body),
+        concurrency=concurrency,
+    )
+    check_request(request, tasks, data, out, against)
+    from ragr1_actors.training.evaluation import EvalTasks, evaluate_policy
+
+    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0)
+    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+        bar = progress.add_task("answering", total=None)
+        found = evaluate_policy(
+            request, which, out, lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+    details = summarise(found.scores, against, tasks)
+    details["latency"] = [asdict(one) for one in found.latency]
     if tasks is not None:
-        details["num_trained_on"] = num_trained_on(checkpoint, tasks, data)
+        details["num_trained_on"] = found.num_trained_on
     if as_json:
-        print_json(result | details)
+        print_json({"policy": found.policy, "method": found.method, **asdict(found.result), **details})
         return
-    print_values(result)
+    print_values(asdict(found.result))
     print_details(details)
+
+
+def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | None:
+    """Return the endpoint of the options; None if none is named.
+
+    Raises:
+        ConfigError: one of ``--endpoint`` and ``--model`` is missing, the address is wrong or holds a secret, or
+            ``--body`` is no JSON object.
+    """
+    from ragr1_actors.core.credentials import refuse_credentials
+    from ragr1_actors.training.evaluated_policy import Endpoint
+    from retrieval.http.retriever import check_url
+
+    if bool(url) != bool(model):
+        raise ConfigError("--endpoint URL and --model NAME belong together; give both or neither")
+    if not url:
+        return None
+    refuse_credentials(url, "--endpoint")
+    check_url(url, "--endpoint")
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--body: got {shortened(body)!r}, expected a JSON object such as '{{\"seed\": 1}}'")
+    return Endpoint(url, model, key_env, fields)
 
 
 def ask(
@@ -130,29 +231,33 @@ def select(
     print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
 
 
-def check_results(out: Path | None, against: Path | None) -> None:
-    """Refuse results files that cannot be used; ``UserError`` names the option."""
+def check_request(
+    request: EvalRequest, tasks: str | None, data: Path | None, out: Path | None, against: Path | None
+) -> None:
+    """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
+    from envs.tasks.published_sets import load_set
     from ragr1_actors.runs.scores import read_scores
+    from ragr1_actors.training.evaluated_policy import open_policy
 
-    if against is not None and out is None:
-        raise DataError("--against compares task by task, which needs --out FILE for this policy; add it")
+    open_policy(request)
+    if tasks is not None:
+        load_set(tasks, data)
     if against is not None:
         read_scores(against)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
 
 
-def summarise(out: Path | None, against: Path | None, tasks: str | None) -> dict[str, Any]:
+def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: str | None) -> dict[str, Any]:
     """Return what is known beside the means: intervals, comparison, published figures; each only if there is one."""
     from envs.tasks.published_sets import published_em
     from ragr1_actors.runs.scores import compare, intervals, read_scores
 
-    found: dict[str, Any] = {}
-    if out is not None:
-        _, scores = read_scores(out)
-        found["intervals"] = {name: asdict(interval) for name, interval in intervals(scores).items()}
-        if against is not None:
-            found["against"] = asdict(compare(scores, read_scores(against)[1]))
+    found: dict[str, Any] = {
+        "intervals": {name: asdict(interval) for name, interval in intervals(scores).items()},
+    }
+    if against is not None:
+        found["against"] = asdict(compare(scores, read_scores(against)[1]))
     if published := published_em(tasks or ""):
         found["published"] = [{"method": method, "em": em, "settings": how} for method, how, em in published]
     return found
@@ -169,6 +274,13 @@ def print_details(details: dict[str, Any]) -> None:
             print_line(f"{name:>20}  {found['mean']:+.3f}, 95 % interval {found['low']:+.3f} to {found['high']:+.3f}")
         counts = f"{compared['only_first']:,} right here only, {compared['only_second']:,} there only"
         print_line(f"{'McNemar':>20}  p = {compared['p_value']:.3g}: {counts}")
+    for measured in details.get("latency", []):
+        beside = "one at a time" if measured["concurrency"] == 1 else f"{measured['concurrency']:,} at the same time"
+        means = ", ".join(f"{measured[name]:.1f} {name}" for name in ("tokens", "rounds", "queries"))
+        print_line(
+            f"{'latency':>20}  {measured['median_s']:.2f} s median, {measured['p95_s']:.2f} s for 95 %, {beside} "
+            f"({measured['num_tasks']:,} questions; {means} each)"
+        )
     if details.get("num_trained_on"):
         print_line(f"warning: {details['num_trained_on']:,} of these questions are in the run's training file")
     if published := details.get("published"):
@@ -177,18 +289,11 @@ def print_details(details: dict[str, Any]) -> None:
             print_line(f"{row['em']:>20.3f}  {row['method']} ({row['settings']})")
 
 
-def check_inputs(checkpoint: str, tasks: str | None = None, data: Path | None = None) -> None:
-    """Refuse what is no run or checkpoint, and a file of tasks that cannot be used, before torch takes seconds to load.
-
-    Raises:
-        UserError: the message names the path.
-    """
-    from envs.tasks.published_sets import load_set
+def check_inputs(checkpoint: str) -> None:
+    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path."""
     from ragr1_actors.runs.run_directory import find_checkpoint
 
     find_checkpoint(checkpoint)
-    if tasks is not None:
-        load_set(tasks, data)
 
 
 def render_trajectory(trajectory: Trajectory) -> Text:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ from ragr1_actors.rollout.engines.base import (
     PolicyTokenizer,
     ReceivingEngine,
 )
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.trajectory_loop import Tokenizer, run_trajectory
 from retrieval.base import PacedRetriever, Retriever
@@ -92,9 +94,14 @@ class EnvRunner:
     @classmethod
     def load(cls, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int = 0) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy``."""
-        policy_dir = on_this_node(policy)
-        tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
         engine_class = load_object(config.env_runners.engine, ENGINES)
+        policy_dir: str | Path
+        tokenizer: PolicyTokenizer | EndpointTokenizer
+        if config.env_runners.engine == "endpoint":  # the policy is elsewhere, and so is its tokenizer
+            policy_dir, tokenizer = "", EndpointTokenizer()
+        else:
+            policy_dir = on_this_node(policy)
+            tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published
         takes_part: dict[str, type] = {"broadcast": ReceivingEngine, "ipc": ColocatedEngine}
@@ -118,6 +125,7 @@ class EnvRunner:
             if isinstance(self._context.retriever, PacedRetriever):
                 await self._context.retriever.wait_for_room()
             meter = _Meter(self.engine, self._load)
+            started_s = asyncio.get_running_loop().time()
             try:
                 trajectory = await run_trajectory(
                     self._env_class(self._config.environment, self._context),
@@ -132,6 +140,7 @@ class EnvRunner:
             finally:
                 self.engine.release(trajectory_id)
             trajectory.metrics.update(meter.metrics())
+            trajectory.metrics["time/trajectory_s"] = asyncio.get_running_loop().time() - started_s
             return trajectory
 
 

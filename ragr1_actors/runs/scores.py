@@ -2,7 +2,7 @@
 
 The first line of a file has the settings of the evaluation, every other one a ``TaskScore``::
 
-    {"policy": "runs/mine/checkpoints/step_40/policy", "tasks": "musique", "num_tasks": 2417, "digest": "5c1f..."}
+    {"policy": "runs/mine/checkpoints/step_40/policy", "tasks": "musique", "num_tasks": 2417, "digest": "5c1f...", ...}
     {"task_id": "musique/2hop__1_2", "answer": "Riga", "em": 1.0, "f1": 1.0, "em_rag_r1": 1.0, "recall": 0.5, ...}
 """
 
@@ -33,7 +33,7 @@ _PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation, " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUM_RESAMPLES = 2000
 _CHUNK = 50  # resamples at once: 50 draws of 14,267 tasks are 6 MB
-MEASURES = ("em", "f1", "em_rag_r1", "recall", "rounds", "queries", "tokens")
+MEASURES = ("em", "f1", "em_rag_r1", "f1_rag_r1", "recall", "rounds", "queries", "tokens", "latency_s")
 """The numbers of a ``TaskScore``."""
 
 
@@ -49,12 +49,16 @@ class TaskScore:
     f1: float
     em_rag_r1: float
     """Exact match as RAG-R1's evaluation has it: punctuation becomes a space, so "U.S." is not "US"."""
+    f1_rag_r1: float
+    """Token F1 after RAG-R1's normalisation: "well-known" is two tokens."""
     recall: float | None
     """Share of the supporting passages that any search of the trajectory found; None if they are not known."""
     rounds: int
     queries: int
     tokens: int
     """Sampled by the policy."""
+    latency_s: float
+    """From the prompt to the end of the trajectory, searches included, beside ``concurrency - 1`` others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,14 @@ class EvalSettings:
     num_tasks: int
     digest: str
     """Of the tasks' ids, questions and answers, from ``tasks_digest``."""
+    method: str
+    """``search``, or the baseline: ``direct``, ``rag``, ``single-query``."""
+    index: str
+    """Path of the index, or the ``retrieval.type`` that needs none."""
+    settings: str
+    """Digest of what else shapes an answer: prompt, formats, limits, retrieval."""
+    concurrency: int
+    """Trajectories at the same time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +105,36 @@ class Comparison:
     """Of McNemar's exact test, two-sided, on these two counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long questions took, and what they took it for; the last three are means per question."""
+
+    concurrency: int
+    """Questions under way at the same time, at most."""
+    num_tasks: int
+    median_s: float
+    p95_s: float
+    """95 % of the questions took at most this long."""
+    mean_s: float
+    tokens: float
+    rounds: float
+    queries: float
+
+
 _SCORE, _SETTINGS = TypeAdapter(TaskScore), TypeAdapter(EvalSettings)
 
 
 def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if the answer equals a gold answer where punctuation is a space: "U.S." is "u s", not "us"."""
-    said = _spaced(answer)
-    return float(bool(answer.strip()) and any(said == _spaced(gold) for gold in golden_answers))
+    said = normalize_rag_r1(answer)
+    return float(bool(answer.strip()) and any(said == normalize_rag_r1(gold) for gold in golden_answers))
 
 
-def _spaced(text: str) -> str:
+def normalize_rag_r1(text: str) -> str:
+    """Apply RAG-R1's normalisation: lower case, a space for ASCII punctuation, no articles, single spaces.
+
+    ``normalize_rag_r1("The  U.S.") == "u s"``, where ``normalize_answer`` has ``"us"``.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION_TO_SPACE)).split())
 
 
@@ -120,10 +152,12 @@ def score(trajectory: Trajectory) -> TaskScore:
         em=exact_match(answer, task.golden_answers),
         f1=token_f1(answer, task.golden_answers),
         em_rag_r1=exact_match_rag_r1(answer, task.golden_answers),
+        f1_rag_r1=token_f1(answer, task.golden_answers, normalize_rag_r1),
         recall=len(gold & found) / len(gold) if gold else None,
         rounds=trajectory.num_search_rounds,
         queries=trajectory.num_queries,
         tokens=trajectory.num_model_tokens,
+        latency_s=trajectory.metrics.get("time/trajectory_s", 0.0),
     )
 
 
@@ -189,6 +223,16 @@ def intervals(scores: Sequence[TaskScore]) -> dict[str, Interval]:
     values = {name: [getattr(one, name) for one in scores] for name in MEASURES}
     known = {name: [value for value in column if value is not None] for name, column in values.items()}
     return {name: bootstrap(np.asarray(column, np.float64)) for name, column in known.items() if column}
+
+
+def latency(scores: Sequence[TaskScore], concurrency: int) -> Latency:
+    """Return the latency over at least one score, measured with ``concurrency`` trajectories at the same time."""
+    seconds = np.asarray([one.latency_s for one in scores], np.float64)  # [num_tasks]
+    median_s, p95_s = np.percentile(seconds, (50, 95))
+    means = {
+        name: math.fsum(getattr(one, name) for one in scores) / len(scores) for name in ("tokens", "rounds", "queries")
+    }
+    return Latency(concurrency, len(scores), float(median_s), float(p95_s), float(seconds.mean()), **means)
 
 
 def bootstrap(values: NDArray[np.float64], seed: int = 0) -> Interval:

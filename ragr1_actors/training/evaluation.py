@@ -1,6 +1,7 @@
 """What a policy is used for without a learner: ``ragr1 evaluate``, ``ragr1 ask`` and ``ragr1 select``.
 
-All sample with a ``Sampler``. ``evaluate`` and ``ask`` take a checkpoint's policy and its run's index, in this process.
+All sample with a ``Sampler``. ``ask`` takes a checkpoint's policy and its run's index, in this process; so does
+``evaluate``, which also takes what ``evaluated_policy.py`` lists.
 
 ``select`` chooses the tasks that a policy can learn from by how often it answers them, after RAG-R1 (arXiv:2507.02962):
 the questions that Qwen2.5-72B-Instruct got wrong once were sampled up to ten times more, at temperature 1.2 and with up
@@ -11,13 +12,15 @@ is a coin toss for a question that is answered half of the time.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,13 @@ from cluster.storage import share
 from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.tasks.published_sets import load_set
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.resolve import override, read_recipe, recipe_names, resolve
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task, Trajectory
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, engine_settings
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, session_for
 from ragr1_actors.rollout.task_sampler import Issue
@@ -38,9 +42,26 @@ from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.places import INDEX, Place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from ragr1_actors.runs.scores import EvalSettings, append_score, open_scores, score, tasks_digest
+from ragr1_actors.runs.scores import (
+    EvalSettings,
+    Latency,
+    TaskScore,
+    append_score,
+    latency,
+    open_scores,
+    score,
+    tasks_digest,
+)
 from ragr1_actors.training.data import WORLD, prepare_index, prepare_policy, split_tasks
+from ragr1_actors.training.evaluated_policy import (
+    EvalRequest,
+    EvaluatedPolicy,
+    index_of,
+    open_policy,
+    sampler_config,
+)
 from ragr1_actors.training.preflight import check_sampler
+from retrieval.base import needs_index
 
 _IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
 _TAKEN_AS = {
@@ -49,6 +70,35 @@ _TAKEN_AS = {
     "environment.max_turns": "--max-turns",
     "env_runners.temperature": "--temperature",
 }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What ``ragr1 evaluate`` found."""
+
+    policy: str
+    method: str
+    """``search``, or the baseline."""
+    result: EvalResult
+    scores: tuple[TaskScore, ...]
+    latency: tuple[Latency, ...]
+    """One question at a time, then all at load; empty unless it was asked for."""
+    num_trained_on: int | None
+    """Questions that are in the training file of run or recipe; None if it is unknown, or there is no such file."""
+
+
+@dataclass(frozen=True)
+class EvalTasks:
+    """Which tasks to answer."""
+
+    tasks: str | Path | None = None
+    """A file or the name of a published set; None is what the run held out."""
+    data: Path | None = None
+    """Folder of the published sets; None is the hub."""
+    num_tasks: int | None = None
+    """The first ones only; None is all."""
+    num_alone: int = 0
+    """How many of the first tasks are answered one at a time besides, for their latency."""
 
 
 def evaluate(
@@ -60,56 +110,155 @@ def evaluate(
     num_tasks: int | None = None,
     out: Path | None = None,
 ) -> EvalResult:
-    """Answer tasks greedily with a checkpoint, as its run does at the end of a stage.
-
-    ``out`` is the only file that is written: the score of every task, as it is answered. If the file is there already,
-    the evaluation goes on with the tasks that it lacks, and the result is over all.
+    """Answer tasks greedily with a checkpoint, as its run does at the end of a stage; see ``evaluate_policy``.
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
-    index, and all tasks of a file, or as many held-out tasks as the run evaluates. ``tasks`` is a file or the name of a
-    published set, which is read from the folder ``data`` or from the hub.
+    index, and all tasks of a file, or as many held-out tasks as the run evaluates.
+    """
+    return evaluate_policy(EvalRequest(str(path), index=index), EvalTasks(tasks, data, num_tasks), out).result
+
+
+def evaluate_policy(
+    request: EvalRequest,
+    which: EvalTasks,
+    out: Path | None = None,
+    on_task: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Answer tasks greedily with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+
+    ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
+    ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
+    and the result is over all. ``on_task`` is called with the number of tasks done and the number of all tasks.
 
     Raises:
-        UserError: there is no such run or checkpoint, or a file cannot be used.
+        UserError: there is no such run, folder or endpoint, or a file cannot be used.
+        FleetError: every task failed.
     """
-    place, policy_dir = find_checkpoint(path)
-    run = open_run_directory(place)
-    config = _config_in_process(run, place, index)
-    check_sampler(config, has_index=True)
-    found = evaluation_tasks(run, tasks, num_tasks, data)
-    if out is not None:
-        settings = EvalSettings(str(policy_dir), str(tasks or "held out"), len(found), tasks_digest(found))
-        return _evaluate_into(
-            out, settings, found, lambda: Sampler(config, policy_dir, prepare_index(config, place.path))
+    subject = open_policy(request)
+    if which.num_alone:  # a question that is asked again must search again
+        retrieval = subject.config.retrieval.model_copy(update={"cache_size": 0})
+        subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
+    _check_subject(subject, which)
+    found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
+    load = subject.config.env_runners.max_concurrent_trajectories
+    passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
+    if which.num_alone:
+        beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
+        passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
+    total, done = sum(len(one.tasks) for one in passes), sum(len(one.scores) for one in passes)
+    on_task(done, total)
+    if any(one.left for one in passes):
+        with _started(subject) as sampler:
+            for one in passes:
+                one.answer(sampler, lambda: on_task(sum(len(each.scores) for each in passes), total))
+    whole = passes[-1]
+    return Evaluation(
+        policy=subject.name,
+        method=subject.method,
+        result=_result(whole),
+        scores=tuple(whole.scores),
+        latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
+        num_trained_on=_num_trained_on(subject, which),
+    )
+
+
+class _Pass:
+    """Tasks that are answered with one number of trajectories at the same time, and their scores so far."""
+
+    def __init__(
+        self, subject: EvaluatedPolicy, source: str, tasks: Sequence[Task], concurrency: int, out: Path | None
+    ) -> None:
+        self.tasks, self.concurrency, self._out = tasks, concurrency, out
+        self.settings = EvalSettings(
+            subject.name,
+            source,
+            len(tasks),
+            tasks_digest(tasks),
+            subject.method,
+            subject.index,
+            subject.digest(),
+            concurrency,
         )
-    groups: list[FinishedGroup] = []
-    with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
-        num_failed = sampler.sample_tasks(found, 1, 0.0, groups.append)
-    return eval_result([group.summary for group in groups], num_failed)
+        self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
+        self.num_failed = 0
+
+    @property
+    def left(self) -> list[Task]:
+        """The tasks without a score."""
+        done = {one.task_id for one in self.scores}
+        return [task for task in self.tasks if task.task_id not in done]
+
+    def answer(self, sampler: Sampler, on_task: Callable[[], None]) -> None:
+        """Answer what is left; ``FleetError`` if every task failed."""
+
+        def on_group(group: FinishedGroup) -> None:
+            if not group.summary.num_failed:
+                (sampled,) = groups_from_record_batch(group.batch)
+                self.scores.append(score(sampled.trajectories[0]))
+                if self._out is not None:
+                    append_score(self._out, self.scores[-1])
+                on_task()
+
+        left = self.left
+        if self.concurrency > 1:
+            self.num_failed = sampler.sample_tasks(left, 1, 0.0, on_group) if left else 0
+            return
+        for number, task in enumerate(left, start=1):
+            try:
+                sampler.sample_tasks([task], 1, 0.0, on_group)
+            except FleetError:  # this task; it is raised below if there is no other
+                self.num_failed += 1
+                if number == len(left) and not self.scores:
+                    raise
 
 
-def _evaluate_into(
-    out: Path, settings: EvalSettings, tasks: Sequence[Task], start: Callable[[], Sampler]
-) -> EvalResult:
-    """Answer the tasks that ``out`` lacks, and return the result over all; ``start`` is called if any is left."""
-    scores = open_scores(out, settings)
-    done = {one.task_id for one in scores}
-    left = [task for task in tasks if task.task_id not in done]
-    num_failed = 0
+def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
+    """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
+    config = subject.config
+    check_sampler(config, has_index=subject.place is not None)
+    retrieval = config.retrieval
+    searches_world = needs_index(retrieval.type) and not retrieval.index and retrieval.corpus == WORLD
+    if which.tasks is not None and subject.place is None and searches_world:
+        raise DataError(
+            "no index is named, and the generated world has no passages about these tasks; name one with --index, or a "
+            "server with retrieval.type=http"
+        )
 
-    def on_group(group: FinishedGroup) -> None:
-        if not group.summary.num_failed:
-            (sampled,) = groups_from_record_batch(group.batch)
-            scores.append(score(sampled.trajectories[0]))
-            append_score(out, scores[-1])
 
-    if left:
-        with start() as sampler:
-            num_failed = sampler.sample_tasks(left, 1, 0.0, on_group)
-    mean = {name: math.fsum(getattr(one, name) for one in scores) / len(scores) for name in _IN_RESULT}
+@contextmanager
+def _started(subject: EvaluatedPolicy) -> Iterator[Sampler]:
+    """Load policy and index; an endpoint is asked once, so that a wrong address or key is said before any task."""
+    config = subject.config
+    if config.env_runners.engine == "endpoint":
+        asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
+    with tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
+        index_dir = prepare_index(config, subject.place.path if subject.place is not None else Path(scratch))
+        with Sampler(config, subject.folder, index_dir) as sampler:
+            yield sampler
+
+
+def _result(whole: _Pass) -> EvalResult:
+    mean = mean_over([{name: float(getattr(one, name)) for name in _IN_RESULT} for one in whole.scores])
     queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
-    return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=len(scores), num_failed=num_failed)
+    num_tasks, num_failed = len(whole.scores), whole.num_failed
+    return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=num_tasks, num_failed=num_failed)
+
+
+def _num_trained_on(subject: EvaluatedPolicy, which: EvalTasks) -> int | None:
+    """Return how many questions of a file or published set are in the training file; None if this is not known.
+
+    A run left out only the questions of its own ``environment.eval_tasks``.
+    """
+    environment = subject.run.environment
+    if which.tasks is None or not subject.folder:
+        return None
+    if environment.tasks == WORLD or not Path(environment.tasks).is_file():
+        return None
+    trained = load_tasks(environment.tasks).tasks
+    if environment.eval_tasks and Path(environment.eval_tasks).is_file():
+        trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
+    return len(overlap(trained, load_set(which.tasks, which.data).tasks))
 
 
 def ask(path: str | Path, question: str) -> Trajectory:
@@ -125,21 +274,8 @@ def ask(path: str | Path, question: str) -> Trajectory:
 
 def _config_in_process(run: RunConfig, place: Place, index: Path | None = None) -> SamplerConfig:
     """Return what is needed to sample in this process as a run does; ``index`` is None for the run's own."""
-    retrieval = {"num_retrievers": 0, "index": str(index or _index_of(run, place))}
-    return _sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
-
-
-def _index_of(run: RunConfig, place: Place) -> Path:
-    """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
-    named = run.retrieval.index
-    if not named or (not Path(named).is_dir() and place.bring(INDEX).is_dir()):
-        return place.bring(INDEX)
-    return Path(named)
-
-
-def _sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
-    sections = {name: getattr(run, name) for name in SamplerConfig.model_fields}
-    return SamplerConfig(**sections | {name: sections[name].model_copy(update=keys) for name, keys in changes.items()})
+    retrieval = {"num_retrievers": 0, "index": str(index or index_of(run, place))}
+    return sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
 
 
 def evaluation_tasks(
@@ -161,24 +297,6 @@ def evaluation_tasks(
         )
     _, held_out, _ = split_tasks(run, max(count, num_held_out))
     return held_out[:count]
-
-
-def num_trained_on(path: str | Path, tasks: str | Path, data: Path | None = None) -> int | None:
-    """Return how many questions of a file or published set are in the training file of a run.
-
-    The run left out only the questions of its own ``environment.eval_tasks``. None if this machine has no such file.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or a file cannot be used.
-    """
-    place, _ = find_checkpoint(path)
-    environment = open_run_directory(place).environment
-    if environment.tasks == WORLD or not Path(environment.tasks).is_file():
-        return None
-    trained = load_tasks(environment.tasks).tasks
-    if environment.eval_tasks and Path(environment.eval_tasks).is_file():
-        trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
-    return len(overlap(trained, load_set(tasks, data).tasks))
 
 
 def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResult:
@@ -299,7 +417,7 @@ def _selection_config(
             own_index = str(place.bring(INDEX)) if place.bring(INDEX).is_dir() else ""
     config = resolve(override(sections, overrides))
     found_index = str(index or config.retrieval.index or own_index)
-    return _sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})
+    return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})
 
 
 def _sample(

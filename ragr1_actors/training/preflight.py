@@ -39,6 +39,11 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
             damaged.
     """
     check_sampler(config, has_index=has_index)
+    if config.env_runners.engine == "endpoint":
+        raise ConfigError(
+            "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
+            "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
+        )
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):

@@ -405,8 +405,8 @@ def text_id(title: str, text: str) -> str:
     return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
 
 
-def check_url(url: str) -> URL:
-    """Return the parsed address of a server.
+def check_url(url: str, option: str = "retrieval.options.url") -> URL:
+    """Return the parsed address of a server; ``option`` names it in messages.
 
     Raises:
         ConfigError: it is not an ``http://`` or ``https://`` address, or it contains a name or a password.
@@ -417,9 +417,9 @@ def check_url(url: str) -> URL:
     except ValueError:
         parsed, host = URL(), None
     if parsed.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"retrieval.options.url: got {url!r}, expected an address such as http://10.0.0.2:8000")
+        raise ConfigError(f"{option}: got {url!r}, expected an address such as http://10.0.0.2:8000")
     if parsed.user or parsed.password:
-        raise ConfigError("retrieval.options.url: it holds a name or a password; put secrets into the environment")
+        raise ConfigError(f"{option}: it holds a name or a password; put secrets into the environment")
     return parsed
 
 

@@ -192,6 +192,7 @@ EngineClass = Callable[..., Engine]
 ENGINES: dict[str, EngineClass | Any] = {
     "transformers": "ragr1_actors.rollout.engines.transformers_engine:TransformersEngine",
     "vllm": "ragr1_actors.rollout.engines.vllm_engine:VLLMEngine",
+    "endpoint": "ragr1_actors.rollout.engines.endpoint_engine:EndpointEngine",
 }
 """By the word in a recipe; any other engine is ``my_module:MyEngine``. Each pulls in a library that may be missing."""
 

@@ -1,0 +1,224 @@
+"""What ``ragr1 evaluate`` evaluates, and how: a policy, the settings that it acts with, and the method.
+
+::
+
+    run or checkpoint              its policy, and the settings that the run stored
+    model folder --recipe R        any Hugging Face folder or hub name, and the settings of a recipe
+    --endpoint URL --model NAME    a hosted model, and the settings of a run, of a recipe, or the defaults
+    --baseline B                   changes the settings of any of these: no search, one search, one query per turn
+
+Imports neither torch nor Ray, so that the command line reports a wrong request within a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.storage import is_uri
+from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
+from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
+from ragr1_actors.runs.places import INDEX, Place
+from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory
+from retrieval.base import needs_index
+
+Baseline = Literal["direct", "rag", "single-query"]
+BASELINES: dict[Baseline, dict[str, Any]] = {
+    "direct": {"env": "direct", "prompt": DIRECT_PROMPT, "max_turns": 1},
+    "rag": {"env": "rag", "prompt": RAG_PROMPT, "max_turns": 1},
+    "single-query": {"max_queries_per_turn": 1, "query_format": "single"},
+}
+"""What each changes in the section ``environment``."""
+NO_RETRIEVER = "envs.baselines:NoRetriever"
+ENDPOINT_CONCURRENCY = 8
+"""Requests at the same time, unless ``--concurrency`` says otherwise: most endpoints limit their rate."""
+_NOT_IN_DIGEST = {"environment": {"tasks", "eval_tasks", "world_seed", "reward"}}
+_SHAPES_ANSWERS = {
+    "env_runners": ("engine", "max_context_tokens", "max_new_tokens_per_turn"),
+    "retrieval": ("type", "options", "encoder", "reranker"),
+    "policy": ("dtype",),
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible chat endpoint; see ``EndpointOptions`` for the fields."""
+
+    url: str
+    model: str
+    key_env: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What a person asked to evaluate."""
+
+    source: str = ""
+    """A run, a checkpoint, or with ``recipe`` a model folder or hub name; may be empty with ``endpoint``."""
+    recipe: str = ""
+    """Name or path; empty takes the run's settings, or with ``endpoint`` alone the defaults."""
+    overrides: tuple[str, ...] = ()
+    """``section.key=value`` for run or recipe."""
+    index: Path | None = None
+    """None is the run's or the recipe's own."""
+    prompt: Path | None = None
+    """A text file that replaces ``environment.prompt``."""
+    baseline: Baseline | None = None
+    endpoint: Endpoint | None = None
+    concurrency: int | None = None
+    """Trajectories at the same time; None is ``env_runners.max_concurrent_trajectories``, or 8 with an endpoint."""
+
+
+@dataclass(frozen=True)
+class EvaluatedPolicy:
+    """A policy that is ready to be loaded."""
+
+    name: str
+    """For people and for files of scores."""
+    folder: str
+    """Hugging Face folder or hub name; empty for an endpoint."""
+    config: SamplerConfig
+    """How it acts, in this process."""
+    run: RunConfig
+    """Of the run or recipe: what it held out and what it was trained on."""
+    place: Place | None
+    """Of the run; None if there is none."""
+    method: str
+
+    @property
+    def index(self) -> str:
+        """The index, or the type of a retriever that needs none."""
+        retrieval = self.config.retrieval
+        return retrieval.index if needs_index(retrieval.type) else retrieval.type
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal characters over the settings that shape an answer."""
+        sections = self.config.model_dump(mode="json")
+        environment = sections["environment"]
+        shaping: dict[str, Any] = {
+            name: {key: sections[name][key] for key in keys} for name, keys in _SHAPES_ANSWERS.items()
+        }
+        skipped = _NOT_IN_DIGEST["environment"]
+        shaping["environment"] = {key: value for key, value in environment.items() if key not in skipped}
+        shaping["options"] = sections["env_runners"]["engine_options"]
+        return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_policy(request: EvalRequest) -> EvaluatedPolicy:
+    """Return what ``request`` names; nothing heavy is loaded and no endpoint is asked.
+
+    Raises:
+        UserError: there is no such run, folder, recipe or prompt, or two parts of the request do not fit.
+    """
+    place, folder = _find(request)
+    run = resolve(override(_sections(request, place), request.overrides))
+    changes = _changes(request, run)
+    retrieval = changes["retrieval"]
+    if request.baseline == "direct":
+        retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
+    elif request.index is not None or (place is not None and needs_index(run.retrieval.type)):
+        retrieval["index"] = str(request.index or index_of(run, place))
+    changes["policy"] = {"model": folder} if folder and place is None else {}
+    endpoint = request.endpoint
+    name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
+    return EvaluatedPolicy(name, folder, sampler_config(run, **changes), run, place, request.baseline or "search")
+
+
+def _find(request: EvalRequest) -> tuple[Place | None, str]:
+    """Return the run, if the settings come from one, and the folder of the policy; empty for an endpoint."""
+    source, recipe = request.source, request.recipe
+    if request.endpoint is not None:
+        if source and recipe:
+            raise ConfigError(f"got {source} and --recipe {recipe} beside --endpoint; name one, whose settings it gets")
+        return (find_checkpoint(source)[0] if source else None), ""
+    if not source:
+        raise ConfigError("nothing to evaluate: name a run, a checkpoint, a model folder with --recipe, or --endpoint")
+    path = Path(source)
+    is_model = not is_uri(source) and _exists(path / "config.json")
+    if not recipe:
+        if is_model:
+            raise ConfigError(
+                f"{source} is the folder of a model: name its prompt and formats with --recipe, such as search_r1_7b, "
+                "ragr1_sq_7b or ragr1_mq_7b for the published checkpoints"
+            )
+        place, policy_dir = find_checkpoint(source)
+        return place, str(policy_dir)
+    if is_model:
+        return None, str(path.absolute())
+    if is_uri(source) or _exists(path / CONFIG_FILE) or path.is_dir():
+        return None, str(find_checkpoint(source)[1].absolute())
+    if source[0] in "/.~" or source.count("/") != 1:  # no hub name looks like these
+        raise DataError(
+            f"there is no folder {source}; give a run, a model folder, or a hub name such as Qwen/Qwen2.5-7B"
+        )
+    return None, source
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the path is too long, for example
+        return False
+
+
+def _sections(request: EvalRequest, place: Place | None) -> Sections:
+    if place is not None:
+        return open_run_directory(place).model_dump()
+    return read_recipe(request.recipe) if request.recipe else {}
+
+
+def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return what the request changes in the settings, by section."""
+    environment: dict[str, Any] = dict(BASELINES[request.baseline]) if request.baseline else {}
+    own_prompt = any(assignment.startswith("environment.prompt=") for assignment in request.overrides)
+    if request.prompt is not None:
+        environment["prompt"] = _read_prompt(request.prompt)
+    elif own_prompt:
+        environment["prompt"] = run.environment.prompt
+    runners: dict[str, Any] = {"num_env_runners": 0}
+    if request.concurrency is not None:
+        runners["max_concurrent_trajectories"] = request.concurrency
+    if request.endpoint is not None:
+        runners.setdefault("max_concurrent_trajectories", ENDPOINT_CONCURRENCY)
+        endpoint = request.endpoint
+        runners["engine"] = "endpoint"
+        runners["engine_options"] = {
+            "url": endpoint.url,
+            "model": endpoint.model,
+            "key_env": endpoint.key_env,
+            "body": dict(endpoint.body),
+        }
+        runners["num_gpus_per_env_runner"] = 0
+    return {"environment": environment, "env_runners": runners, "retrieval": {"num_retrievers": 0}}
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompt: {path} cannot be read as UTF-8 text; name a text file") from error
+    if "{question}" not in text:
+        raise DataError(f"--prompt: {path} has no {{question}}, where the question of a task is put; write it in")
+    return text.rstrip("\n")
+
+
+def index_of(run: RunConfig, place: Place | None) -> Path:
+    """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
+    named = run.retrieval.index
+    assert place is not None, "index_of() without a run"
+    if not named or (not Path(named).is_dir() and place.bring(INDEX).is_dir()):
+        return place.bring(INDEX)
+    return Path(named)
+
+
+def sampler_config(run: RunConfig, **changes: dict[str, Any]) -> SamplerConfig:
+    """Return the part of a configuration that samples, with ``changes`` by section."""
+    sections = {name: getattr(run, name) for name in SamplerConfig.model_fields}
+    return SamplerConfig(**sections | {name: sections[name].model_copy(update=keys) for name, keys in changes.items()})
