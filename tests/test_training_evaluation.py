@@ -1,0 +1,208 @@
+"""``ragr1 evaluate`` on a model folder, on baselines and at an endpoint, by the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from http_stub import Answer, stub_server
+from small_world import PLACES, THINGS, invoke, make_config, make_files
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.runs.scores import read_scores
+from ragr1_actors.training.data import prepare_policy
+from ragr1_actors.training.evaluated_policy import BASELINES, EvalRequest, open_policy
+from ragr1_actors.training.preflight import check_names
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world, ``recipe.yaml`` over it, and ``policy``, the folder of a model that no run made."""
+    files = make_files(tmp_path_factory.mktemp("files"))
+    config = make_config(files)
+    (files / "recipe.yaml").write_text(json.dumps(config.model_dump()))
+    prepare_policy(config, files, (), files / "index")
+    return files
+
+
+def evaluated(files: Path, *arguments: str) -> dict[str, Any]:
+    command = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json"), "--json"]
+    printed = invoke("evaluate", *arguments, *command)
+    assert printed.startswith("{"), printed
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+@contextmanager
+def served(answer: Answer) -> Iterator[str]:
+    """Run a server in another thread: the command has an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    ready, urls = threading.Event(), []
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        async with stub_server(answer) as url:
+            urls.append(url)
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(30)
+        loop.close()
+
+
+class Reader:
+    """A hosted model that searches for the thing it is asked about, and answers with the place that it reads."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        said = body["messages"][-1]["content"]
+        place = next((place for place in PLACES if place in said), "")
+        thing = next((thing for thing in THINGS if thing in said), "")
+        text = f"<answer> {place}" if place else f"<search> {thing}" if thing else "yes"
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": 6}})
+
+
+@pytest.mark.engine
+def test_a_model_folder_with_the_settings_of_a_recipe(files: Path) -> None:
+    assert "name its prompt and formats with --recipe" in invoke("evaluate", str(files / "policy"))
+    found = evaluated(files, str(files / "policy"), "env_runners.max_new_tokens_per_turn=5")
+    assert (found["policy"], found["method"]) == (str(files / "policy"), "search")
+    assert (found["num_tasks"], found["num_failed"], found["num_trained_on"]) == (8, 0, 8)
+    assert 0 < found["tokens"] <= 10  # two turns of five tokens: the override counts
+    assert found["intervals"]["f1_rag_r1"]["mean"] == found["f1"]
+    assert found["latency"] == []
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("baseline", "rounds"), [("direct", 0.0), ("rag", 1.0)])
+def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) -> None:
+    short = "environment.prompt=Q {question}"  # the model has few positions
+    found = evaluated(files, str(files / "policy"), short, "--baseline", baseline)
+    assert (found["method"], found["rounds"], found["queries"]) == (baseline, rounds, rounds)
+
+
+def test_a_direct_answer_needs_no_index(files: Path) -> None:
+    request = EvalRequest(str(files / "policy"), recipe="search_r1_7b", baseline="direct")
+    config = open_policy(request).config
+    assert (config.environment.env, config.retrieval.index) == ("direct", "")
+    assert open_policy(request).index == config.retrieval.type == "envs.baselines:NoRetriever"
+
+
+def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
+    policy, recipe = str(files / "policy"), str(files / "recipe.yaml")
+    plain = open_policy(EvalRequest(policy, recipe=recipe))
+    single = open_policy(EvalRequest(policy, recipe=recipe, baseline="single-query"))
+    environment = single.config.environment
+    assert (environment.env, environment.max_queries_per_turn, environment.query_format) == ("search", 1, "single")
+    assert environment.prompt == plain.config.environment.prompt == "{question}"
+    assert single.digest() != plain.digest() == open_policy(EvalRequest(policy, recipe=recipe)).digest()
+    rag = open_policy(EvalRequest(policy, recipe=recipe, baseline="rag"))
+    assert rag.config.environment.prompt == BASELINES["rag"]["prompt"]
+    own = ("environment.prompt=Q {question}",)
+    assert open_policy(EvalRequest(policy, recipe, own, baseline="rag")).config.environment.prompt == "Q {question}"
+    (files / "prompt.txt").write_text("Say {question}\n")
+    asked = EvalRequest(policy, recipe, own, prompt=files / "prompt.txt", baseline="rag")
+    assert open_policy(asked).config.environment.prompt == "Say {question}"
+
+
+@pytest.mark.parametrize("recipe", ["search_r1_7b", "search_r1_grpo_7b", "ragr1_sq_7b", "ragr1_mq_7b"])
+def test_published_checkpoints_have_their_formats(files: Path, recipe: str) -> None:
+    environment = open_policy(
+        EvalRequest(str(files / "policy"), recipe=recipe, index=files / "index")
+    ).config.environment
+    expected = {"ragr1_sq_7b": ("single", "ragr1", 1), "ragr1_mq_7b": ("comma", "ragr1_json", 3)}
+    shown = (environment.query_format, environment.observation_format, environment.max_queries_per_turn)
+    assert shown == expected.get(recipe, ("single", "searchr1", 1))
+    assert (environment.max_turns, environment.top_k) == (5, 3)
+
+
+@pytest.mark.integration
+def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Path) -> None:
+    reader, out = Reader(), tmp_path / "out.jsonl"
+    with served(reader.answer) as url:
+        command = ["--endpoint", f"{url}/v1", "--model", "big", "--concurrency", "3", "--out", str(out), "--latency"]
+        command += ["--latency-tasks", "2", "--body", '{"user": "me"}']
+        found = evaluated(files, *command)
+        assert (found["em"], found["f1"], found["rounds"], found["queries"], found["tokens"]) == (1, 1, 1, 1, 12)
+        assert (found["policy"], found["num_trained_on"]) == (f"big at {url}/v1", None)
+        assert len(reader.bodies) == 1 + 2 * (8 + 2)  # the probe, and two turns per question
+        assert {body["user"] for body in reader.bodies} == {"me"}
+        alone, load = found["latency"]
+        assert (alone["concurrency"], alone["num_tasks"], load["concurrency"], load["num_tasks"]) == (1, 2, 3, 8)
+        assert 0 < alone["median_s"] <= alone["p95_s"]
+        assert (load["tokens"], load["rounds"], load["queries"]) == (12.0, 1.0, 1.0)
+        assert len(read_scores(tmp_path / "out.alone.jsonl")[1]) == 2
+        lines = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(lines[:-3]) + lines[-3][:9])  # as a killed command leaves it
+        reader.bodies.clear()
+        again = evaluated(files, *command, "--against", str(out))
+        assert len(reader.bodies) == 1 + 2 * 3
+        assert (again["num_tasks"], again["em"], again["against"]["num_tasks"]) == (8, 1.0, 8)
+        reader.bodies.clear()
+        evaluated(files, *command)  # all is answered: nothing is loaded or asked
+        assert reader.bodies == []
+        refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
+        assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("baseline", "em", "rounds"), [("direct", 0.0, 0), ("rag", 1.0, 1), ("single-query", 1.0, 1)])
+def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds: int) -> None:
+    reader = Reader()
+    with served(reader.answer) as url:
+        found = evaluated(files, "retrieval.cache_size=0", "--endpoint", url, "--model", "big", "--baseline", baseline)
+    assert (found["em"], found["rounds"], found["num_tasks"]) == (em, rounds, 8)
+    stops = {tuple(body["stop"]) for body in reader.bodies[1:]}
+    assert stops == {("</search>", "</answer>") if baseline == "single-query" else ("</answer>",)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to evaluate: name a run, a checkpoint, a model folder with --recipe, or --endpoint"),
+        (["--endpoint", "http://h/v1"], "--endpoint URL and --model NAME belong together"),
+        (["--endpoint", "http://me:pw@h/v1", "--model", "m"], "--endpoint: the address holds a password or a key"),
+        (["--endpoint", "h", "--model", "m"], "--endpoint: got 'h', expected an address such as http"),
+        (["--endpoint", "http://h", "--model", "m", "--body", "[1]"], "--body: got '[1]', expected a JSON object"),
+        (["POLICY", "--recipe", "R", "--endpoint", "http://h", "--model", "m"], "beside --endpoint; name one"),
+        (["./nowhere", "--recipe", "search_r1_7b"], "there is no folder ./nowhere; give a run, a model folder"),
+        (["POLICY", "--recipe", "search_r2"], "unknown recipe 'search_r2'; did you mean 'search_r1"),
+        (["POLICY", "--recipe", "search_r1_7b"], "retrieval.corpus: there is no file wiki-18.jsonl"),
+        (["POLICY", "--recipe", "quickstart", "--tasks", "TASKS"], "no index is named, and the generated world has no"),
+        (["POLICY", "--recipe", "quickstart", "--prompt", "TASKS"], "has no {question}, where the question"),
+        (["POLICY", "--recipe", "quickstart", "--prompt", "none.txt"], "--prompt: none.txt cannot be read"),
+        (["POLICY", "--recipe", "quickstart", "--out", "none/a.jsonl"], "for --out; make it first"),
+    ],
+)
+def test_what_is_refused(files: Path, arguments: list[str], message: str) -> None:
+    names = {"POLICY": str(files / "policy"), "TASKS": str(files / "tasks.json")}
+    printed = invoke("evaluate", *(names.get(argument, argument) for argument in arguments))
+    assert printed.startswith("error: ")
+    assert message in printed
+
+
+def test_an_endpoint_is_not_trained() -> None:
+    config = RunConfig()
+    runners = config.env_runners.model_copy(update={"engine": "endpoint"})
+    with pytest.raises(ConfigError, match=r"env_runners\.engine: got endpoint, which has neither token ids"):
+        check_names(config.model_copy(update={"env_runners": runners}))
