@@ -12,6 +12,10 @@ other is cancelled. Both sample with the same seeds.
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
+No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. Therefore
+every answer names the process that gave it; what another process than the one it was sent to has sampled is sampled
+again.
+
 ``scale_to`` changes the number of runners meanwhile. A runner that is added gets the newest weights before its first
 request, as one that restarts does. A runner that is removed takes no request any more and is ended once it has
 returned those it has.
@@ -40,7 +44,7 @@ from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, Process, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -82,8 +86,8 @@ class _Runner:
     """It cannot start again."""
     is_draining: bool = False
     """It takes no request any more, and is ended once it has none."""
-    node_id: str = ""
-    """Ray's id of the node that the runner is on; empty before its first answer."""
+    process: Process | None = None
+    """None before its first answer."""
     num_deaths: int = 0
     died_at: float | None = None
     """None if it is healthy or was never."""
@@ -116,6 +120,8 @@ class _Flight:
     summary: Any
     """References of the two results."""
     batch: Any
+    process: Process | None
+    """That of the runner when it was asked."""
     sent_at: float = field(default_factory=time.monotonic)
     twin: _Flight | None = None
     """The same group at another runner."""
@@ -204,11 +210,11 @@ class EnvRunnerGroup:
         if not self._runners:
             return
         try:
-            node_ids = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+            processes = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
-        for runner, node_id in zip(self._runners, node_ids, strict=True):
-            runner.node_id = node_id
+        for runner, process in zip(self._runners, processes, strict=True):
+            runner.process = process
 
     @property
     def num_unfinished(self) -> int:
@@ -260,7 +266,8 @@ class EnvRunnerGroup:
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the runners on these nodes of Ray drain, and return their number; ``scale_to`` replaces them."""
-        leaving = [r for r in self._runners if r.node_id in node_ids and not r.is_draining]
+        members = [runner for runner in self._runners if not runner.is_draining]
+        leaving = [r for r in members if r.process is not None and r.process.node_id in node_ids]
         for runner in leaving:
             runner.is_draining = True
         return len(leaving)
@@ -471,7 +478,7 @@ class EnvRunnerGroup:
     def _send(self, request: GroupRequest, runner: _Runner) -> _Flight:
         summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
         runner.num_in_flight += request.num_trajectories
-        self._in_flight[summary] = flight = _Flight(request, runner, summary, batch)
+        self._in_flight[summary] = flight = _Flight(request, runner, summary, batch, runner.process)
         return flight
 
     def _hedge(self) -> None:
@@ -507,25 +514,39 @@ class EnvRunnerGroup:
                 ray.get(ref)
             return None
         try:
-            summary = ray.get(ref)
+            process, summary = ray.get(ref)
         except RayActorError as error:
-            if twin is None:
-                self._pending.appendleft(request)
-            else:
-                twin.twin = None
-                self._num_extra -= 1
+            self._sample_again(flight)
             self._mark_dead(runner, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+        if flight.process not in {None, process}:  # its weights may be those of the run's start
+            self._sample_again(flight)
+            self._compare_process(runner, process)
+            return None
         if twin is not None:
             twin.is_abandoned, twin.twin = True, None
             ray.cancel(twin.summary)
         self._took_s.append(time.monotonic() - flight.sent_at)
         self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, flight.batch)
+
+    def _sample_again(self, flight: _Flight) -> None:
+        """Give a group to another runner, unless its twin samples it."""
+        if flight.twin is None:
+            self._pending.appendleft(flight.request)
+        else:
+            flight.twin.twin = None
+            self._num_extra -= 1
+
+    def _compare_process(self, runner: _Runner, process: Process) -> None:
+        """Note the process that a healthy runner answered from; another than before means that it died meanwhile."""
+        if runner.is_healthy and runner.process not in {None, process}:
+            self._note_death(runner, "died while no call of it was open, and has loaded again")
+        runner.process = process
 
     def _note_death(self, runner: _Runner, cause: str) -> None:
         runner.is_healthy, runner.probe = False, None
@@ -571,14 +592,18 @@ class EnvRunnerGroup:
             return
         probe, runner.probe = runner.probe, None
         try:
-            runner.node_id = ray.get(probe)
+            process = ray.get(probe)
         except RayError as error:  # dead, or still restarting: it is probed again
             if isinstance(error, RayTaskError):  # the actor is alive, without an engine
                 runner.num_failed_loads += not runner.is_healthy
                 ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
             self._mark_dead(runner, error)
             return
-        runner.is_healthy, runner.num_failed_loads = True, 0
+        runner.num_failed_loads = 0
+        if runner.is_healthy:
+            self._compare_process(runner, process)
+            return
+        runner.is_healthy, runner.process = True, process
         if runner.died_at is not None:
             logger.warning("%s is back after %.0f s", runner.name, time.monotonic() - runner.died_at)
             runner.died_at = None
