@@ -1,4 +1,6 @@
-"""What a local session leaves if its driver is killed: processes of Ray, and the folder of their files.
+"""What a killed process leaves: Ray's processes of a local session, the folder of their files, and scratch folders.
+
+A process holds a lock on each folder that it makes here; a folder without one is of a process that was killed.
 
 A session starts this module as a process, which outlives the driver, ends those processes and removes the folder.
 Ray's own processes that share the driver's fate do not suffice: its agents go on for minutes, and the folder stays.
@@ -14,6 +16,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,13 +26,16 @@ from pathlib import Path
 TEMP = Path("/tmp")
 """Where Ray's files are: paths of its sockets, which are in it, have at most 107 characters."""
 PREFIX = "ragr1-ray-"
+SCRATCH, KEPT = "ragr1-scratch-", "ragr1-kept-"
+"""In the folder for temporary files that the environment names; ``KEPT`` holds what a person may still need."""
+_NEW = "ragr1-new-"
 KILL_TIMEOUT_S = 60.0
 """A process that a driver of a device holds in the kernel ends late, or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A dead session: its folder, which is removed unless a process of it does not end, and the processes killed."""
+    """A folder of a dead process: removed unless a process that writes in it does not end."""
 
     folder: Path
     killed: frozenset[int]
@@ -45,6 +51,29 @@ def lock(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
+    """Make a folder, and return it and the descriptor of this process's lock on it."""
+    made = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
+    descriptor = lock(made)
+    return made.rename(made.with_name(made.name.replace(_NEW, prefix))), descriptor  # never without its lock
+
+
+def make_scratch() -> tuple[Path, int]:
+    """``make_folder`` for a process's own files."""
+    return make_folder(SCRATCH, Path(tempfile.gettempdir()))
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder for a process's own files, and remove it when the block ends."""
+    folder, descriptor = make_scratch()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -71,8 +100,8 @@ def watched(folder: Path, descriptor: int) -> Iterator[None]:
 
 
 def remove_leftovers() -> Iterator[Leftover]:
-    """End the sessions of this user whose drivers are gone: no process holds the lock of their folders."""
-    for folder in sorted(TEMP.glob(f"{PREFIX}*")):
+    """End the sessions of this user whose drivers are gone, and remove such scratch folders."""
+    for folder in [*sorted(TEMP.glob(f"{PREFIX}*")), *sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"))]:
         try:
             descriptor = lock(folder)
         except OSError:

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -66,10 +65,8 @@ def _session_folder() -> Iterator[str]:
     """
     for _ in leftovers.remove_leftovers():
         pass
-    made = Path(tempfile.mkdtemp(prefix="ragr1-new-", dir=leftovers.TEMP))
-    descriptor = leftovers.lock(made)
+    folder, descriptor = leftovers.make_folder(leftovers.PREFIX, leftovers.TEMP)
     try:
-        folder = made.rename(made.with_name(made.name.replace("ragr1-new-", leftovers.PREFIX)))  # never without lock
         with leftovers.watched(folder, descriptor):
             yield str(folder)
     finally:

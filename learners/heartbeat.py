@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 INTERVAL_S = 2.0
 """Between two questions to an actor."""
 STEPS = 3
 """An actor may take this many times the longest step so far until the next."""
+VERDICT_TIMEOUT_S = 60.0
+"""Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
 FIRST_STEP_S = 600.0
 """Time limit of the first step: nothing is known of it, and kernels may be compiled."""
+
+_VERDICT_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
@@ -65,6 +69,22 @@ class Heartbeat:
         if is_working and now - self._moved_s > limit_s:
             return f"it has made no progress for {now - self._moved_s:.0f} s"
         return ""
+
+    def wait_for_verdict(self) -> None:
+        """Return once the actor answers or Ray says that it is dead.
+
+        Before, Ray may still believe that the node of the actor is there, and would place a new actor on it.
+        """
+        deadline_s = self.clock() + VERDICT_TIMEOUT_S
+        while (left_s := deadline_s - self.clock()) > 0:
+            try:
+                ray.get(self.ask(), timeout=left_s)
+            except ActorUnavailableError:  # neither
+                time.sleep(_VERDICT_INTERVAL_S)
+            except RayError:
+                return
+            else:
+                return
 
     def _note(self, progress: int) -> None:
         if progress != self._progress:

@@ -372,8 +372,11 @@ class LearnerGroup:
             try:
                 results[done[0]] = ray.get(done[0])
             except ray.exceptions.RayError as error:
+                rank = refs.index(done[0])
+                if isinstance(error, ray.exceptions.ActorUnavailableError):
+                    self._heartbeats[rank].wait_for_verdict()
                 self._kill_actors()
-                _raise_cause(error, f"learner rank {refs.index(done[0])} of {len(refs)}")
+                _raise_cause(error, f"learner rank {rank} of {len(refs)}")
         if is_update:
             for heartbeat in self._heartbeats:
                 heartbeat.end_work()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster_world import autoscaled_cluster, watch_nodes
-from small_world import ROOT, make_files, make_recipe
+from small_world import ROOT, make_files, make_recipe, wait_for
 
 from ragr1_actors.runs.report import read_report
 
@@ -61,7 +61,8 @@ def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) 
     train += ["environment.env=patient:PatientEnv", "training.algorithm=patient:PatientLearner"]
     train += ["env_runners.label_selector={role: runner}"]
     train += [f"env_runners.autoscaling={RUNNERS}", "retrieval.label_selector={role: retriever}"]
-    train += ["retrieval.num_cpus_per_retriever=1"]
+    # a CPU for the learner, too: so it stays on the head, and the kill hits a runner only
+    train += ["retrieval.num_cpus_per_retriever=1", "learners.num_cpus_per_learner=1"]
     types = {"runner": node("runner", 3), "retriever": node("retriever", 2)}
     with (
         autoscaled_cluster(types, num_cpus=2, idle_timeout_s=6) as environment,
@@ -85,6 +86,8 @@ def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) 
                 with start("scale", str(run_dir), "--retrievers", "2") as order:
                     assert order.wait(120) == 0
                 nodes.wait_for("retriever", "retriever", "runner", "runner", "runner")
+                # the fleet removes runners that still load first
+                assert wait_for(lambda: " is back after " in (tmp_path / "output").read_text(), 300, run)
                 hurry.touch()
                 nodes.wait_for("retriever", "retriever", "runner")
                 seen.touch()

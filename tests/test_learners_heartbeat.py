@@ -7,8 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from learners.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, Heartbeat
+from learners.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, VERDICT_TIMEOUT_S, Heartbeat
 
 pytestmark = pytest.mark.ray
 
@@ -84,3 +85,32 @@ def test_an_actor_without_work_makes_no_progress(actor: Actor) -> None:
     actor.heartbeat.begin_work()
     assert set(actor.step(1)) == {""}
     assert set(actor.after(20 * TIMEOUT_S, is_working=False)) == {""}
+
+
+@pytest.mark.parametrize("verdict", ["it answers", "it is dead", "none"])
+def test_a_verdict_is_waited_for_while_an_actor_is_unavailable(
+    ray_local: ModuleType, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = 0.0, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def ask() -> Any:
+        nonlocal asked
+        asked += 1
+        return (verdict != "none" and asked == 4, verdict)
+
+    def get(answer: tuple[bool, str], timeout: float) -> int:
+        is_known, what = answer
+        if not is_known:
+            raise ActorUnavailableError("its node does not answer", None)
+        if what == "it is dead":
+            raise ActorDiedError
+        return 0
+
+    monkeypatch.setattr("learners.heartbeat.time.sleep", sleep)
+    monkeypatch.setattr("learners.heartbeat.ray.get", get)
+    Heartbeat(ask, TIMEOUT_S, lambda: now).wait_for_verdict()
+    assert asked == 4 if verdict != "none" else now == VERDICT_TIMEOUT_S

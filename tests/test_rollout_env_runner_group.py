@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fakes import OnePassage
 from fleet_world import drain, pids, request, wait_until_healed
+from small_world import wait_for
 from transformers import AutoModelForCausalLM
 
 from ragr1_actors.core.config import RunConfig
@@ -131,6 +132,30 @@ def test_a_runner_that_comes_back_has_the_newest_weights(
     for index in range(4):
         group.submit(request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [5] * 4
+    wait_until_healed(group)
+
+
+def other_process(ray: ModuleType, actor: Any, pid: int) -> bool:
+    """Return whether an actor answers from another process than ``pid``."""
+    try:
+        return bool(ray.get(actor.apply.remote(lambda runner: os.getpid())) != pid)
+    except ray.exceptions.RayActorError:
+        return False
+
+
+def test_a_runner_that_dies_while_idle_has_the_newest_weights_before_it_counts(
+    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
+) -> None:
+    weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
+    group.update_weights(ray_local.put(weights), version=6)
+    num_restarts, before = group.num_restarts, pids(group)
+    os.kill(before[0], signal.SIGKILL)
+    # no call is open, so none fails; the fleet asks only once Ray has restarted the actor with the weights of the start
+    assert wait_for(lambda: other_process(ray_local, group.actors[0], before[0]), 120)
+    for index in range(8):
+        group.submit(request(index))
+    assert [one.summary.oldest_version for one in drain(group)] == [6] * 8
+    assert group.num_restarts == num_restarts + 1
     wait_until_healed(group)
 
 

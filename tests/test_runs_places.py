@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ from typing import Any
 import pytest
 from recorded_run import PASSAGES, record
 from rich.console import Console
-from small_world import SHORT, invoke, make_config, make_files, wait_for
+from small_world import ROOT, SHORT, invoke, make_config, make_files, wait_for
 from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
 
+from cluster import leftovers
 from cluster.storage import Storage, share
 from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
@@ -306,11 +310,37 @@ def wait_for_content(storage: Storage, name: str, content: bytes) -> None:
 def test_what_cannot_be_uploaded_at_the_end_stays_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0))
-    with pytest.raises(UserError, match=f"what was not uploaded is in {place.path}"), place:
+    with pytest.raises(UserError) as error, place:
         write_json(place.path / "report.json", {})
+    kept = Path(str(error.value).partition("what was not uploaded is in ")[2])
+    assert kept.parent.name.startswith(leftovers.KEPT)
+    assert (kept / "report.json").is_file()
     with pytest.raises(ZeroDivisionError), StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0)) as other:
         write_json(other.path / "report.json", {})
         raise ZeroDivisionError
+
+
+def test_the_folder_of_a_killed_run_at_a_uri_is_removed_and_that_of_a_living_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "TEMP", tmp_path)
+    monkeypatch.setattr(leftovers.tempfile, "tempdir", str(tmp_path))
+    make = "from ragr1_actors.runs.places import find_place; print(find_place('file:///nowhere/run').path, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{make}; input()"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip()).parent
+        assert folder.parent == tmp_path
+        assert list(leftovers.remove_leftovers()) == []
+        assert folder.is_dir()
+        process.kill()
+    assert [left.folder for left in leftovers.remove_leftovers()] == [folder]
+    assert not folder.exists()
 
 
 def test_the_error_of_a_run_whose_directory_is_gone_is_kept(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import deterministic, read_metrics
+from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
@@ -217,6 +218,19 @@ def test_an_evaluation_beside_training_is_that_of_the_policy_it_names(whole: Pat
     expected = asdict(between.evaluate())
     between.stop()
     assert {name: result[f"eval/{name}"] for name in expected} == expected
+
+
+@pytest.mark.engine
+def test_evaluations_that_begin_before_one_has_ended_wait_for_it(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, SHORT)
+    algorithm = Algorithm.start(config, tmp_path, prepare(config, tmp_path))
+    algorithm.pretrain(lambda step, metrics: None)
+    results: list[EvalResult] = []
+    for _ in range(2):
+        algorithm.evaluate_beside("", results.append)
+    between = algorithm.evaluate()
+    assert results == [between, between]
+    algorithm.stop()
 
 
 @pytest.mark.slow

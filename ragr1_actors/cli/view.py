@@ -21,6 +21,7 @@ def view(
     The page listens on loopback only. An index of a tenth of the trajectories' size is kept in RUN/view. A run at a
     URI is shown as it is now.
     """
+    from cluster.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
     from ragr1_actors.runs.places import find_place
@@ -33,8 +34,8 @@ def view(
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != most:  # every mapped file holds a descriptor, and a long run has thousands
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with tempfile.TemporaryDirectory(prefix="ragr1-view-") as folder:
-        parts = Path(folder) if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
+    with scratch_folder() as folder:
+        parts = folder if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
         policies = [place.bring(name) for name in ("policy", "policy_sft")]
         server = ViewServer(Index(place.bring(TRAJECTORIES), parts), str(place), policies, port=port)
         run_view(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))

@@ -64,6 +64,22 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """The process that an actor is in: another one after a restart."""
+
+    node_id: str
+    """Ray's id of its node."""
+    pid: int
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return that of the actor that calls."""
+        import ray
+
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSummary:
     """What the driver knows of a group; it never reads the group's tokens."""
 
@@ -209,12 +225,12 @@ class EnvRunnerActor:
             _exit("it has no engine yet")
         return self._loaded
 
-    async def ping(self) -> str:
-        """Return the id of the actor's node if the engine is loaded and alive; else raise ``EngineDeadError``."""
+    async def ping(self) -> Process:
+        """Return the actor's process if the engine is loaded and alive; else raise ``EngineDeadError``."""
         await self._runner.engine.check()
-        return _node_id()
+        return Process.current()
 
-    async def sample_group(self, request: GroupRequest) -> tuple[GroupSummary, pa.RecordBatch]:
+    async def sample_group(self, request: GroupRequest) -> tuple[tuple[Process, GroupSummary], pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""
         started = time.monotonic()
         group = await _or_exit(self._runner.sample_group(request))
@@ -223,14 +239,14 @@ class EnvRunnerActor:
         count("trajectories", len(summary.rewards), failed="false")
         count("trajectories", summary.num_failed, failed="true")
         count("tokens", sum(trajectory.num_model_tokens for trajectory in group.trajectories))
-        return summary, groups_to_record_batch([group])
+        return (Process.current(), summary), groups_to_record_batch([group])
 
-    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> str:
-        """Give the engine the newest weights, after loading it if need be; return the id of the actor's node."""
+    async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> Process:
+        """Give the engine the newest weights, after loading it if need be; return the actor's process."""
         if self._loaded is None:
             self._loaded = self._load()
         await self.call_engine("update_weights", weights, version)
-        return _node_id()
+        return Process.current()
 
     async def call_engine(self, method: str, *arguments: Any) -> None:
         """Call one of the engine's methods for weights and memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
@@ -239,12 +255,6 @@ class EnvRunnerActor:
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
         return func(self._runner)
-
-
-def _node_id() -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
 
 
 async def _or_exit(work: Awaitable[T]) -> T:

@@ -12,6 +12,10 @@ other is cancelled. Both sample with the same seeds.
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
+No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. Therefore
+every answer names the process that gave it; what another process than the one it was sent to has sampled is sampled
+again.
+
 ``scale_to`` changes the number of runners meanwhile. A runner that is added gets the newest weights before its first
 request, as one that restarts does. A runner that is removed takes no request any more and is ended once it has
 returned those it has.
@@ -26,7 +30,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
@@ -40,7 +44,8 @@ from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, Process, summarize
+from ragr1_actors.rollout.fleet_members import Flight, Newest, Runner
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -73,67 +78,6 @@ class FinishedGroup:
     """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""
 
 
-@dataclass(slots=True)
-class _Runner:
-    index: int
-    handle: Any
-    is_healthy: bool = True
-    is_lost: bool = False
-    """It cannot start again."""
-    is_draining: bool = False
-    """It takes no request any more, and is ended once it has none."""
-    node_id: str = ""
-    """Ray's id of the node that the runner is on; empty before its first answer."""
-    num_deaths: int = 0
-    died_at: float | None = None
-    """None if it is healthy or was never."""
-    num_failed_loads: int = 0
-    num_in_flight: int = 0
-    """Trajectories that it was asked for and has not returned."""
-    probe: Any = None
-    """Reference of the call that is open: a ping of a healthy runner, else ``catch_up`` with the newest weights."""
-    probed_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        return f"env runner {self.index}"
-
-    @property
-    def life(self) -> str:
-        return f"{self.name}, life {1 + self.num_deaths}"
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.is_healthy and not self.is_draining
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A group at a runner."""
-
-    request: GroupRequest
-    runner: _Runner
-    summary: Any
-    """References of the two results."""
-    batch: Any
-    sent_at: float = field(default_factory=time.monotonic)
-    twin: _Flight | None = None
-    """The same group at another runner."""
-    was_hedged: bool = False
-    is_abandoned: bool = False
-    """Its twin has finished."""
-
-
-@dataclass(slots=True)
-class _Newest:
-    """The policy version published last."""
-
-    version: int
-    fetch: Callable[[], Any]
-    """Returns its weights, once."""
-    weights: Any = None
-
-
 class EnvRunnerGroup:
     """N runners as actors, or one runner in the driver if ``num_env_runners = 0``."""
 
@@ -157,17 +101,17 @@ class EnvRunnerGroup:
         self.on_wait: Callable[[], None] = lambda: None
         """Called about once a second while ``collect`` waits."""
         self._pending: deque[GroupRequest] = deque()
-        self._in_flight: dict[Any, _Flight] = {}  # by the reference of the summary
+        self._in_flight: dict[Any, Flight] = {}  # by the reference of the summary
         self._is_held = False  # what is queued stays there
         self._num_extra = 0  # flights of groups that another flight or result stands for
         self._took_s: deque[float] = deque(maxlen=_USUAL_GROUPS)
         self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
-        self._runners: list[_Runner] = []
+        self._runners: list[Runner] = []
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
         self._num_started = 0
-        self._newest: _Newest | None = None
+        self._newest: Newest | None = None
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._last_loss = "none came back in time"
         self.num_restarts = self.num_hangs = 0
@@ -197,18 +141,18 @@ class EnvRunnerGroup:
         handle = actor_class.options(**options).remote(*self._arguments)
         # one that is not healthy yet is probed at once
         probed_at = time.monotonic() if is_healthy else -math.inf
-        self._runners.append(_Runner(index, handle, is_healthy, probed_at=probed_at))
+        self._runners.append(Runner(index, handle, is_healthy, probed_at=probed_at))
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if not self._runners:
             return
         try:
-            node_ids = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+            processes = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
-        for runner, node_id in zip(self._runners, node_ids, strict=True):
-            runner.node_id = node_id
+        for runner, process in zip(self._runners, processes, strict=True):
+            runner.process = process
 
     @property
     def num_unfinished(self) -> int:
@@ -260,7 +204,8 @@ class EnvRunnerGroup:
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the runners on these nodes of Ray drain, and return their number; ``scale_to`` replaces them."""
-        leaving = [r for r in self._runners if r.node_id in node_ids and not r.is_draining]
+        members = [runner for runner in self._runners if not runner.is_draining]
+        leaving = [r for r in members if r.process is not None and r.process.node_id in node_ids]
         for runner in leaving:
             runner.is_draining = True
         return len(leaving)
@@ -398,7 +343,7 @@ class EnvRunnerGroup:
 
     def expect(self, version: int, fetch: Callable[[], Any]) -> None:
         """Note a version that a transport publishes; ``fetch`` returns its weights for runners that come back."""
-        self._newest = _Newest(version, fetch)
+        self._newest = Newest(version, fetch)
         self._forget_probes()
 
     def _forget_probes(self) -> None:
@@ -416,7 +361,7 @@ class EnvRunnerGroup:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
             self._loop.run_until_complete(self._local.engine.update_weights(found, version))
             return
-        self._newest = _Newest(version, lambda: weights, weights)
+        self._newest = Newest(version, lambda: weights, weights)
         self._forget_probes()
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
@@ -468,10 +413,10 @@ class EnvRunnerGroup:
                 return
             self._send(self._pending.popleft(), min(free, key=lambda r: r.num_in_flight))
 
-    def _send(self, request: GroupRequest, runner: _Runner) -> _Flight:
+    def _send(self, request: GroupRequest, runner: Runner) -> Flight:
         summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
         runner.num_in_flight += request.num_trajectories
-        self._in_flight[summary] = flight = _Flight(request, runner, summary, batch)
+        self._in_flight[summary] = flight = Flight(request, runner, summary, batch, runner.process)
         return flight
 
     def _hedge(self) -> None:
@@ -507,19 +452,19 @@ class EnvRunnerGroup:
                 ray.get(ref)
             return None
         try:
-            summary = ray.get(ref)
+            process, summary = ray.get(ref)
         except RayActorError as error:
-            if twin is None:
-                self._pending.appendleft(request)
-            else:
-                twin.twin = None
-                self._num_extra -= 1
+            self._sample_again(flight)
             self._mark_dead(runner, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+        if flight.process not in {None, process}:  # its weights may be those of the run's start
+            self._sample_again(flight)
+            self._compare_process(runner, process)
+            return None
         if twin is not None:
             twin.is_abandoned, twin.twin = True, None
             ray.cancel(twin.summary)
@@ -527,14 +472,28 @@ class EnvRunnerGroup:
         self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, flight.batch)
 
-    def _note_death(self, runner: _Runner, cause: str) -> None:
+    def _sample_again(self, flight: Flight) -> None:
+        """Give a group to another runner, unless its twin samples it."""
+        if flight.twin is None:
+            self._pending.appendleft(flight.request)
+        else:
+            flight.twin.twin = None
+            self._num_extra -= 1
+
+    def _compare_process(self, runner: Runner, process: Process) -> None:
+        """Note the process that a healthy runner answered from; another than before means that it died meanwhile."""
+        if runner.is_healthy and runner.process not in {None, process}:
+            self._note_death(runner, "died while no call of it was open, and has loaded again")
+        runner.process = process
+
+    def _note_death(self, runner: Runner, cause: str) -> None:
         runner.is_healthy, runner.probe = False, None
         runner.died_at = time.monotonic()
         runner.num_deaths += 1
         self.num_restarts += 1
         logger.warning("%s %s; %d of %d go on", runner.name, cause, self.num_healthy, len(self._runners))
 
-    def _mark_dead(self, runner: _Runner, error: RayError) -> None:
+    def _mark_dead(self, runner: Runner, error: RayError) -> None:
         if runner.is_healthy:
             self._note_death(runner, f"died ({last_line(error)})")
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
@@ -562,7 +521,7 @@ class EnvRunnerGroup:
             if runner.probe is not None:
                 self._read_probe(runner, now)
 
-    def _read_probe(self, runner: _Runner, now: float) -> None:
+    def _read_probe(self, runner: Runner, now: float) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
             if runner.is_healthy and now - runner.probed_at > self._fault_tolerance.hang_timeout_s:
                 self.num_hangs += 1
@@ -571,14 +530,18 @@ class EnvRunnerGroup:
             return
         probe, runner.probe = runner.probe, None
         try:
-            runner.node_id = ray.get(probe)
+            process = ray.get(probe)
         except RayError as error:  # dead, or still restarting: it is probed again
             if isinstance(error, RayTaskError):  # the actor is alive, without an engine
                 runner.num_failed_loads += not runner.is_healthy
                 ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
             self._mark_dead(runner, error)
             return
-        runner.is_healthy, runner.num_failed_loads = True, 0
+        runner.num_failed_loads = 0
+        if runner.is_healthy:
+            self._compare_process(runner, process)
+            return
+        runner.is_healthy, runner.process = True, process
         if runner.died_at is not None:
             logger.warning("%s is back after %.0f s", runner.name, time.monotonic() - runner.died_at)
             runner.died_at = None

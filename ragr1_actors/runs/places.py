@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Protocol, Self
 from urllib.parse import urlsplit
 
+from cluster import leftovers
 from cluster.node_cache import FileContent, NodeCache
 from cluster.storage import Artifact, Storage, StorageSink, check_uri, is_uri, share, with_name
 from ragr1_actors.core.errors import UserError
@@ -224,7 +224,7 @@ class StoredPlace:
     def __init__(self, storage: Storage) -> None:
         """Keep the run at ``storage``."""
         self.storage = storage
-        parent = Path(tempfile.mkdtemp(prefix="ragr1-"))
+        parent, self._lock = leftovers.make_scratch()
         last = str(storage).partition("?")[0].rpartition("/")[2]
         self.path = parent / (re.sub(r"[^\w-]+", "_", last).strip("_") or "run")
         self.path.mkdir()
@@ -257,6 +257,8 @@ class StoredPlace:
             self._upload(self.storage if kind is None else replace(self.storage, retry_s=0))
         except UserError as problem:
             atexit.unregister(self._clean_up)
+            kept = self.path.parent.name.replace(leftovers.SCRATCH, leftovers.KEPT)
+            self.path = self.path.parent.rename(self.path.parent.with_name(kept)) / self.path.name
             message = f"{problem}; what was not uploaded is in {self.path}"
             if kind is None:
                 raise UserError(message) from None
@@ -266,6 +268,7 @@ class StoredPlace:
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.path.parent, ignore_errors=True)
+        os.close(self._lock)
 
     def _run(self) -> None:
         while not self._stop.wait(UPLOAD_INTERVAL_S):

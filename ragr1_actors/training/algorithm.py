@@ -308,6 +308,7 @@ class Algorithm:
         """
         groups: list[FinishedGroup] = []
         with self.fleets.learner.waits():
+            self._finish_evaluation()
             num_failed = self._sampler.sample_tasks(
                 self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
             )
@@ -316,8 +317,10 @@ class Algorithm:
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
         """Begin ``evaluate``, and return: the tasks are answered while the next ``train`` samples its batch.
 
-        That ``train`` calls ``on_result`` before it learns, so all answers are those of the current policy version.
+        That ``train`` calls ``on_result`` before it learns, so all answers are those of the current policy version. So
+        does another evaluation that begins before.
         """
+        self._finish_evaluation()
         groups: list[FinishedGroup] = []
         sampling = self._sampler.sampling(self.workspace.eval_tasks, 1, 0.0, groups.append, is_urgent=True)
 

@@ -17,13 +17,13 @@ import json
 import math
 import os
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.leftovers import scratch_folder
 from cluster.storage import share
 from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.tasks.published_sets import load_set
@@ -370,9 +370,9 @@ def select(
     found = load_tasks(tasks).tasks
     config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
-    with session_for(config), tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
-        index_dir = prepare_index(config, Path(scratch))
-        policy_dir = prepare_policy(config, Path(scratch), found, index_dir)
+    with session_for(config), scratch_folder() as scratch:
+        index_dir = prepare_index(config, scratch)
+        policy_dir = prepare_policy(config, scratch, found, index_dir)
         with Sampler(config, share(policy_dir), index_dir, share=share) as sampler:
             successes = _sample(sampler, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
