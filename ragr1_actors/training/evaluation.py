@@ -232,8 +232,8 @@ def _started(subject: EvaluatedPolicy) -> Iterator[Sampler]:
     config = subject.config
     if config.env_runners.engine == "endpoint":
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
-    with tempfile.TemporaryDirectory(prefix="ragr1-") as scratch:
-        index_dir = prepare_index(config, subject.place.path if subject.place is not None else Path(scratch))
+    with scratch_folder() as scratch:
+        index_dir = prepare_index(config, subject.place.path if subject.place is not None else scratch)
         with Sampler(config, subject.folder, index_dir) as sampler:
             yield sampler
 
