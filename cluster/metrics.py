@@ -16,10 +16,10 @@ import re
 import threading
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import ray
-from ray.util.metrics import Counter, Gauge, Histogram
+if TYPE_CHECKING:  # Ray is loaded with the first record: `ragr1 ask` has none
+    from ray.util.metrics import Counter, Gauge, Histogram
 
 PREFIX = "ragr1_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -72,6 +72,8 @@ class GaugeExport:
 
     def __init__(self, run: str) -> None:
         """Start the thread, in a process that is connected to Ray."""
+        import ray
+
         self._run = run
         self._newest: dict[str, float] = {}
         self._is_closed = threading.Event()
@@ -108,15 +110,21 @@ def _plain(metric: str) -> str:
 
 @cache
 def _histogram(name: str) -> Histogram:
+    from ray.util.metrics import Histogram
+
     recorded = RECORDED[name]
     return Histogram(PREFIX + name, recorded.meaning, list(recorded.boundaries), recorded.tags)
 
 
 @cache
 def _counter(name: str) -> Counter:
+    from ray.util.metrics import Counter
+
     return Counter(PREFIX + name, RECORDED[name].meaning, RECORDED[name].tags)
 
 
 @cache
 def _gauge(metric: str) -> Gauge:
+    from ray.util.metrics import Gauge
+
     return Gauge(PREFIX + _plain(metric), f"{metric} of metrics.jsonl", ("run",))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,19 +13,62 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.storage import Storage, is_uri, without_secrets
+from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
-from ragr1_actors.core.folders import Folder
+from ragr1_actors.core.folders import AnyFolder, Folder, Share
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import RetrievalRecord
-from retrieval.base import Hits, Passage
+from retrieval.base import RETRIEVERS, SHARED_KEYS, Hits, Passage, Retriever
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
-from retrieval.indexes.manifest import Manifest, parse_options
+from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest, parse_options
 from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
 if TYPE_CHECKING:
     from retrieval.encoders.reranker import Reranker
     from retrieval.indexes.vector_index import DenseRanker
+
+
+def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) -> Retriever:
+    """Return the retriever of a recipe's ``retrieval`` section that searches in this process, without a fleet.
+
+    ``index_dir`` is None where ``settings.type`` needs no index: what the type names is made with its options.
+
+    Raises:
+        UserError: the index or an option cannot be used.
+    """
+    if index_dir is None:
+        shared = {key: getattr(settings, key) for key in SHARED_KEYS.get(settings.type, ())}
+        made: Retriever = load_object(settings.type, RETRIEVERS)(shared | dict(settings.options))
+        return made
+    num_threads = max(1, math.ceil(settings.num_cpus_per_retriever))
+    return LocalRetriever(index_dir, num_threads, reranker=settings.reranker, options=settings.options)
+
+
+def named_index(settings: RetrievalSettings) -> Path:
+    """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder."""
+    manifest = Manifest.read(settings.index)
+    saved_with_index = "static" if manifest.encoder == ENCODER_FOLDER else ""
+    same_encoder = (manifest.encoder, Path(manifest.encoder).name, saved_with_index)
+    if manifest.is_dense and settings.encoder not in same_encoder:
+        raise DataError(
+            f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
+            f"{settings.encoder!r}; name the same encoder, or build another index"
+        )
+    return Path(settings.index)
+
+
+def recorded_searches(run: str, share: Share) -> AnyFolder:
+    """Return what actors get for the recorded searches of a run, or the run's path if that is it."""
+    if is_uri(run):
+        found = Storage(run).find(TRAJECTORIES)
+        if found is None:
+            raise DataError(f"no recorded searches in {without_secrets(run)}; give the URI of a run that kept them")
+        return found
+    records = share(Path(run) / TRAJECTORIES)
+    return records if isinstance(records, Folder) else run
 
 
 class LocalRetriever:

@@ -1,4 +1,4 @@
-"""The commands that use a trained policy: ``ragr1 evaluate``, ``ask`` and ``select``."""
+"""The commands ``ragr1 evaluate`` and ``select``, which answer many tasks with a policy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from ragr1_actors.cli import (
-    CheckpointArgument,
     IndexOption,
     JsonOption,
-    console,
     errors,
     print_json,
     print_line,
@@ -26,7 +23,6 @@ from ragr1_actors.cli import (
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
-    from ragr1_actors.core.types import Trajectory
     from ragr1_actors.runs.scores import TaskScore
     from ragr1_actors.training.evaluated_policy import Endpoint, EvalRequest
 
@@ -170,21 +166,6 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
     return Endpoint(url, model, key_env, fields)
 
 
-def ask(
-    run: CheckpointArgument, question: Annotated[str, typer.Argument(help="The question.")], as_json: JsonOption = False
-) -> None:
-    """Answer one question with a trained policy, and show its searches."""
-    check_inputs(run)
-    from ragr1_actors.training.evaluation import ask as ask_policy
-
-    trajectory = ask_policy(run, question)
-    if as_json:
-        turns = [{"queries": turn.queries, "text": turn.completion_text} for turn in trajectory.turns]
-        print_json({"answer": trajectory.answer, "stop_reason": trajectory.stop_reason, "turns": turns})
-    else:
-        console.print(render_trajectory(trajectory))
-
-
 def select(
     source: Annotated[str, typer.Argument(help="A recipe, whose policy.model samples; or a run or checkpoint.")],
     tasks: Annotated[Path, typer.Option("--tasks", help="The task file to choose from.")],
@@ -287,27 +268,6 @@ def print_details(details: dict[str, Any]) -> None:
         print_line("published exact match, each with its own settings:")
         for row in published:
             print_line(f"{row['em']:>20.3f}  {row['method']} ({row['settings']})")
-
-
-def check_inputs(checkpoint: str) -> None:
-    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path."""
-    from ragr1_actors.runs.run_directory import find_checkpoint
-
-    find_checkpoint(checkpoint)
-
-
-def render_trajectory(trajectory: Trajectory) -> Text:
-    """Lay a trajectory out for a terminal: the policy's text and the observations, each in its colour."""
-    text = Text(f"{trajectory.task.question}\n", style="bold")
-    for turn in trajectory.turns:
-        text.append(f"{turn.completion_text}\n", style="green")
-        if turn.observation:
-            text.append(f"{turn.observation.strip()}\n", style="cyan")
-    if trajectory.answer:
-        text.append(f"answer: {trajectory.answer}", style="bold")
-    else:
-        text.append(f"no answer ({trajectory.stop_reason.value}) {trajectory.error}".rstrip(), style="bold red")
-    return text
 
 
 def example_question(run_dir: Path) -> str:

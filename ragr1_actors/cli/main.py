@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from ragr1_actors.cli import (
     JsonLinesOption,
     JsonOption,
+    ask,
     chaos,
     console,
     doctor,
@@ -198,7 +199,7 @@ for command in (
     simulate.simulate,
     submit.submit,
     evaluate.evaluate,
-    evaluate.ask,
+    ask.ask,
     evaluate.select,
     view.view,
 ):

@@ -41,7 +41,7 @@ from ragr1_actors.rollout.engines.base import (
 )
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.task_sampler import Issue
-from ragr1_actors.rollout.trajectory_loop import Tokenizer, run_trajectory
+from ragr1_actors.rollout.trajectory_loop import Tokenizer, Watch, run_trajectory
 from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
@@ -134,7 +134,11 @@ class EnvRunner:
         trajectories = await asyncio.gather(*(self._sample(request, index) for index in indices))
         return TrajectoryGroup(request.issue.task, tuple(trajectories))
 
-    async def _sample(self, request: GroupRequest, index: int) -> Trajectory:
+    async def sample_watched(self, request: GroupRequest, watch: Watch) -> Trajectory:
+        """Sample the first trajectory of a group; ``watch`` sees it grow."""
+        return await self._sample(request, 0, watch)
+
+    async def _sample(self, request: GroupRequest, index: int, watch: Watch | None = None) -> Trajectory:
         settings = self._config.env_runners
         trajectory_id = request.trajectory_id(index)
         async with self._room:
@@ -152,6 +156,7 @@ class EnvRunner:
                     settings.max_context_tokens,
                     trajectory_id=trajectory_id,
                     seed=self._config.debugging.seed,
+                    watch=watch,
                 )
             finally:
                 self.engine.release(trajectory_id)

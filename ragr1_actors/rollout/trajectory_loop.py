@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from ragr1_actors.core.types import (
     Completion,
     GenerateFn,
     Message,
+    OnText,
     Sampling,
     StopReason,
     Task,
@@ -42,6 +43,16 @@ class Tokenizer(Protocol):
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a person sees of one trajectory while it grows; see ``ragr1 ask``. Both must return quickly."""
+
+    on_text: OnText
+    """Called with the text of the turn so far, as the engine produces it."""
+    on_turn: Callable[[Turn], None]
+    """Called when a turn has ended and its searches are answered."""
+
+
 async def run_trajectory(
     env: TextEnv,
     task: Task,
@@ -52,6 +63,7 @@ async def run_trajectory(
     *,
     trajectory_id: str,
     seed: int,
+    watch: Watch | None = None,
 ) -> Trajectory:
     """Let the policy act in ``env``, a new one, until it answers, reaches a limit, or the machinery fails.
 
@@ -60,12 +72,12 @@ async def run_trajectory(
 
     ``sampling`` is for each turn; its ``stop`` and ``seed`` are set here. ``max_context_tokens`` limits prompt, model
     turns and observations together. ``trajectory_id`` is unique: it is the engine's request id and, as is the run's
-    ``seed``, a part of the sampling seeds.
+    ``seed``, a part of the sampling seeds. ``watch`` sees the trajectory grow; it changes nothing.
 
     Raises:
         EngineDeadError: no trajectory of this engine can continue.
     """
-    rollout = _Rollout(env, generate, tokenizer, sampling, max_context_tokens, trajectory_id, seed)
+    rollout = _Rollout(env, generate, tokenizer, sampling, max_context_tokens, trajectory_id, seed, watch)
     error = ""
     try:
         try:
@@ -107,6 +119,7 @@ class _Rollout:
     max_context_tokens: int
     trajectory_id: str
     seed: int
+    watch: Watch | None = None
     ids: list[int] = field(default_factory=list)  # [num_tokens], as the next three
     kinds: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -144,7 +157,8 @@ class _Rollout:
             seed=turn_seed(self.seed, self.trajectory_id, len(self.turns)),
         )
         # the engine decodes no partial text for an environment without ``peek``
-        on_text = None if type(self.env).peek is TextEnv.peek else self.env.peek
+        peek = None if type(self.env).peek is TextEnv.peek else self.env.peek
+        on_text = peek if self.watch is None else _both(peek, self.watch.on_text)
         completion = await self.generate(self.ids, sampling, request_id=self.trajectory_id, on_text=on_text)
         if not all(map(math.isfinite, completion.logprobs)):
             raise EngineError("the engine returned a log-prob that is not finite")
@@ -176,11 +190,24 @@ class _Rollout:
                 observation=result.observation + result.notice,
             )
         )
+        if self.watch is not None:
+            self.watch.on_turn(self.turns[-1])
         self.reward += float(result.reward)
         if isinstance(action, Answer):
             self.answer = action.text
         for name, value in result.info.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+def _both(first: OnText | None, second: OnText) -> OnText:
+    if first is None:
+        return second
+
+    def on_text(text: str) -> None:
+        first(text)
+        second(text)
+
+    return on_text
 
 
 async def _act(env: TextEnv, action: Action) -> StepResult:

@@ -27,7 +27,7 @@ from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
-from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest
+from retrieval.local import named_index
 
 WORLD = "world"
 TINY = "tiny"
@@ -146,15 +146,7 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
     if not needs_index(settings.type):
         return None
     if settings.index:
-        manifest = Manifest.read(settings.index)
-        saved_with_index = "static" if manifest.encoder == ENCODER_FOLDER else ""
-        same_encoder = (manifest.encoder, Path(manifest.encoder).name, saved_with_index)
-        if manifest.is_dense and settings.encoder not in same_encoder:
-            raise DataError(
-                f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
-                f"{settings.encoder!r}; name the same encoder, or build another index"
-            )
-        return Path(settings.index)
+        return named_index(settings)
     index_dir = run_dir / "index"
     if index_dir.exists():  # a resumed run: the index is written whole or not at all
         return index_dir

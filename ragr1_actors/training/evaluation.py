@@ -1,7 +1,7 @@
-"""What a policy is used for without a learner: ``ragr1 evaluate``, ``ragr1 ask`` and ``ragr1 select``.
+"""What a policy is used for without a learner: ``ragr1 evaluate`` and ``ragr1 select``.
 
-All sample with a ``Sampler``. ``ask`` takes a checkpoint's policy and its run's index, in this process; so does
-``evaluate``, which also takes what ``evaluated_policy.py`` lists.
+Both sample with a ``Sampler``. ``evaluate`` takes a checkpoint's policy and its run's index, in this process, or what
+``evaluated_policy.py`` lists. ``ragr1 ask`` is in ``asking.py``, which loads less.
 
 ``select`` chooses the tasks that a policy can learn from by how often it answers them, after RAG-R1 (arXiv:2507.02962):
 the questions that Qwen2.5-72B-Instruct got wrong once were sampled up to ten times more, at temperature 1.2 and with up
@@ -32,12 +32,11 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.resolve import override, read_recipe, recipe_names, resolve
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import Task, Trajectory
+from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, engine_settings
+from ragr1_actors.rollout.env_runner import GroupSummary, engine_settings
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, session_for
-from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.places import INDEX, Place
 from ragr1_actors.runs.report import EvalResult
@@ -259,17 +258,6 @@ def _num_trained_on(subject: EvaluatedPolicy, which: EvalTasks) -> int | None:
     if environment.eval_tasks and Path(environment.eval_tasks).is_file():
         trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
     return len(overlap(trained, load_set(which.tasks, which.data).tasks))
-
-
-def ask(path: str | Path, question: str) -> Trajectory:
-    """Answer ``question`` greedily with a checkpoint or a run's newest one; ``RunDirectoryError`` without any."""
-    place, policy_dir = find_checkpoint(path)
-    config = _config_in_process(open_run_directory(place), place)
-    with Sampler(config, policy_dir, prepare_index(config, place.path)) as sampler:
-        sampler.env_runners.submit(GroupRequest(Issue("ask", Task("ask", question, ()), 0), 1, 0.0))
-        (finished,) = sampler.env_runners.collect()
-    (group,) = groups_from_record_batch(finished.batch)
-    return group.trajectories[0]
 
 
 def _config_in_process(run: RunConfig, place: Place, index: Path | None = None) -> SamplerConfig:

@@ -1,0 +1,110 @@
+"""The command ``ragr1 ask``: what the policy writes appears as the engine produces it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from ragr1_actors.cli import CheckpointArgument, JsonLinesOption, console, errors, print_json
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.interrupts import held_during_imports
+
+if TYPE_CHECKING:  # torch and transformers are loaded inside the command
+    from ragr1_actors.core.types import Trajectory, Turn
+
+PROMPT = "question (empty line to end): "
+
+
+def ask(
+    run: CheckpointArgument,
+    question: Annotated[str, typer.Argument(help="The question; with --interactive, the first one.")] = "",
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Read questions from standard input, one a line.")
+    ] = False,
+    as_json: JsonLinesOption = False,
+) -> None:
+    """Answer a question with a trained policy; show its text, searches and documents as they come."""
+    if not question.strip() and not interactive:
+        raise ConfigError("got no question; write it after the run, or add --interactive to type questions")
+    check_inputs(run)
+    with held_during_imports():
+        from ragr1_actors.rollout.trajectory_loop import Watch
+        from ragr1_actors.training.asking import Asker, answer_as_json
+
+        asker = Asker(run)
+    with asker:
+        for asked in questions(question, interactive):
+            if as_json:
+                print_json(answer_as_json(asker.ask(asked)))
+                continue
+            console.print(Text(asked, style="bold"), soft_wrap=True)
+            shown = Shown()
+            shown.end(asker.ask(asked, Watch(shown.text, shown.turn)))
+
+
+def questions(first: str, interactive: bool) -> Iterator[str]:
+    """Yield ``first`` if there is one, then the lines of standard input until an empty one.
+
+    The prompt goes to standard error, so that standard output has nothing but answers.
+    """
+    if first.strip():
+        yield first.strip()
+    while interactive:
+        errors.print(PROMPT, end="", highlight=False, markup=False)
+        line = sys.stdin.readline().strip()
+        if not line:
+            errors.print()
+            return
+        yield line
+
+
+class Shown:
+    """What is on the terminal of one answer."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._length = 0  # characters of the turn under way
+
+    def text(self, text: str) -> None:
+        """Print what is new of the turn's text so far."""
+        console.print(Text(text[self._length :], style="green"), end="", soft_wrap=True)
+        console.file.flush()
+        self._length = len(text)
+
+    def turn(self, turn: Turn) -> None:
+        """Print the rest of a turn, and the documents that its searches found."""
+        self.text(turn.completion_text)
+        self._length = 0
+        console.print()
+        if turn.retrievals:
+            for found in turn.retrievals:
+                console.print(Text(f"  [{found.query}]", style="bold cyan"), soft_wrap=True)
+                for number, (title, text, score) in enumerate(
+                    zip(found.titles, found.texts, found.scores, strict=True), start=1
+                ):
+                    line = f"  ({number}) {score:.3f}  {title}: {text}"
+                    console.print(Text(line, style="cyan"), soft_wrap=True)
+        elif turn.observation:
+            console.print(Text(turn.observation.strip(), style="cyan"), soft_wrap=True)
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Print the answer, or why there is none."""
+        if self._length:  # a turn that failed
+            console.print()
+        if trajectory.answer:
+            line = Text(f"answer: {trajectory.answer}", style="bold")
+        else:
+            reason = f"no answer ({trajectory.stop_reason.value}) {trajectory.error}".rstrip()
+            line = Text(reason, style="bold red")
+        console.print(line, soft_wrap=True)
+
+
+def check_inputs(checkpoint: str) -> None:
+    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path."""
+    from ragr1_actors.runs.run_directory import find_checkpoint
+
+    find_checkpoint(checkpoint)

@@ -1,0 +1,96 @@
+"""``ragr1 ask``: one policy in this process that answers question after question, and shows how.
+
+A ``Sampler`` would do the same, but it loads Ray, the learners and what builds an index. Here a person waits: only the
+engine, the environment and the retriever are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Self
+
+from ragr1_actors.core.types import Task, Trajectory, Turn
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.trajectory_loop import Watch
+from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
+from ragr1_actors.training.evaluated_policy import index_of, sampler_config
+from retrieval.base import needs_index
+from retrieval.local import named_index, open_retriever
+
+NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
+
+
+class Asker:
+    """A policy and its retriever, loaded once for all questions; use it as a context manager."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Load a checkpoint, or a run's newest one, and the run's index.
+
+        Raises:
+            RunDirectoryError: there is no run or no checkpoint.
+            UserError: policy, index or a setting cannot be used.
+        """
+        place, policy_dir = find_checkpoint(path)
+        run = open_run_directory(place)
+        retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
+        config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
+        index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
+        self._runner = EnvRunner.load(config, policy_dir, open_retriever(index_dir, config.retrieval))
+        self._loop = asyncio.new_event_loop()
+        self._num_asked = 0
+
+    def __enter__(self) -> Self:
+        """Do nothing: the policy is loaded."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Free the policy. What an interrupt left under way is cancelled."""
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:  # awaited, else asyncio prints a message for each
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._runner.engine.close())
+        self._loop.close()
+
+    def ask(self, question: str, watch: Watch = NOT_SHOWN) -> Trajectory:
+        """Answer ``question`` greedily; ``watch`` sees text and searches as they come."""
+        issue = Issue(f"ask/{self._num_asked}", Task("ask", question, ()), 0)
+        self._num_asked += 1  # a part of the sampling seed, and of the engine's request id
+        return self._loop.run_until_complete(self._runner.sample_watched(GroupRequest(issue, 1, 0.0), watch))
+
+
+def ask(path: str | Path, question: str) -> Trajectory:
+    """Answer one question with a checkpoint or a run's newest one; see ``Asker``."""
+    with Asker(path) as asker:
+        return asker.ask(question)
+
+
+def answer_as_json(trajectory: Trajectory) -> dict[str, Any]:
+    """Return what ``ragr1 ask --json`` prints of one question."""
+    return {
+        "question": trajectory.task.question,
+        "turns": [_turn_as_json(turn) for turn in trajectory.turns],
+        "answer": trajectory.answer,
+        "stop_reason": trajectory.stop_reason.value,
+        "error": trajectory.error,
+        "counts": {
+            "turns": len(trajectory.turns),
+            "rounds": trajectory.num_search_rounds,
+            "queries": trajectory.num_queries,
+            "documents": sum(len(found.passage_ids) for turn in trajectory.turns for found in turn.retrievals),
+            "model_tokens": trajectory.num_model_tokens,
+            "context_tokens": trajectory.num_tokens,
+        },
+    }
+
+
+def _turn_as_json(turn: Turn) -> dict[str, Any]:
+    documents = [
+        {"query": found.query, "id": id_, "title": title, "text": text, "score": score}
+        for found in turn.retrievals
+        for id_, title, text, score in zip(found.passage_ids, found.titles, found.texts, found.scores, strict=True)
+    ]
+    return {"text": turn.completion_text, "action": turn.action, "queries": list(turn.queries), "documents": documents}
