@@ -69,7 +69,7 @@ def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
     logged = [row for row in read_metrics(tmp_path / "run") if row["stage"] == "rl"]
     assert [(row["iteration"], "eval/em" in row) for row in logged] == [(1, False), (2, False), (1, True)]
     asked = json.loads(invoke("ask", str(tmp_path / "run"), "Where is the lamp ?", "--json"))
-    assert set(asked) == {"answer", "stop_reason", "turns"}
+    assert {"answer", "stop_reason", "turns"} <= set(asked)
 
 
 def test_wrong_settings_make_no_run_directory(tmp_path: Path) -> None:

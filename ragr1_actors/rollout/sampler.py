@@ -1,6 +1,6 @@
 """Sampler: the env runners and retrievers that sample trajectory groups with one policy.
 
-Training streams groups through ``env_runners``. Evaluation, ``ragr1 ask`` and ``ragr1 select`` need nothing else: they
+Training streams groups through ``env_runners``. Evaluation and ``ragr1 select`` need nothing else: they
 pass a list of tasks to ``sample_tasks``.
 """
 

@@ -1,0 +1,203 @@
+"""``ragr1 ask``: text as it is sampled, documents, answers for programs, and several questions with one policy."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from processes import run_python
+from small_world import a_persons_environment, invoke, make_config, make_files
+from typer.testing import CliRunner
+
+from ragr1_actors.cli.ask import Shown
+from ragr1_actors.cli.main import app
+from ragr1_actors.core.types import Turn
+from ragr1_actors.rollout.trajectory_loop import Watch
+from ragr1_actors.training import asking
+from ragr1_actors.training.asking import Asker
+
+pytestmark = pytest.mark.engine
+QUESTION = "Where is the lamp ?"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run whose policy has learned to search, and no more."""
+    files = make_files(tmp_path_factory.mktemp("ask"))
+    settings = make_config(files, {"demonstrations": "correct"}, num_iterations=0).model_dump()
+    (files / "recipe.yaml").write_text(json.dumps(settings))
+    invoke("train", str(files / "recipe.yaml"), "--run-dir", str(files / "run"))
+    return str(files / "run")
+
+
+def test_text_comes_as_it_is_sampled_and_documents_before_the_next_turn(run: str) -> None:
+    texts: list[list[str]] = [[]]
+    turns: list[Turn] = []
+
+    def on_turn(turn: Turn) -> None:
+        turns.append(turn)
+        texts.append([])
+
+    with Asker(run) as asker:
+        trajectory = asker.ask(QUESTION, Watch(lambda text: texts[-1].append(text), on_turn))
+    assert tuple(turns) == trajectory.turns
+    assert len(turns) == 2, trajectory
+    for turn, seen in zip(turns, texts, strict=False):
+        assert len(seen) > 2, "not a token at a time"
+        assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+        assert turn.completion_text.startswith(seen[-1])
+    assert turns[0].retrievals[0].texts
+
+
+def test_a_turn_is_printed_once_with_its_documents(run: str) -> None:
+    printed = invoke("ask", run, QUESTION)
+    found = json.loads(invoke("ask", run, QUESTION, "--json"))
+    lines = printed.splitlines()
+    assert lines[0] == QUESTION
+    shown = [lines.index(turn["text"].strip()) for turn in found["turns"] if turn["text"].strip() in lines]
+    assert shown == [1, len(lines) - 2], printed
+    (document,) = found["turns"][0]["documents"]
+    assert lines[2] == f"  [{document['query']}]"
+    assert lines[3] == f"  (1) {document['score']:.3f}  {document['title']}: {document['text']}"
+    assert lines[-1] == f"answer: {found['answer']}"
+
+
+def test_the_json_of_an_answer(run: str) -> None:
+    done = CliRunner().invoke(app, ["ask", run, QUESTION, "--json"])
+    found = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert set(found) == {"question", "turns", "answer", "stop_reason", "error", "counts"}
+    assert (found["question"], found["stop_reason"], found["error"]) == (QUESTION, "answered", "")
+    assert [turn["action"] for turn in found["turns"]] == ["search", "answer"]
+    documents = found["turns"][0]["documents"]
+    assert set(documents[0]) == {"query", "id", "title", "text", "score"}
+    assert found["turns"][0]["queries"] == [documents[0]["query"]]
+    counts = found["counts"]
+    assert (counts["turns"], counts["rounds"], counts["queries"], counts["documents"]) == (2, 1, 1, 1)
+    assert 0 < counts["model_tokens"] < counts["context_tokens"]
+
+
+@pytest.mark.parametrize("end", ["", "\nWhere is the cup ?\n"])  # end of file; an empty line
+def test_one_policy_answers_every_question(run: str, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    loads: list[str] = []
+
+    class Counted(Asker):
+        def __init__(self, path: str | Path) -> None:
+            loads.append(str(path))
+            super().__init__(path)
+
+    monkeypatch.setattr(asking, "Asker", Counted)
+    asked = ["ask", run, QUESTION, "--interactive", "--json"]
+    done = CliRunner().invoke(app, asked, input=f"Where is the coin ?\n{QUESTION}\n{end}")
+    assert (done.exit_code, loads) == (0, [run]), done.output
+    first, second, third = map(json.loads, done.stdout.splitlines())
+    assert (first["question"], second["question"], third) == (QUESTION, "Where is the coin ?", first)
+    assert done.stderr.count("question (empty line to end): ") == 3
+
+
+def test_a_question_is_needed_without_interactive(run: str) -> None:
+    assert (
+        invoke("ask", run) == "error: got no question; write it after the run, or add --interactive to type questions"
+    )
+
+
+SLOW_ANSWER = """
+import os, signal, sys
+from ragr1_actors.rollout.engines.decoding import Session
+whole = Session.report_text
+def report_text(self):
+    whole(self)
+    if len(self.tokens) > self.num_prompt + 1:
+        os.kill(os.getpid(), signal.SIGINT)
+Session.report_text = report_text
+from ragr1_actors.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_during_an_answer_is_one_line(run: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_ANSWER, "ask", run, QUESTION, "--interactive"],
+        cwd=tmp_path,
+        env=a_persons_environment(),
+        input="Where is the coin ?\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip() == "interrupted; start the same command again"
+
+
+def test_an_answer_loads_nothing_that_only_training_needs(run: str) -> None:
+    script = """
+        import sys
+        from ragr1_actors.training.asking import ask
+        ask(sys.argv[1], "Where is the lamp ?")
+        print([name for name in ("ray", "deepspeed", "tensorboard", "vllm", "learners.learner") if name in sys.modules])
+    """
+    assert run_python(script, run) == "[]\n"
+
+
+def test_what_an_environment_says_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    turn = Turn("<think> no", 3, "malformed", observation="\nWrite a query.\n")
+    Shown().turn(turn)
+    assert capsys.readouterr().out == "<think> no\nWrite a query.\n"
+
+
+HELP = """
+import sys
+import typer
+from typer.testing import CliRunner
+from ragr1_actors.cli.main import app
+
+SLOW = sys.argv[1].split(",")
+
+def paths(group, before=()):
+    yield before
+    for name, command in getattr(group, "commands", {}).items():
+        yield from paths(command, (*before, name))
+
+for path in paths(typer.main.get_group(app)):
+    done = CliRunner().invoke(app, [*path, "--help"])
+    assert done.exit_code == 0 and "Usage" in done.output, done.output
+    print(" ".join(path) or "ragr1", *[name for name in SLOW if name in sys.modules], sep=",")
+"""
+SLOW = (
+    "aiohttp",
+    "deepspeed",
+    "duckdb",
+    "faiss",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "ray",
+    "safetensors",
+    "sentence_transformers",
+    "tensorboard",
+    "torch",
+    "transformers",
+    "vllm",
+    "yaml",
+)
+"""Not one of these is needed to say what a command does; each takes a tenth of a second or more, or leads to one.
+
+pydantic is not in the list: typer itself loads it for a command's options."""
+
+
+def test_help_of_every_command_loads_nothing_slow(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, ",".join(SLOW)],
+        cwd=tmp_path,
+        env=a_persons_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert {"ragr1", "ask", "evaluate", "index build", "train"} <= {line.partition(",")[0] for line in lines}
+    assert [line for line in lines if "," in line] == []
