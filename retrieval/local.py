@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
-from ragr1_actors.core.folders import AnyFolder, Folder, Share
+from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import RetrievalRecord
@@ -58,17 +57,6 @@ def named_index(settings: RetrievalSettings) -> Path:
             f"{settings.encoder!r}; name the same encoder, or build another index"
         )
     return Path(settings.index)
-
-
-def recorded_searches(run: str, share: Share) -> AnyFolder:
-    """Return what actors get for the recorded searches of a run, or the run's path if that is it."""
-    if is_uri(run):
-        found = Storage(run).find(TRAJECTORIES)
-        if found is None:
-            raise DataError(f"no recorded searches in {without_secrets(run)}; give the URI of a run that kept them")
-        return found
-    records = share(Path(run) / TRAJECTORIES)
-    return records if isinstance(records, Folder) else run
 
 
 class LocalRetriever:

@@ -11,16 +11,17 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from cluster.placement import ActorOptions, labelled
+from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.folders import AnyFolder, Share, in_place, part_of
+from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from retrieval.base import Retriever
 from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor
 from retrieval.fleet.actor_fleet import REPORT_EXPIRES_S, ActorFleet, client_reports
 from retrieval.fleet.batching import ClientLoad, PoolSettings
 from retrieval.fleet.client import RetrieverClient
 from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
-from retrieval.local import open_retriever, recorded_searches
+from retrieval.local import open_retriever
 
 START_TIMEOUT_S = 600.0
 """For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
@@ -66,7 +67,7 @@ class RetrieverGroup:
         self._num_restarts = {"retriever": 0, "encoder": 0}
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
-            self._options["run"] = recorded_searches(str(self._options["run"]), share)
+            self._options["run"] = _recorded(str(self._options["run"]), share)
         if self._index_dir is None:
             return
         manifest = Manifest.read(self._index_dir)  # here, since an actor would wrap the error in a traceback
@@ -182,6 +183,17 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
             f"retrieval.num_encoders: got {settings.num_encoders} over an index of type {manifest.index_type!r}, which "
             "has no vectors; set it to 0"
         )
+
+
+def _recorded(run: str, share: Share) -> AnyFolder:
+    """Return what actors get for the recorded searches of a run, or the run's path if that is it."""
+    if is_uri(run):
+        found = Storage(run).find(TRAJECTORIES)
+        if found is None:
+            raise DataError(f"no recorded searches in {without_secrets(run)}; give the URI of a run that kept them")
+        return found
+    records = share(Path(run) / TRAJECTORIES)
+    return records if isinstance(records, Folder) else run
 
 
 @dataclass(frozen=True)
