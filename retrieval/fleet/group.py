@@ -13,8 +13,9 @@ from ray.actor import ActorHandle
 from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
+from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import Retriever
 from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor
 from retrieval.fleet.actor_fleet import REPORT_EXPIRES_S, ActorFleet, client_reports
