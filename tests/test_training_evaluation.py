@@ -70,10 +70,17 @@ class Reader:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.under_way: list[int] = []
+        """Requests at the same time, when each came."""
+        self._now = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        self._now += 1
+        self.under_way.append(self._now)
         body = await request.json()
         self.bodies.append(body)
+        await asyncio.sleep(0.05)  # the others come meanwhile
+        self._now -= 1
         said = body["messages"][-1]["content"]
         place = next((place for place in PLACES if place in said), "")
         thing = next((thing for thing in THINGS if thing in said), "")
@@ -147,6 +154,7 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert (found["policy"], found["num_trained_on"]) == (f"big at {url}/v1", None)
         assert len(reader.bodies) == 1 + 2 * (8 + 2)  # the probe, and two turns per question
         assert {body["user"] for body in reader.bodies} == {"me"}
+        assert (set(reader.under_way[: 1 + 2 * 2]), max(reader.under_way)) == ({1}, 3)
         alone, load = found["latency"]
         assert (alone["concurrency"], alone["num_tasks"], load["concurrency"], load["num_tasks"]) == (1, 2, 3, 8)
         assert 0 < alone["median_s"] <= alone["p95_s"]
@@ -163,6 +171,23 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert reader.bodies == []
         refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
         assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+@pytest.mark.integration
+def test_a_question_that_is_asked_again_for_its_latency_searches_again(files: Path) -> None:
+    reader, searched = Reader(), []
+
+    async def retrieve(request: web.Request) -> web.StreamResponse:
+        queries = (await request.json())["queries"]
+        searched.extend(queries)
+        found = [{"id": query, "title": query, "text": f"The {query} lies in Riga."} for query in queries]
+        return web.json_response({"result": [[one] for one in found]})
+
+    with served(reader.answer) as url, served(retrieve) as server:
+        retrieval = [f"retrieval.options={{url: {server}}}", "retrieval.type=http", "retrieval.index="]
+        command = [*retrieval, "--endpoint", url, "--model", "big"]
+        assert evaluated(files, *command, "--latency", "--latency-tasks", "3")["rounds"] == 1.0
+    assert sorted(searched) == sorted([*THINGS, *THINGS[:3]])
 
 
 @pytest.mark.integration
