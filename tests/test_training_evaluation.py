@@ -16,7 +16,7 @@ from http_stub import Answer, stub_server
 from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.training.data import prepare_policy
 from ragr1_actors.training.evaluated_policy import BASELINES, EvalRequest, open_policy
@@ -171,6 +171,26 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert reader.bodies == []
         refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
         assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+@pytest.mark.integration
+def test_what_was_answered_before_the_key_was_refused_is_kept(files: Path, tmp_path: Path) -> None:
+    reader, out, num_allowed = Reader(), tmp_path / "out.jsonl", 1 + 2 * 3
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if len(reader.bodies) >= num_allowed:
+            return web.json_response({"error": "no more money"}, status=402)
+        return await reader.answer(request)
+
+    with served(answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--concurrency", "2", "--out", str(out)]
+        with pytest.raises(EngineDeadError, match=r"no more money.*; export a valid key"):
+            evaluated(files, *command)
+        num_kept = len(read_scores(out)[1])
+        assert 0 < num_kept <= 3
+        num_allowed = 1000
+        assert evaluated(files, *command)["num_tasks"] == 8
+        assert len(reader.bodies) <= 7 + 1 + 2 * (8 - num_kept)
 
 
 @pytest.mark.integration
