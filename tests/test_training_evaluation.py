@@ -19,7 +19,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.training.data import prepare_policy
-from ragr1_actors.training.evaluated_policy import BASELINES, EvalRequest, open_policy
+from ragr1_actors.training.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.preflight import check_names
 
 
@@ -130,6 +130,19 @@ def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
     (files / "prompt.txt").write_text("Say {question}\n")
     asked = EvalRequest(policy, recipe, own, prompt=files / "prompt.txt", baseline="rag")
     assert open_policy(asked).config.environment.prompt == "Say {question}"
+
+
+def test_an_endpoint_has_its_own_engine_options(files: Path) -> None:
+    endpoint = Endpoint("http://host/v1", "big", "", {"stop": None})
+    engine = "env_runners: {engine: vllm, engine_options: {tensor_parallel_size: 2}}"
+    (files / "vllm.yaml").write_text(engine)
+    recipe = str(files / "vllm.yaml")
+    runners = open_policy(EvalRequest(recipe=recipe, endpoint=endpoint)).config.env_runners
+    usual = {"url": "http://host/v1", "model": "big", "key_env": "", "body": {"stop": None}}
+    assert (runners.engine, runners.engine_options, runners.max_concurrent_trajectories) == ("endpoint", usual, 8)
+    own = ("env_runners.engine_options={timeout_s: 900}",)
+    runners = open_policy(EvalRequest("", recipe, own, endpoint=endpoint, concurrency=2)).config.env_runners
+    assert (runners.engine_options, runners.max_concurrent_trajectories) == ({"timeout_s": 900} | usual, 2)
 
 
 @pytest.mark.parametrize("recipe", ["search_r1_7b", "search_r1_grpo_7b", "ragr1_sq_7b", "ragr1_mq_7b"])
