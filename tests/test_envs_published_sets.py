@@ -18,6 +18,7 @@ from envs.base import exact_match, token_f1
 from envs.tasks.files import load_tasks
 from envs.tasks.published_sets import PUBLISHED, SETS, load_set, published_em
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.runs.scores import exact_match_rag_r1, normalize_rag_r1
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TITLES = {"title": ["Ana", "Bo", "Ana"], "sent_id": [0, 1, 2]}
@@ -277,21 +278,27 @@ def test_em_and_f1_on_real_answers_are_the_official_ones_to_the_last_digit(name:
         for answer, gold in zip(answers, golds, strict=True):
             assert exact_match(answer, gold) == max(official_em(answer, one) for one in gold)
             assert token_f1(answer, gold) == max(official_f1(answer, one) for one in gold)
+            assert exact_match_rag_r1(answer, gold) == max(official_em(answer, one, " ") for one in gold)
+            expected = max(official_f1(answer, one, " ") for one in gold)
+            assert token_f1(answer, gold, normalize_rag_r1) == expected
 
 
-def official_normal(text: str) -> str:
-    """What SQuAD's and HotpotQA's scripts do to an answer, step by step and independent of the project's code."""
+def official_normal(text: str, instead: str) -> str:
+    """What SQuAD's and HotpotQA's scripts do to an answer, step by step and independent of the project's code.
+
+    ``instead`` is what stands for punctuation afterwards: nothing there, a space in RAG-R1's evaluation.
+    """
     lowered = text.lower()
-    bare = "".join(char for char in lowered if char not in set(string.punctuation))
+    bare = "".join(instead if char in set(string.punctuation) else char for char in lowered)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
-def official_em(answer: str, gold: str) -> float:
-    return float(official_normal(answer) == official_normal(gold))
+def official_em(answer: str, gold: str, instead: str = "") -> float:
+    return float(official_normal(answer, instead) == official_normal(gold, instead))
 
 
-def official_f1(answer: str, gold: str) -> float:
-    said, wanted = official_normal(answer), official_normal(gold)
+def official_f1(answer: str, gold: str, instead: str = "") -> float:
+    said, wanted = official_normal(answer, instead), official_normal(gold, instead)
     if said != wanted and (said in ("yes", "no", "noanswer") or wanted in ("yes", "no", "noanswer")):
         return 0.0
     shared = sum((Counter(said.split()) & Counter(wanted.split())).values())

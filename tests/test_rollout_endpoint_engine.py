@@ -180,7 +180,7 @@ async def test_nothing_listens() -> None:
 
 async def test_a_key_that_is_refused_ends_the_evaluation() -> None:
     async with stub_server(always({}, 401)) as url:
-        with pytest.raises(EngineDeadError, match="answered 401"):
+        with pytest.raises(EngineDeadError, match=r"answered 401: .*; export a valid key as OPENAI_API_KEY"):
             await search(url)
 
 

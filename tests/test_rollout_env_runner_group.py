@@ -283,7 +283,7 @@ def test_the_driver_samples_the_same_tokens_as_an_actor(
 
 
 def test_an_unknown_engine_is_named(policy_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="expected one of transformers"):
+    with pytest.raises(ConfigError, match="expected one of endpoint, transformers, vllm or my_module:MyName"):
         EnvRunnerGroup(make_config(num_env_runners=0, engine="vlm"), policy_dir, OnePassage())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envs.base import token_f1
-from ragr1_actors.cli.evaluate import print_details, summarise
+from ragr1_actors.cli.evaluate import print_evaluation, summarise
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
 from ragr1_actors.runs.scores import (
@@ -99,7 +99,7 @@ def test_a_file_of_another_evaluation_is_refused_and_left_alone(tmp_path: Path) 
     open_scores(path, SETTINGS)
     append_score(path, one("a"))
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"of another evaluation .* name another --out"):
+    with pytest.raises(DataError, match=r"of another evaluation \(digest '0f' there, '1e' here\); name another --out"):
         open_scores(path, replace(SETTINGS, digest="1e"))
     path.write_bytes(before + b"{}\n")
     with pytest.raises(DataError, match=r"out\.jsonl, line 3: no line of"):
@@ -150,11 +150,14 @@ def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.Capture
     append_score(path, one("a"))
     details = summarise([one("a")], path, "musique")
     measured = [latency([one("a")], 1), latency([one("a")], 8)]
-    print_details(details | {"num_trained_on": 3, "latency": [asdict(found) for found in measured]})
+    shown = details | {"num_trained_on": 3, "latency": [asdict(found) for found in measured]}
+    print_evaluation({"em": 1.0, "num_tasks": 1}, shown)
     printed = capsys.readouterr().out
-    assert "em  1.000, 95 % interval 1.000 to 1.000" in printed
+    assert printed.split()[:3] == ["em", "1.000,", "95"]
+    assert printed.count("em  1.000, 95 % interval 1.000 to 1.000") == 1
+    assert "num_tasks  1\n" in printed
     assert "McNemar  p = 1: 0 right here only, 0 there only" in printed
-    assert "warning: 3 of these questions are in the run's training file" in printed
+    assert "warning: 3 of these questions are in the training file, environment.tasks" in printed
     assert "0.192  RAG-R1, several queries (Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large" in printed
     each = "(1 questions; 9.0 tokens, 1.0 rounds, 2.0 queries each)"
     assert f"latency  0.50 s median, 0.50 s for 95 %, one at a time {each}" in printed

@@ -16,10 +16,10 @@ from http_stub import Answer, stub_server
 from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.training.data import prepare_policy
-from ragr1_actors.training.evaluated_policy import BASELINES, EvalRequest, open_policy
+from ragr1_actors.training.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.preflight import check_names
 
 
@@ -70,10 +70,17 @@ class Reader:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.under_way: list[int] = []
+        """Requests at the same time, when each came."""
+        self._now = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        self._now += 1
+        self.under_way.append(self._now)
         body = await request.json()
         self.bodies.append(body)
+        await asyncio.sleep(0.05)  # the others come meanwhile
+        self._now -= 1
         said = body["messages"][-1]["content"]
         place = next((place for place in PLACES if place in said), "")
         thing = next((thing for thing in THINGS if thing in said), "")
@@ -125,6 +132,19 @@ def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
     assert open_policy(asked).config.environment.prompt == "Say {question}"
 
 
+def test_an_endpoint_has_its_own_engine_options(files: Path) -> None:
+    endpoint = Endpoint("http://host/v1", "big", "", {"stop": None})
+    engine = "env_runners: {engine: vllm, engine_options: {tensor_parallel_size: 2}}"
+    (files / "vllm.yaml").write_text(engine)
+    recipe = str(files / "vllm.yaml")
+    runners = open_policy(EvalRequest(recipe=recipe, endpoint=endpoint)).config.env_runners
+    usual = {"url": "http://host/v1", "model": "big", "key_env": "", "body": {"stop": None}}
+    assert (runners.engine, runners.engine_options, runners.max_concurrent_trajectories) == ("endpoint", usual, 8)
+    own = ("env_runners.engine_options={timeout_s: 900}",)
+    runners = open_policy(EvalRequest("", recipe, own, endpoint=endpoint, concurrency=2)).config.env_runners
+    assert (runners.engine_options, runners.max_concurrent_trajectories) == ({"timeout_s": 900} | usual, 2)
+
+
 @pytest.mark.parametrize("recipe", ["search_r1_7b", "search_r1_grpo_7b", "ragr1_sq_7b", "ragr1_mq_7b"])
 def test_published_checkpoints_have_their_formats(files: Path, recipe: str) -> None:
     environment = open_policy(
@@ -147,6 +167,7 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert (found["policy"], found["num_trained_on"]) == (f"big at {url}/v1", None)
         assert len(reader.bodies) == 1 + 2 * (8 + 2)  # the probe, and two turns per question
         assert {body["user"] for body in reader.bodies} == {"me"}
+        assert (set(reader.under_way[: 1 + 2 * 2]), max(reader.under_way)) == ({1}, 3)
         alone, load = found["latency"]
         assert (alone["concurrency"], alone["num_tasks"], load["concurrency"], load["num_tasks"]) == (1, 2, 3, 8)
         assert 0 < alone["median_s"] <= alone["p95_s"]
@@ -163,6 +184,43 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert reader.bodies == []
         refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
         assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+@pytest.mark.integration
+def test_what_was_answered_before_the_key_was_refused_is_kept(files: Path, tmp_path: Path) -> None:
+    reader, out, num_allowed = Reader(), tmp_path / "out.jsonl", 1 + 2 * 3
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if len(reader.bodies) >= num_allowed:
+            return web.json_response({"error": "no more money"}, status=402)
+        return await reader.answer(request)
+
+    with served(answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--concurrency", "2", "--out", str(out)]
+        with pytest.raises(EngineDeadError, match=r"no more money.*; export a valid key"):
+            evaluated(files, *command)
+        num_kept = len(read_scores(out)[1])
+        assert 0 < num_kept <= 3
+        num_allowed = 1000
+        assert evaluated(files, *command)["num_tasks"] == 8
+        assert len(reader.bodies) <= 7 + 1 + 2 * (8 - num_kept)
+
+
+@pytest.mark.integration
+def test_a_question_that_is_asked_again_for_its_latency_searches_again(files: Path) -> None:
+    reader, searched = Reader(), []
+
+    async def retrieve(request: web.Request) -> web.StreamResponse:
+        queries = (await request.json())["queries"]
+        searched.extend(queries)
+        found = [{"id": query, "title": query, "text": f"The {query} lies in Riga."} for query in queries]
+        return web.json_response({"result": [[one] for one in found]})
+
+    with served(reader.answer) as url, served(retrieve) as server:
+        retrieval = [f"retrieval.options={{url: {server}}}", "retrieval.type=http", "retrieval.index="]
+        command = [*retrieval, "--endpoint", url, "--model", "big"]
+        assert evaluated(files, *command, "--latency", "--latency-tasks", "3")["rounds"] == 1.0
+    assert sorted(searched) == sorted([*THINGS, *THINGS[:3]])
 
 
 @pytest.mark.integration

@@ -179,7 +179,7 @@ def test_an_evaluation_goes_on_with_its_file(
     assert "no task in common" in invoke(*command[:2], "--against", str(out))  # those that the run held out
     printed = invoke(*command[:-1], "--out", str(out))
     assert "95 % interval" in printed
-    assert "of these questions are in the run's training file" in printed
+    assert "of these questions are in the training file" in printed
 
 
 @pytest.mark.engine

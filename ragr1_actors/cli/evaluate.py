@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -136,8 +136,7 @@ def evaluate(
     if as_json:
         print_json({"policy": found.policy, "method": found.method, **asdict(found.result), **details})
         return
-    print_values(asdict(found.result))
-    print_details(details)
+    print_evaluation(asdict(found.result), details)
 
 
 def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | None:
@@ -244,10 +243,20 @@ def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: str | No
     return found
 
 
-def print_details(details: dict[str, Any]) -> None:
-    """Print what ``summarise`` returns, for people."""
-    for name, found in details.get("intervals", {}).items():
-        print_line(f"{name:>20}  {found['mean']:.3f}, 95 % interval {found['low']:.3f} to {found['high']:.3f}")
+def print_evaluation(result: dict[str, Any], details: Mapping[str, Any]) -> None:
+    """Print the means of an evaluation, with their intervals, and what ``summarise`` returns, for people."""
+    intervals = details["intervals"]
+    for name, value in (result | {name: None for name in intervals if name not in result}).items():
+        if name in intervals:
+            found = intervals[name]
+            print_line(f"{name:>20}  {found['mean']:.3f}, 95 % interval {found['low']:.3f} to {found['high']:.3f}")
+        else:
+            print_values({name: value})
+    print_details(details)
+
+
+def print_details(details: Mapping[str, Any]) -> None:
+    """Print what there is beside the measures: comparison, latency, overlap with training, published figures."""
     if compared := details.get("against"):
         em, f1 = compared["em_difference"], compared["f1_difference"]
         print_line(f"against the other policy, on {compared['num_tasks']:,} tasks that both answered:")
@@ -263,7 +272,9 @@ def print_details(details: dict[str, Any]) -> None:
             f"({measured['num_tasks']:,} questions; {means} each)"
         )
     if details.get("num_trained_on"):
-        print_line(f"warning: {details['num_trained_on']:,} of these questions are in the run's training file")
+        print_line(
+            f"warning: {details['num_trained_on']:,} of these questions are in the training file, environment.tasks"
+        )
     if published := details.get("published"):
         print_line("published exact match, each with its own settings:")
         for row in published:

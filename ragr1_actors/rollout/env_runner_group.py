@@ -100,6 +100,8 @@ class EnvRunnerGroup:
         settings = config.env_runners
         self.on_wait: Callable[[], None] = lambda: None
         """Called about once a second while ``collect`` waits."""
+        self.on_finished: Callable[[FinishedGroup], None] = lambda group: None
+        """Called in the driver, where it samples itself, with each group as it finishes: ``collect`` waits for all."""
         self._pending: deque[GroupRequest] = deque()
         self._in_flight: dict[Any, Flight] = {}  # by the reference of the summary
         self._is_held = False  # what is queued stays there
@@ -330,11 +332,14 @@ class EnvRunnerGroup:
 
     async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
         requests, self._pending = list(self._pending), deque()
-        groups = await asyncio.gather(*(runner.sample_group(request) for request in requests))
-        return [
-            FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
-            for request, group in zip(requests, groups, strict=True)
-        ]
+
+        async def sample(request: GroupRequest) -> FinishedGroup:
+            group = await runner.sample_group(request)
+            finished = FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
+            self.on_finished(finished)
+            return finished
+
+        return await asyncio.gather(*map(sample, requests))
 
     @property
     def receivers(self) -> dict[str, Any]:

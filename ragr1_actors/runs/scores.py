@@ -179,7 +179,11 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
             return []
         found, scores = read_scores(path)
         if found != settings:
-            raise DataError(f"{path} is of another evaluation ({found}, this one is {settings}); name another --out")
+            there, here = asdict(found), asdict(settings)
+            different = [
+                f"{name} {there[name]!r} there, {here[name]!r} here" for name in here if there[name] != here[name]
+            ]
+            raise DataError(f"{path} is of another evaluation ({'; '.join(different)}); name another --out")
         content = path.read_bytes()
         os.truncate(path, content.rindex(b"\n") + 1)
     except OSError as error:

@@ -188,8 +188,10 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
     if request.endpoint is not None:
         runners.setdefault("max_concurrent_trajectories", ENDPOINT_CONCURRENCY)
         endpoint = request.endpoint
+        own = any(assignment.startswith("env_runners.engine_options=") for assignment in request.overrides)
         runners["engine"] = "endpoint"
         runners["engine_options"] = {
+            **(run.env_runners.engine_options if own else {}),  # a recipe's are those of its engine
             "url": endpoint.url,
             "model": endpoint.model,
             "key_env": endpoint.key_env,

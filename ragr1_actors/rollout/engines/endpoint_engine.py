@@ -171,6 +171,8 @@ class EndpointEngine:
         sampling = Sampling(_PROBE_TOKENS, temperature=0.0, stop=("</answer>",))
         try:
             self._read(await self._ask(_PROBE, sampling), sampling.stop)
+        except EngineDeadError as error:
+            raise ConfigError(f"--endpoint: {error}") from error
         except EngineError as error:
             cause = error.__cause__
             status = cause.status if isinstance(cause, StatusError) else 0
@@ -219,7 +221,7 @@ class EndpointEngine:
             return self._client.read_json(content, self._url)
         except StatusError as error:
             if error.status in _KEY_REFUSED:
-                raise EngineDeadError(str(error)) from error
+                raise EngineDeadError(f"{error}; {self._advice(error.status)}") from error
             tries = "" if error.is_refusal else f" ({attempts} attempts)"
             raise EngineError(f"{error}{tries}") from error
         except RetrievalError as error:
