@@ -54,6 +54,7 @@ def test_some_actors_are_stopped_and_not_killed() -> None:
 def test_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path))
     assert "exists; give a new directory" in invoke("chaos", str(recipe), "--run-dir", str(tmp_path))
+    assert "cannot write to" in invoke("chaos", str(recipe), "--run-dir", str(recipe / "run"))  # below a file
 
 
 def test_what_is_to_be_hit_is_named_once(tmp_path: Path) -> None:

@@ -250,7 +250,10 @@ def _train(recipe: str, overrides: list[str], kills: int, seed: int, place: Path
     lengths = {"sft": config.sft.num_steps, "rl": config.training.num_iterations}
     hits = schedule(kills, [DRIVER, *_kinds(config)], lengths, seed)
     rng, driver_s, num_hits = random.Random(seed), [], 0
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write to {place}: {error.strerror}; choose another --run-dir") from error
     victim = Victim(recipe, [*overrides, f"debugging.fault_tolerance={json.dumps(patient)}"], place)
     with _ended(victim):
         for hit in hits:
