@@ -325,7 +325,7 @@ def test_evaluation_is_greedy_and_training_is_not(files: Path, tmp_path: Path) -
     Recorder.temperatures.clear()
     evaluate(tmp_path / "run")
     ask(tmp_path / "run", "Where is the lamp ?")
-    assert Recorder.temperatures == dict.fromkeys(("ask/0", *(f"eval_tasks/{thing}/0" for thing in THINGS)), 0.0)
+    assert Recorder.temperatures == dict.fromkeys(("ask/0/0", *(f"eval_tasks/{thing}/0" for thing in THINGS)), 0.0)
 
 
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
