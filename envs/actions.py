@@ -66,7 +66,7 @@ def _read_body(tag: str, body: str, query_format: QueryFormat) -> Action:
         return Malformed(f"<{tag}> is empty")
     inner = ANY_TAG.search(body)
     if inner is not None:
-        return Malformed(f"{inner[0]} stands inside <{tag}>")
+        return Malformed(f"{inner[0]} inside <{tag}>")
     if tag == "answer":
         return Answer(body)
     match query_format:

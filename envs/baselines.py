@@ -52,7 +52,7 @@ class DirectEnv(TextEnv):
         return [Message("user", self._settings.prompt.replace("{question}", task.question))]
 
     def parse(self, completion: str) -> Action:
-        """Return what stands inside ``<answer>``; without the tag, all that stands behind the reasoning.
+        """Return the text inside ``<answer>``; without the tag, all text after the reasoning.
 
         A model that was never trained on the tags may leave them out, and answers all the same.
         """
@@ -65,7 +65,7 @@ class DirectEnv(TextEnv):
         if not answer:
             return Malformed("the turn has no answer")
         inner = ANY_TAG.search(answer)
-        return Malformed(f"{inner[0]} stands in the answer") if inner else Answer(answer)
+        return Malformed(f"{inner[0]} inside the answer") if inner else Answer(answer)
 
     async def step(self, queries: list[str]) -> StepResult:
         """End the trajectory: ``parse`` returns no search."""
@@ -84,8 +84,8 @@ class DirectEnv(TextEnv):
 class RagEnv(DirectEnv):
     """Standard RAG: one search with the question, its passages in the prompt, one turn to answer.
 
-    The passages stand where the prompt has ``{passages}``, or else behind it, in ``environment.observation_format`` and
-    within the token budgets of observations.
+    The passages replace ``{passages}`` in the prompt, or else follow the prompt. They have
+    ``environment.observation_format`` and keep the token budgets of observations.
     """
 
     async def reset(self, task: Task) -> list[Message]:

@@ -17,8 +17,8 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.types import Turn
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
-from ragr1_actors.training import asking
-from ragr1_actors.training.asking import Asker
+from ragr1_actors.training.evaluation import asking
+from ragr1_actors.training.evaluation.asking import Asker
 
 pytestmark = pytest.mark.engine
 QUESTION = "Where is the lamp ?"
@@ -155,7 +155,7 @@ def test_an_interrupt_during_an_answer_is_one_line(run: str, tmp_path: Path) -> 
 def test_an_answer_loads_nothing_that_only_training_needs(run: str) -> None:
     script = """
         import sys
-        from ragr1_actors.training.asking import ask
+        from ragr1_actors.training.evaluation.asking import ask
         ask(sys.argv[1], "Where is the lamp ?")
         print([name for name in ("ray", "deepspeed", "tensorboard", "vllm", "learners.learner") if name in sys.modules])
     """

@@ -365,7 +365,7 @@ main()
     ("module", "advice"),
     [
         ("typer", "start the same command again"),
-        ("ragr1_actors.training.preflight", "start the same command again"),
+        ("ragr1_actors.training.planning.preflight", "start the same command again"),
         ("ragr1_actors.training.stages", "go on with: ragr1 train quickstart --run-dir run --resume"),
     ],
 )

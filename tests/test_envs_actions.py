@@ -48,10 +48,10 @@ def test_the_first_action_outside_think_counts(completion: str, action: Action) 
         ("<think> a</think><think><answer>Riga</answer>", "<think> is never closed"),
         ("<answer> </answer>", "<answer> is empty"),
         ("<search>\n</search>", "<search> is empty"),
-        ("<search>a<answer>b</answer></search>", "<answer> stands inside <search>"),
-        ("<search>a<search>b</search></search>", "<search> stands inside <search>"),
+        ("<search>a<answer>b</answer></search>", "<answer> inside <search>"),
+        ("<search>a<search>b</search></search>", "<search> inside <search>"),
         ("<search>a<answer>b</answer>", "<search> is never closed"),
-        ("<answer>a</think>b</answer>", "</think> stands inside <answer>"),
+        ("<answer>a</think>b</answer>", "</think> inside <answer>"),
     ],
 )
 def test_a_turn_without_one_whole_action_is_malformed(completion: str, reason: str) -> None:

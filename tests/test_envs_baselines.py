@@ -78,8 +78,8 @@ async def test_a_turn_without_an_answer_ends_the_trajectory(env_class: type[Dire
         ("Riga", Answer("Riga")),
         ("<think> hm </think>\nRiga\n", Answer("Riga")),
         ("<answer> Riga", Malformed("<answer> is never closed")),
-        ("<think> hm", Malformed("<think> stands in the answer")),
-        ("<answer> <search>Riga</search></answer>", Malformed("<search> stands in the answer")),
+        ("<think> hm", Malformed("<think> inside the answer")),
+        ("<answer> <search>Riga</search></answer>", Malformed("<search> inside the answer")),
         ("<think> hm </think> ", Malformed("the turn has no answer")),
     ],
 )

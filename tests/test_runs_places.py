@@ -34,7 +34,7 @@ from ragr1_actors.runs.run_directory import (
     open_run_directory,
     removed_if_unused,
 )
-from ragr1_actors.training.preflight import check_sampler
+from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
 

@@ -45,10 +45,10 @@ from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.asking import ask
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.data import prepare
-from ragr1_actors.training.evaluation import evaluate
+from ragr1_actors.training.evaluation.asking import ask
+from ragr1_actors.training.evaluation.evaluate import evaluate
 from ragr1_actors.training.stages import TrainingRun
 
 

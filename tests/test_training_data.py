@@ -18,7 +18,7 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import StopReason
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, split_tasks
-from ragr1_actors.training.evaluation import evaluation_tasks
+from ragr1_actors.training.evaluation.evaluate import evaluation_tasks
 from ragr1_actors.training.tiny_policy import train_tokenizer
 
 

@@ -19,8 +19,8 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.training.data import prepare_policy
-from ragr1_actors.training.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
-from ragr1_actors.training.preflight import check_names
+from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
+from ragr1_actors.training.planning.preflight import check_names
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.runs.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
+from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.simulation.run import Simulator, Size
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import made_up_task

@@ -16,8 +16,8 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
-from ragr1_actors.training.preflight import check_room
+from ragr1_actors.training.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
+from ragr1_actors.training.planning.preflight import check_room
 from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
@@ -258,7 +258,7 @@ def test_too_little_shared_memory_is_one_sentence_before_the_run(
 ) -> None:
     """Docker gives 64 MiB. The weights of a 7B policy are 14 GiB in the object store."""
     machine = replace(NODE, shm_bytes=shm_bytes)
-    monkeypatch.setattr("ragr1_actors.training.preflight.this_machine", lambda directory: machine)
+    monkeypatch.setattr("ragr1_actors.training.planning.preflight.this_machine", lambda directory: machine)
     config = configured("ragr1_mq_7b", "env_runners.weight_transport=object_store", "retrieval.corpus=world")
     with pytest.raises(ConfigError) as caught:
         check_room(config, tmp_path)

@@ -18,7 +18,7 @@ from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.preflight import check_names
+from ragr1_actors.training.planning.preflight import check_names
 
 HERE = __name__
 

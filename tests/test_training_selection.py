@@ -14,7 +14,7 @@ from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.evaluation import SelectionSettings, choose
+from ragr1_actors.training.evaluation.selection import SelectionSettings, choose
 from ragr1_actors.training.stages import TrainingRun
 
 NUM_SAMPLES = 8

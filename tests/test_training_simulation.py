@@ -34,7 +34,7 @@ from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
+from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.simulation.engine import SimulatedEngine
 from ragr1_actors.training.simulation.fleet import SimulatedRetrievers, SimulatedRunners
 from ragr1_actors.training.simulation.recorded import fit_line, read_recording

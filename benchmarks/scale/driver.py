@@ -26,7 +26,7 @@ from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import BatchCollector
-from ragr1_actors.training.plan import GPUS, Machine, make_pace
+from ragr1_actors.training.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.training.simulation.run import Simulator, Size
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import DrawnWorkload, made_up_task

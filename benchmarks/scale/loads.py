@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
+from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.simulation.run import Simulator, Size
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import DrawnWorkload

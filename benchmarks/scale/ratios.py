@@ -44,8 +44,8 @@ from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measu
 from benchmarks.scale import latency, loads
 from benchmarks.scale.latency import Wait
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.pace import LearnerPace, Pace
-from ragr1_actors.training.plan import GPUS, Machine, make_pace
+from ragr1_actors.training.planning.pace import LearnerPace, Pace
+from ragr1_actors.training.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.training.simulation.run import Simulation, Size, simulate
 from ragr1_actors.training.simulation.workload import DrawnWorkload
 

@@ -8,7 +8,7 @@ FlashRAG        ``{"id", "question", "golden_answers", "metadata": {"type", "sup
 Search-R1       FlashRAG's, in Parquet, with ``data_source`` and ``reward_model.ground_truth.target``
 MuSiQue         ``question_decomposition`` with a ``support_paragraph`` each, where ``paragraphs`` are left out
 NQ              NQ-open, and the annotated forms in ``envs/tasks/natural_questions.py``
-2Wiki           ``answer_id``, whose other names stand in ``id_aliases.json`` beside the file
+2Wiki           ``answer_id``, whose other names are in ``id_aliases.json`` beside the file
 ==============  ====================================================================================================
 """
 

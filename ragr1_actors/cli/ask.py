@@ -33,7 +33,7 @@ def ask(
     check_inputs(run)
     with held_during_imports():
         from ragr1_actors.rollout.trajectory_loop import Watch
-        from ragr1_actors.training.asking import Asker, answer_as_json
+        from ragr1_actors.training.evaluation.asking import Asker, answer_as_json
 
         asker = Asker(run)
     with asker:

@@ -24,7 +24,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.runs.scores import TaskScore
-    from ragr1_actors.training.evaluated_policy import Endpoint, EvalRequest
+    from ragr1_actors.training.evaluation.evaluated_policy import Endpoint, EvalRequest
 
 NO_EXAMPLE = "YOUR QUESTION"
 
@@ -41,7 +41,7 @@ RecipeOption = Annotated[
     str, typer.Option("--recipe", help="Prompt, formats, limits and retrieval of this recipe, for a model or endpoint.")
 ]
 PromptOption = Annotated[
-    Path | None, typer.Option("--prompt", help="A text file with the prompt; {question} stands for the question.")
+    Path | None, typer.Option("--prompt", help="A text file with the prompt; {question} is replaced by the question.")
 ]
 BaselineOption = Annotated[
     Literal["direct", "rag", "single-query"] | None,
@@ -105,7 +105,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer tasks greedily with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches."""
-    from ragr1_actors.training.evaluated_policy import EvalRequest
+    from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 
     words = [word for word in (source, *(overrides or [])) if word]
     is_named = bool(words) and not (endpoint and re.match(r"\w+\.\w+=", words[0]))
@@ -120,7 +120,7 @@ def evaluate(
         concurrency=concurrency,
     )
     check_request(request, tasks, data, out, against)
-    from ragr1_actors.training.evaluation import EvalTasks, evaluate_policy
+    from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
     which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0)
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -147,7 +147,7 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
             ``--body`` is no JSON object.
     """
     from ragr1_actors.core.credentials import refuse_credentials
-    from ragr1_actors.training.evaluated_policy import Endpoint
+    from ragr1_actors.training.evaluation.evaluated_policy import Endpoint
     from retrieval.http.retriever import check_url
 
     if bool(url) != bool(model):
@@ -188,8 +188,8 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
-    from ragr1_actors.training.evaluation import SelectionSettings
-    from ragr1_actors.training.evaluation import select as select_tasks
+    from ragr1_actors.training.evaluation.selection import SelectionSettings
+    from ragr1_actors.training.evaluation.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -217,7 +217,7 @@ def check_request(
     """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
     from envs.tasks.published_sets import load_set
     from ragr1_actors.runs.scores import read_scores
-    from ragr1_actors.training.evaluated_policy import open_policy
+    from ragr1_actors.training.evaluation.evaluated_policy import open_policy
 
     open_policy(request)
     if tasks is not None:

@@ -109,7 +109,7 @@ def train(
             start_again,
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
-        from ragr1_actors.training.preflight import check_gpus, check_names
+        from ragr1_actors.training.planning.preflight import check_gpus, check_names
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -246,7 +246,7 @@ def check_env(
 
     from envs.checker import check_env as check
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.preflight import check_environment
+    from ragr1_actors.training.planning.preflight import check_environment
 
     settings = AlgorithmConfig().override(overrides or []).freeze().environment
     checks = asyncio.run(check(check_environment(name), settings))
@@ -359,7 +359,7 @@ def main() -> None:
 def _begin(config: RunConfig, place: Place) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
     from ragr1_actors.runs.run_directory import create_run_directory
-    from ragr1_actors.training.preflight import check_gpus, check_names, check_room
+    from ragr1_actors.training.planning.preflight import check_gpus, check_names, check_room
 
     check_names(config)
     check_gpus(config)

@@ -13,7 +13,7 @@ from ragr1_actors.cli import JsonOption, console, print_json, print_line
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
-    from ragr1_actors.training.plan import Machine, Plan
+    from ragr1_actors.training.planning.plan import Machine, Plan
 
 GIB = 2**30
 
@@ -36,8 +36,8 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.plan import GPUS, Machine, count_passages, make_plan, this_machine
-    from ragr1_actors.training.preflight import check_classes
+    from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
+    from ragr1_actors.training.planning.preflight import check_classes
 
     config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
     check_classes(config)

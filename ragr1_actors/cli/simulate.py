@@ -14,7 +14,7 @@ from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.training.pace import Pace
+    from ragr1_actors.training.planning.pace import Pace
     from ragr1_actors.training.simulation.recorded import Recording
     from ragr1_actors.training.simulation.run import Simulation
     from ragr1_actors.training.simulation.study import Study
@@ -77,7 +77,7 @@ def simulate(
 
 def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Workload]:
     """Return the times of ``ragr1 plan`` on machines with a kind of GPU, and attempts of its mean lengths."""
-    from ragr1_actors.training.plan import GPUS, Machine, count_passages, make_pace
+    from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_pace
     from ragr1_actors.training.simulation.workload import DrawnWorkload
 
     if gpu not in GPUS:

@@ -1,6 +1,6 @@
 """The one wire format: trajectory groups as an Arrow record batch, in the object store and on disk.
 
-One row a trajectory; siblings stand next to each other and share ``group``. The token columns are lists over flat
+One row per trajectory; siblings are next to each other and share ``group``. The token columns are lists over flat
 buffers, so a reader gets numpy views into shared memory, not copies::
 
     group  trajectory_id          token_ids (list<int32>)   kinds (list<uint8>)  ...  reward

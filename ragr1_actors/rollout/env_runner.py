@@ -128,6 +128,16 @@ class EnvRunner:
             )
         return cls(config, tokenizer, retriever, engine)
 
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel what an interrupt left on ``loop``, free the engine and close ``loop``."""
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:  # awaited, else asyncio prints a message for each
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(self.engine.close())
+        loop.close()
+
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
         """Sample the trajectories of one group concurrently, up to ``max_concurrent_trajectories`` of the runner."""
         indices = range(request.num_trajectories)

@@ -395,13 +395,7 @@ class EnvRunnerGroup:
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""
         if self._local is not None:
-            left = asyncio.all_tasks(self._loop)  # after an interrupt
-            for task in left:
-                task.cancel()
-            if left:  # awaited, else asyncio prints a message for each
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._local.engine.close())
-            self._loop.close()
+            self._local.close(self._loop)
             self._local = None
         for runner in self._runners:
             ray.kill(runner.handle, no_restart=True)

@@ -1,1 +1,1 @@
-"""The training loop: data preparation, the algorithm, its buffer, stages and checks before a run."""
+"""The training loop: the algorithm, its data, buffer and stages, its plan, evaluation, and the loop in virtual time."""

@@ -52,9 +52,9 @@ from ragr1_actors.runs.run_directory import create_run_directory, keep_trajector
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
-from ragr1_actors.training.evaluation import eval_result
+from ragr1_actors.training.evaluation.evaluate import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
-from ragr1_actors.training.preflight import check_names
+from ragr1_actors.training.planning.preflight import check_names
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner

@@ -141,7 +141,7 @@ def _unmarked(paragraph: str) -> str:
 
 
 def _context(record: Record, namer: Namer) -> Iterator[Passage]:
-    """A question of HotpotQA or 2Wiki; on the data sets hub the columns of its context stand apart."""
+    """A question of HotpotQA or 2Wiki; on the data sets hub its context is two columns."""
     context = record["context"]
     if isinstance(context, dict):
         titles, texts = context.get("title"), context.get("sentences")

@@ -70,7 +70,7 @@ class HashTable:
         self._values[slot] = value
 
     def _slot(self, key: int) -> int:
-        """Return where a key stands, or where it would."""
+        """Return the position of a key, or the position where it would be inserted."""
         keys, mask = self._keys, len(self._keys) - 1
         slot = key & mask
         while (found := keys[slot]) and found != key:

@@ -78,7 +78,7 @@ class EncoderPlan:
     """How a folder's vectors are made."""
 
     pooling: str
-    """``mean``, ``cls``, ``lasttoken``, ``static``; several, as ``cls+mean``, stand side by side in the vector."""
+    """``mean``, ``cls``, ``lasttoken``, ``static``; several, as ``cls+mean``, are concatenated in the vector."""
     query_prompt: str
     """Stands before every query."""
     passage_prompt: str

@@ -195,7 +195,7 @@ class _Words:
     hashes: NDArray[np.uint64]
     """``[num_words]``, of ``hash_text``."""
     frequencies: NDArray[np.int64]
-    """``[num_words]``: in how many passages the word stands."""
+    """``[num_words]``: in how many passages the word occurs."""
     lengths: NDArray[np.int32]
     """``[num_passages]``, in words that are no stop words."""
 

@@ -45,7 +45,7 @@ class Ranker(Protocol):
 def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:
     """Order candidates, best first and equal scores by row, and keep ``k``.
 
-    Both are ``[num_queries, num_candidates]``; no row comes twice for a query, and ``ABSENT`` may stand anywhere. The
+    Both are ``[num_queries, num_candidates]``; no row comes twice for a query, and ``ABSENT`` may be anywhere. The
     ranking is ``min(k, num_candidates)`` deep.
     """
     scores = np.where(rows == ABSENT, np.float32(-np.inf), scores)

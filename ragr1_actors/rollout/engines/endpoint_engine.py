@@ -33,7 +33,7 @@ from retrieval.http.retriever import HttpClient, StatusError, check_url, is_toke
 
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
 LONGEST_PAUSE_S = 60.0
-"""Between two attempts, whatever pause the endpoint asks for."""
+"""The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
 _ROLES = ("system", "user", "assistant")
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]{1,3}|.", re.DOTALL)
 _SAMPLED = 0
@@ -107,7 +107,7 @@ class EndpointTokenizer:
 class _Conversation:
     messages: list[Message]
     num_ids: int
-    """Ids of the context that the messages stand for."""
+    """Number of ids in the context that the messages render."""
 
 
 class EndpointEngine:
@@ -163,7 +163,7 @@ class EndpointEngine:
         """Nothing to free: the connections end with the event loop."""
 
     async def probe(self) -> None:
-        """Send one short request, so that a wrong address, key or field is said once, before any task is asked.
+        """Send one short request, so that a wrong address, key or field fails before the first task.
 
         Raises:
             ConfigError: the endpoint does not answer it; the message says what to change.

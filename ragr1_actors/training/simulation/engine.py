@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.training.pace import EnginePace, SearchPace
+from ragr1_actors.training.planning.pace import EnginePace, SearchPace
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
 from ragr1_actors.training.simulation.workload import Attempt, answer_text, search_text
 from retrieval.base import Hits

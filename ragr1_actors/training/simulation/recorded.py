@@ -19,8 +19,8 @@ from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import open_run_directory
-from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace
-from ragr1_actors.training.plan import START_S
+from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
+from ragr1_actors.training.planning.plan import START_S
 from ragr1_actors.training.simulation.workload import Attempt, TurnShape
 
 NUM_ITERATIONS = 20

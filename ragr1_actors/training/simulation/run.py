@@ -22,7 +22,7 @@ from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.fleet_controller import TICK_S, LearnerClock
-from ragr1_actors.training.pace import Pace
+from ragr1_actors.training.planning.pace import Pace
 from ragr1_actors.training.simulation.engine import LoadAt
 from ragr1_actors.training.simulation.fleet import SimulatedRetrievers, SimulatedRunners
 from ragr1_actors.training.simulation.scaling import Resized, SimulatedController

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.training.pace import Pace
+from ragr1_actors.training.planning.pace import Pace
 from ragr1_actors.training.simulation.run import Simulation, Size, simulate
 from ragr1_actors.training.simulation.workload import Workload
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from envs.actions import format_queries
 from ragr1_actors.core.config import QueryFormat, RunConfig
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.training.plan import TOKENS_PER_QUERY, TOKENS_PER_TURN
+from ragr1_actors.training.planning.plan import TOKENS_PER_QUERY, TOKENS_PER_TURN
 
 PASSAGE_TOKENS = 150
 """A passage of 100 words with its title."""

@@ -15,7 +15,7 @@ from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
-from ragr1_actors.training.evaluated_policy import index_of, sampler_config
+from ragr1_actors.training.evaluation.evaluated_policy import index_of, sampler_config
 from retrieval.base import needs_index
 from retrieval.local import named_index, open_retriever
 
@@ -47,13 +47,7 @@ class Asker:
 
     def __exit__(self, *error: object) -> None:
         """Free the policy. What an interrupt left under way is cancelled."""
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:  # awaited, else asyncio prints a message for each
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.run_until_complete(self._runner.engine.close())
-        self._loop.close()
+        self._runner.close(self._loop)
 
     def ask(self, question: str, watch: Watch = NOT_SHOWN) -> Trajectory:
         """Answer ``question`` greedily; ``watch`` sees text and searches as they come."""

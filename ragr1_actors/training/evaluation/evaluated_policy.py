@@ -38,7 +38,7 @@ BASELINES: dict[Baseline, dict[str, Any]] = {
 NO_RETRIEVER = "envs.baselines:NoRetriever"
 ENDPOINT_CONCURRENCY = 8
 """Requests at the same time, unless ``--concurrency`` says otherwise: most endpoints limit their rate."""
-_NOT_IN_DIGEST = {"environment": {"tasks", "eval_tasks", "world_seed", "reward"}}
+_NOT_IN_DIGEST = {"tasks", "eval_tasks", "world_seed", "reward"}
 _SHAPES_ANSWERS = {
     "env_runners": ("engine", "max_context_tokens", "max_new_tokens_per_turn"),
     "retrieval": ("type", "options", "encoder", "reranker"),
@@ -87,9 +87,9 @@ class EvaluatedPolicy:
     config: SamplerConfig
     """How it acts, in this process."""
     run: RunConfig
-    """Of the run or recipe: what it held out and what it was trained on."""
+    """The settings of the run or recipe; they name its held-out tasks and its training tasks."""
     place: Place | None
-    """Of the run; None if there is none."""
+    """Where the run is; None without a run."""
     method: str
 
     @property
@@ -105,8 +105,7 @@ class EvaluatedPolicy:
         shaping: dict[str, Any] = {
             name: {key: sections[name][key] for key in keys} for name, keys in _SHAPES_ANSWERS.items()
         }
-        skipped = _NOT_IN_DIGEST["environment"]
-        shaping["environment"] = {key: value for key, value in environment.items() if key not in skipped}
+        shaping["environment"] = {key: value for key, value in environment.items() if key not in _NOT_IN_DIGEST}
         shaping["options"] = sections["env_runners"]["engine_options"]
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 

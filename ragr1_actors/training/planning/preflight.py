@@ -21,7 +21,7 @@ from ragr1_actors.core.model_code import check_code
 from ragr1_actors.core.model_files import check_files, load_model
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, PolicyTokenizer
-from ragr1_actors.training.plan import count_passages, make_plan, reserved_gpus, this_machine
+from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
 

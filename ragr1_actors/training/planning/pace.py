@@ -50,7 +50,7 @@ class LearnerPace:
     trajectory_s: float
     """Of an update, per trajectory of the batch."""
     publish_s: float
-    """A weight sync, in which the engines stand still."""
+    """A weight sync, during which the engines do not generate."""
     other_s: float = 0.0
     """What an iteration takes besides: files, metrics."""
 

@@ -34,8 +34,8 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
-from ragr1_actors.training.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
-from ragr1_actors.training.remedies import find_remedy, place_changes, search_changes
+from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
+from ragr1_actors.training.planning.remedies import find_remedy, place_changes, search_changes
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
