@@ -107,7 +107,10 @@ class CutConnection:
                 target.sendall(chunk)
         for one in (source, target):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                one.shutdown(socket.SHUT_RDWR)  # the other thread reads from target, ends too, and closes it
+        source.close()
+        with self._lock:
+            self._open.discard(source)
 
 
 class Mender(logging.Filter):

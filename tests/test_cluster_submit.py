@@ -228,9 +228,11 @@ def test_ctrl_c_on_a_terminal_asks(
     job = JobSubmissionClient(address).submit_job(entrypoint="echo begun; exec sleep 300")
     shown = bytearray()
     ours, theirs = pty.openpty()
+    poll = select.poll()
+    poll.register(ours, select.POLLIN)
 
     def shows(text: bytes) -> bool:
-        while select.select([ours], [], [], 0)[0]:
+        while poll.poll(0):
             shown.extend(os.read(ours, 4096))
         return text in shown
 
