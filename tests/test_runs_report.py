@@ -3,20 +3,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 from small_world import wait_for
 
 from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.core.types import FailedTask, Failure
-from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import (
     EvalResult,
     PeakMemory,
@@ -65,24 +61,6 @@ def test_tasks_that_failed_are_shown_where_there_are_any(tmp_path: Path) -> None
     write_report(tmp_path, report)
     assert read_report(tmp_path).stages[2].eval.num_failed == 3
     assert re.search(r"failed tasks, in no mean\W+0\W+0\W+3\b", text(report))
-    assert "failed tasks, in no mean" in (tmp_path / "report.html").read_text()
-
-
-def test_tasks_that_were_given_up_are_listed_with_their_errors(tmp_path: Path) -> None:
-    failed = (
-        FailedTask("nq/7", 0, Failure.DATA, 4, "KeyError: '<gold>'"),
-        FailedTask("nq/8", 1, Failure.INFRASTRUCTURE, 16, "no replica answered"),
-    )
-    write_report(tmp_path, REPORT)
-    assert "given up" not in (tmp_path / "report.html").read_text()
-    write_report(tmp_path, dataclasses.replace(REPORT, failed_tasks=failed))
-    assert read_report(tmp_path).failed_tasks == failed
-    page = (tmp_path / "report.html").read_text()
-    assert (
-        "<td>nq/7</td><td>0</td><td>data, in quarantine</td><td>4</td><td>KeyError: &#x27;&lt;gold&gt;&#x27;</td>"
-        in page
-    )
-    assert "<td>nq/8</td><td>1</td><td>infrastructure</td><td>16</td><td>no replica answered</td>" in page
 
 
 def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
@@ -94,25 +72,6 @@ def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"stages": [], "peak_rss_bytes": 1}')
     with pytest.raises(RunDirectoryError, match="wall_s"):
         read_report(tmp_path)
-
-
-def test_html_needs_no_other_file_and_draws_the_curves(tmp_path: Path) -> None:
-    run_dir = tmp_path / "a<b"
-    logger = MetricsLogger(run_dir)
-    for iteration, reward in enumerate([0.1, math.nan, 0.5, 0.9]):
-        logger.log("rl", iteration, {"rollout/reward": reward})
-    logger.log("rl", 4, {"eval/em": 0.9})
-    logger.close()
-    write_report(run_dir, REPORT)
-    page = (run_dir / "report.html").read_text()
-    assert "a<b" not in page
-    assert "0.925" in page
-    assert not re.search(r"https?://|src=|<script|@import", page)
-    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawings) == 1  # one point of eval/em is no curve
-    line = ElementTree.fromstring(drawings[0]).find("polyline")
-    assert line is not None
-    assert line.attrib["points"] == "40.0,154.0 466.7,90.0 680.0,26.0"
 
 
 def test_table() -> None:

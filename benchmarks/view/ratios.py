@@ -1,4 +1,4 @@
-"""``ragr1 bench view``: seconds of the slowest filter and until the page is ready, each against its goal.
+"""``ragr1 bench view``: seconds of the viewer's slowest filter, until its page is ready, and of a report, over goals.
 
 The server runs in a process of its own, as ``ragr1 view`` starts it, over a made-up run; every time is of a request.
 A side of a ratio is the goal itself, so a ratio of at most 1 meets it.
@@ -15,7 +15,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,24 +25,30 @@ from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measu
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.report_page.charts import AGREEMENT, LEARNING, LOADS, SEARCH, THROUGHPUT
+from ragr1_actors.runs.incidents import Incident
+from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.view.queries import OUTCOMES
 
-FILTER_S, READY_S = 0.3, 2.0
+FILTER_S, READY_S, REPORT_S = 0.3, 2.0, 10.0
 NUM_ITERATIONS, NUM_ITERATIONS_QUICK = 400, 4
 GROUPS, SIBLINGS = 100, 5
 """Per iteration; 400 iterations have 200,000 trajectories."""
+REPORTED, REPORTED_QUICK = 1000, 10
+"""Iterations of the run that is reported."""
 WORDS_PER_TURN, NUM_TURNS, WORDS_PER_PASSAGE, NUM_PASSAGES = 60, 3, 40, 3
 GOALS = {
     "filter": Goal(1.0, at_least=False),
     "ready": Goal(1.0, at_least=False),
     "first_ready": Goal(1.0, at_least=False),
+    "report": Goal(1.0, at_least=False),
 }
 METRICS = tuple(GOALS)
 
 
 def describe() -> str:
     """The workload, in one line."""
-    return "view: 200,000 trajectories of three turns in 400 files; the slowest of the filters"
+    return "view: the slowest filter of 200,000 trajectories of three turns in 400 files; the page of 1,000 iterations"
 
 
 def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:
@@ -53,6 +59,10 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     """
     wanted = choose(only, METRICS)
     repeats = repeats or (1 if quick else 5)
+    if "report" in wanted:
+        yield measure("report", _report(REPORTED_QUICK if quick else REPORTED, repeats), "s", GOALS["report"])
+    if wanted == {"report"}:
+        return
     with tempfile.TemporaryDirectory(prefix="ragr1-view-") as folder:
         words = make_run(Path(folder), NUM_ITERATIONS_QUICK if quick else NUM_ITERATIONS)
         with served(Path(folder)) as (url, started):  # the index is made now
@@ -67,6 +77,29 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
             yield measure("ready", [_start(Path(folder)) for _ in range(repeats)], "s", GOALS["ready"])
         if "first_ready" in wanted:
             yield measure("first_ready", [first], "s", GOALS["first_ready"])
+
+
+def _report(num_iterations: int, repeats: int) -> list[Sample]:
+    """Time ``ragr1 report --html``, from the command to the file."""
+    rng = random.Random(0)
+    charts = (*LEARNING, *SEARCH, *THROUGHPUT, *AGREEMENT, *LOADS)
+    names = [metric for chart in charts for metric in chart.curves.values()]
+    names += [f"other/metric_{number}" for number in range(60)]
+    with tempfile.TemporaryDirectory(prefix="ragr1-report-") as folder:
+        run_dir = Path(folder)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(RunConfig().model_dump(mode="json")), "utf-8")
+        with closing(MetricsLogger(run_dir)) as logger:
+            for iteration in range(1, num_iterations + 1):
+                failed = [Incident(1.79e9 + iteration, f"env runner {iteration % 8} died; it is started again")]
+                logger.log("rl", iteration, {name: rng.random() for name in names}, (), failed)
+        return [quotient(_seconds_of_report(run_dir), REPORT_S) for _ in range(repeats)]
+
+
+def _seconds_of_report(run_dir: Path) -> float:
+    started = time.monotonic()
+    command = [sys.executable, "-m", "ragr1_actors", "report", str(run_dir), "--html"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
 
 
 def make_run(run_dir: Path, num_iterations: int) -> list[str]:

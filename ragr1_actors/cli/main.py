@@ -38,7 +38,7 @@ from ragr1_actors.cli import (
     submit,
     view,
 )
-from ragr1_actors.core.errors import DataError, RagR1Error, UserError, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
 from ragr1_actors.core.interrupts import InterruptGuard, exit_status, held_during_imports
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
@@ -221,19 +221,48 @@ def recipes(as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def report(run: Annotated[str, typer.Argument(help="A run directory or URI.")], as_json: JsonOption = False) -> None:
-    """Print the report of a finished run."""
+def report(
+    run: Annotated[str, typer.Argument(help="A run directory or URI.")],
+    as_json: JsonOption = False,
+    as_html: Annotated[
+        bool, typer.Option("--html", help="Write report.html instead; the run may be under way.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file of --html; default: RUN/report.html, of a URI ./report.html.")
+    ] = None,
+) -> None:
+    """Print the report of a finished run, or write its page of charts at any time."""
     from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
 
+    if (as_html and as_json) or (out is not None and not as_html):
+        raise ConfigError("--html excludes --json, and --out is the file of --html; give --html alone or with --out")
     place = find_place(run)
-    open_run_directory(place)
+    config = open_run_directory(place)
+    if as_html:
+        print_line(f"open {_write_page(place, config, out)} in a browser")
+        return
     found = read_report(place.path)
     if as_json:
         print_json(json.loads((place.path / REPORT_JSON).read_text(encoding="utf-8")))
     else:
         console.print(render_table(found))
+
+
+def _write_page(place: Place, config: RunConfig, out: Path | None) -> Path:
+    """Write the page of a run and return its path."""
+    from cluster.storage import is_uri
+    from ragr1_actors.report_page.page import write_page
+    from ragr1_actors.runs.report import REPORT_HTML, REPORT_JSON, read_report
+
+    path = (out or (Path(REPORT_HTML) if is_uri(str(place)) else place.path / REPORT_HTML)).absolute()
+    report = read_report(place.path) if (place.path / REPORT_JSON).is_file() else None
+    try:
+        write_page(path, Path(str(place).partition("?")[0]).name, config, place.path, report)
+    except OSError as error:
+        raise DataError(f"{shortened(str(path))} cannot be written ({error.strerror}); choose another --out") from error
+    return path
 
 
 @app.command("check-env")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from ragr1_actors.core.config import RunConfig
 
 Limit = Literal["learner", "retrieval", "batch", "rollout"]
 
@@ -42,6 +45,30 @@ class Verdict:
 
     limit: Limit
     advice: str
+
+
+def load_of_rows(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Load | None:
+    """Return the means of lines of ``metrics.jsonl``; None if none is of the stage ``rl``, or no runner sampled.
+
+    Without runners the policy samples in the driver, between two updates.
+    """
+    found = [row for row in rows if row["stage"] == "rl" and "time/iteration_s" in row]
+    if not found or not config.env_runners.num_env_runners:
+        return None
+
+    def mean(name: str) -> float:
+        return math.fsum(float(row.get(name, 0.0)) for row in found) / len(found)
+
+    waited_s, generated_s = mean("time/retrieval_waited_s"), mean("time/generation_s")
+    return Load(
+        learner_wait=mean("time/sample_s") / mean("time/iteration_s"),
+        search_wait=waited_s / (waited_s + generated_s) if waited_s else 0.0,
+        retriever_busy=mean("retrieval/retriever_busy"),
+        runner_load=mean("env_runners/load") / config.env_runners.max_concurrent_trajectories,
+        num_runners=round(mean("env_runners/running")),
+        num_retrievers=round(mean("retrieval/retriever_running")),
+        max_policy_lag=config.training.max_policy_lag,
+    )
 
 
 def find_bottleneck(load: Load) -> Verdict:

@@ -52,7 +52,7 @@ SFT_POLICY = "policy_sft"
 """The policy at the end of SFT."""
 FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
 """What is whole or absent in a run; everything else is files that grow."""
-_FIRST_FILES = ("config.yaml", "metrics.jsonl", "report.json", "report.html")
+_FIRST_FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "report.json", "report.html")
 """The files of an earlier process that this one reads, or goes on with."""
 _DRIVER = "driver"
 _LISTING = re.compile(rf"{CHECKPOINTS}/step_(\d+)\.json")

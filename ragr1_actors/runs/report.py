@@ -1,16 +1,12 @@
-"""The report of a run: ``report.json`` for programs (a ``RunReport``), ``report.html`` and a table for people."""
+"""The report of a run: ``report.json`` for programs (a ``RunReport``), and a table. ``report_page`` is for people."""
 
 from __future__ import annotations
 
-import html
-import math
 import threading
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import psutil
 from pydantic import NonNegativeInt
@@ -18,10 +14,9 @@ from rich.table import Table
 
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
-from ragr1_actors.core.types import FailedTask, Failure
+from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.alarms import Alarm
 from ragr1_actors.runs.incidents import Incident
-from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.scaling import ScalingDecision
 
 REPORT_JSON = "report.json"
@@ -30,8 +25,6 @@ StageName = Literal["start", "sft", "rl"]
 STAGE_TITLES: dict[StageName, str] = {"start": "before SFT", "sft": "after SFT", "rl": "after RL"}
 SAMPLE_INTERVAL_S = 3.0
 """Between two samples of the memory; one of a dozen processes takes about 0.05 s of one core."""
-CURVES = ("rollout/reward", "eval/em")
-"""Metrics that ``report.html`` draws, one curve per stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +94,8 @@ class RunReport:
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
-    """Write ``report.html``, with curves if the run has a ``metrics.jsonl``, and then ``report.json``."""
-    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
-    page = _html(run_dir.name, report, rows)
-    write_file(run_dir / REPORT_HTML, lambda writing: writing.write_text(page, encoding="utf-8"))
-    write_file(run_dir / REPORT_JSON, lambda writing: write_json(writing, asdict(report)))  # last: the run is finished
+    """Write ``report.json``. With it the run is finished, so ``report.html`` is written before."""
+    write_file(run_dir / REPORT_JSON, lambda writing: write_json(writing, asdict(report)))
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -206,105 +196,3 @@ def _table_rows(report: RunReport) -> list[tuple[str, ...]]:
         *([("failed tasks, in no mean", *map(str, num_failed))] if any(num_failed) else []),
         ("wall time of the stage", *(f"{stage.wall_s:.0f} s" for stage in report.stages)),
     ]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse }}
-th, td {{ padding: .2rem .9rem; text-align: right; border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0 }}
-svg {{ width: 100%; height: auto }} svg text {{ font-size: 11px; fill: #666 }}
-</style></head><body>
-<h1>{title}</h1>
-{table}
-<p>{summary}</p>
-{failed}
-{curves}
-{alarms}
-{decisions}
-{incidents}
-</body></html>
-"""
-
-
-def _html(title: str, report: RunReport, rows: list[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{html.escape(STAGE_TITLES[stage.stage])}</th>" for stage in report.stages)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in _table_rows(report))
-    tasks = ", ".join(f"{count:,} {name}" for name, count in asdict(report.tasks).items())
-    ratios = "".join(f" {html.escape(name)}: {value:.3f}." for name, value in sorted(report.ratios.items()))
-    summary = f"{report.wall_s:.0f} s, {report.peak_rss_bytes / 2**30:.2f} GiB at the peak. Tasks: {tasks}.{ratios}"
-    return _PAGE.format(
-        title=html.escape(title),
-        table=f"<table><tr><th>{_num_tasks(report)}</th>{head}</tr>{body}</table>",
-        summary=summary,
-        failed=_failed_tasks(report),
-        decisions=_timed("fleets", [(made.time_s, str(made)) for made in report.decisions]),
-        incidents=_timed("incidents", [(found.time_s, found.what) for found in report.incidents]),
-        alarms=_alarms(report),
-        curves="\n".join(_curve(name, stage, rows) for name in CURVES for stage in STAGE_TITLES),
-    )
-
-
-def _failed_tasks(report: RunReport) -> str:
-    """Return a table of the training tasks that were given up; empty if there are none."""
-    if not report.failed_tasks:
-        return ""
-    head = "<tr><th>task</th><th>epoch</th><th>failure</th><th>tries</th><th>last error</th></tr>"
-    rows = "".join(
-        f"<tr><td>{html.escape(task.task_id)}</td><td>{task.epoch}</td><td>{_what_failed(task)}</td>"
-        f"<td>{task.num_tries}</td><td>{html.escape(task.error)}</td></tr>"
-        for task in report.failed_tasks
-    )
-    return f"<h2>training tasks given up</h2><table>{head}{rows}</table>"
-
-
-def _what_failed(task: FailedTask) -> str:
-    return "data, in quarantine" if task.failure is Failure.DATA else str(task.failure)
-
-
-def _alarms(report: RunReport) -> str:
-    """Return a table of the alarms; empty if there was none."""
-    if not report.alarms:
-        return ""
-    rows = "".join(
-        f"<tr><td>{alarm.name}</td><td>{html.escape(str(alarm))}</td><td>{alarm.action}</td></tr>"
-        for alarm in report.alarms
-    )
-    return f"<h2>alarms</h2><table>{rows}</table>"
-
-
-def _timed(title: str, lines: Sequence[tuple[float, str]]) -> str:
-    """Return a table of Unix times and what happened then; empty if nothing did."""
-    if not lines:
-        return ""
-    rows = "".join(
-        f"<tr><td>{time.strftime('%F %T', time.localtime(time_s))}</td><td>{html.escape(what)}</td></tr>"
-        for time_s, what in lines
-    )
-    return f"<h2>{title}</h2><table>{rows}</table>"
-
-
-def _curve(name: str, stage: str, rows: list[dict[str, Any]]) -> str:
-    """Draw one metric of one stage as an SVG line over its iterations; empty if it has fewer than two points."""
-    points = [(row["iteration"], row[name]) for row in rows if row["stage"] == stage and name in row]
-    points = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(points) < 2:
-        return ""
-    left, top, width, height = 40, 10, 640, 160
-    x_low, x_high = points[0][0], points[-1][0]
-    y_low, y_high = min(0.0, *(y for _, y in points)), max(1.0, *(y for _, y in points))
-    path = " ".join(
-        f"{left + (x - x_low) / (x_high - x_low) * width:.1f},{top + (y_high - y) / (y_high - y_low) * height:.1f}"
-        for x, y in points
-    )
-    return (
-        f"<h2>{html.escape(name)}, {html.escape(stage)}</h2>"
-        f'<svg viewBox="0 0 {left + width + 10} {top + height + 24}" role="img">'
-        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#ccc"/>'
-        f'<polyline points="{path}" fill="none" stroke="#0b62a3" stroke-width="2"/>'
-        f'<text x="{left - 6}" y="{top + 8}" text-anchor="end">{y_high:g}</text>'
-        f'<text x="{left - 6}" y="{top + height}" text-anchor="end">{y_low:g}</text>'
-        f'<text x="{left}" y="{top + height + 16}">iteration {x_low}</text>'
-        f'<text x="{left + width}" y="{top + height + 16}" text-anchor="end">{x_high}</text></svg>'
-    )

@@ -20,6 +20,7 @@ from ragr1_actors.core.config import RunConfig, read_guard
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
+from ragr1_actors.report_page.page import write_page
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.incidents import IncidentLog
@@ -27,6 +28,7 @@ from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incide
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.progress import describe_iteration, show_progress
 from ragr1_actors.runs.report import (
+    REPORT_HTML,
     EvalResult,
     PeakMemory,
     RunReport,
@@ -38,6 +40,7 @@ from ragr1_actors.runs.report import (
 )
 from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
+from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock
 from ragr1_actors.training.data import Workspace, prepare
 from ragr1_actors.training.guard import Guard
@@ -100,6 +103,7 @@ class TrainingRun:
                 for made in (INDEX, POLICY):
                     self._place.bring(made)
                 workspace = prepare(self._config, self._run_dir)
+            append_start(self._run_dir, this_start())
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export)))
             before_start = time.monotonic()
@@ -130,6 +134,7 @@ class TrainingRun:
             incidents=read_incidents(self._run_dir),
             alarms=tuple(self._guard.state.alarms),
         )
+        write_page(self._run_dir / REPORT_HTML, self._run_dir.name, self._config, self._run_dir, report)
         write_report(self._run_dir, report)
         return report
 

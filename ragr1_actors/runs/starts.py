@@ -1,0 +1,86 @@
+"""``starts.jsonl``: one line per process that began a run or went on with it, with its machine and its versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from ragr1_actors.core.errors import RunDirectoryError, first_problem
+
+STARTS_FILE = "starts.jsonl"
+_PACKAGES = (
+    "ragr1-actors",
+    "torch",
+    "ray",
+    "vllm",
+    "transformers",
+    "deepspeed",
+    "faiss-gpu",
+    "faiss-cpu",
+    "sentence-transformers",
+    "numpy",
+    "pyarrow",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A process that trained: ``Start(1790000000.0, "node-7", "Linux-6.8 x86_64", 16, "3.11.7", {"torch": "2.13.0"})``.
+
+    The driver's machine; runners, retrievers and learners may be on others.
+    """
+
+    time_s: float
+    """Unix time."""
+    host: str
+    system: str
+    num_cpus: int
+    python: str
+    versions: dict[str, str]
+    """Versions of the packages that are installed, by name."""
+
+
+_START = TypeAdapter(Start)
+
+
+def this_start() -> Start:
+    """Describe this process and its machine."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # such as vllm, which a run may not need
+            continue
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Start(time.time(), socket.gethostname(), system, os.cpu_count() or 1, platform.python_version(), versions)
+
+
+def append_start(run_dir: Path, start: Start) -> None:
+    """Append a line to ``starts.jsonl``."""
+    with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(start)) + "\n")
+
+
+def read_starts(run_dir: Path) -> tuple[Start, ...]:
+    """Return the starts of a run, but a line that a crash cut off; none if the run has no such file.
+
+    Raises:
+        RunDirectoryError: a line is damaged.
+    """
+    path = run_dir / STARTS_FILE
+    if not path.is_file():
+        return ()
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return tuple(_START.validate_json(line) for line in lines)
+    except ValidationError as error:
+        _, _, problem = first_problem(error)
+        raise RunDirectoryError(f"{path}: a line is damaged ({problem}); delete the file") from error
