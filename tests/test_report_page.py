@@ -173,6 +173,7 @@ def test_the_verdict_is_that_of_the_newest_iterations() -> None:
 
 def test_counters_add_up_over_the_processes_of_a_run() -> None:
     assert facts.total_of_counter([0, 2, 2, 0, 1]) == 3
+    assert facts.total_of_counter([2, 1]) == 3
     rows = [row(n, **{"env_runners/num_hangs": float(n), "loop/learner_restarts": 0.0}) for n in (1, 2)]
     assert facts.failures(rows) == [("env runners that hung", 2)]
 
