@@ -10,8 +10,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from small_world import invoke
+from typer.testing import CliRunner
 
 from ragr1_actors.cli import doctor
+from ragr1_actors.cli.main import app
 
 
 def test_a_package_is_there_missing_or_of_another_version() -> None:
@@ -50,7 +52,7 @@ def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NVIDIA_SMI = """#!/bin/sh
-if [ "$1" = -L ]; then echo "GPU 0: NVIDIA A100-SXM4-80GB"; else
+if [ -n "$1" ]; then echo "0, NVIDIA A100-SXM4-80GB, 81920, $USED_MIB"; else
 echo "| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: 12.4    |"; fi
 """
 
@@ -71,9 +73,11 @@ def test_the_driver_is_compared_with_torch(
     command.write_text(NVIDIA_SMI)
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("USED_MIB", "512")
     monkeypatch.setattr(torch.version, "cuda", built)
     findings = {finding.name: finding for finding in doctor.examine(with_ray=False)}
-    assert (findings["GPUs"].state, findings["GPUs"].found[0]) == ("ok", "1")
+    assert (findings["GPUs"].state, findings["GPUs"].found[:9]) == ("warning", "1; no vLL")
+    assert (findings["GPU 0"].state, findings["GPU 0"].found) == ("ok", "NVIDIA A100-SXM4-80GB, 80 GiB")
     assert findings["CUDA"].state == state
     assert found in findings["CUDA"].found
 
@@ -94,3 +98,65 @@ def test_the_command_looks_over_a_machine_on_which_the_tests_run() -> None:
     assert states["Python"] == states["torch"] == states["FAISS"] == states["CPU cores"] == "ok"
     assert "/dev/shm" in states
     assert "Ray" not in states
+
+
+@pytest.mark.parametrize(("used_mib", "state"), [("8193", "warning"), ("8192", "ok"), ("[N/A]", "ok")])
+def test_memory_of_a_gpu_that_another_program_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_mib: str, state: str
+) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(NVIDIA_SMI)
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("USED_MIB", used_mib)
+    (found,) = (finding for finding in doctor.examine(with_ray=False) if finding.name == "GPU 0")
+    assert found.state == state
+    assert ("nvidia-smi lists the processes to end" in found.found) == (state == "warning")
+
+
+@pytest.mark.parametrize(
+    ("environment", "state", "found"),
+    [
+        ({}, "ok", "made by each local session"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s3cret"}, "ok", "set by RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_MODE": "disabled"}, "warning", "unset it"),
+        ({"RAY_ADDRESS": "10.0.0.1:6379"}, "warning", "none for the cluster at RAY_ADDRESS=10.0.0.1:6379"),
+        ({"RAY_AUTH_TOKEN_PATH": "/no/file"}, "missing", "write the token there"),
+    ],
+)
+def test_the_token_of_ray(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], state: str, found: str) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (token,) = (finding for finding in doctor.examine(with_ray=False) if finding.name == "Ray token")
+    assert token.state == state
+    assert found in token.found
+    assert "s3cret" not in token.found
+
+
+def test_what_is_needed_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [str(need.specifier) for need in doctor.requirements("gpu") if need.name == "vllm"]
+    monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-package-at-all")
+    in_checkout = [str(need.specifier) for need in doctor.requirements("gpu") if need.name == "vllm"]
+    assert installed == in_checkout != []
+    assert "torch" not in {need.name for need in doctor.requirements("gpu")}
+
+
+def test_what_is_fine_is_hidden_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    printed = invoke("doctor", "--no-ray")
+    assert "warning  Ray token: RAY_AUTH_MODE=disabled" in printed
+    assert "Python" not in printed
+    assert re.search(r"ok  \d+ of \d+ checks: fine; --verbose lists them\n$", printed)
+    whole = invoke("doctor", "--no-ray", "--verbose").splitlines()
+    assert whole[0].split()[:2] == ["ok", "Python:"]
+    assert len(whole) == int(printed.rpartition(" checks")[0].split()[-1])
+
+
+def test_the_exit_status_says_that_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/file")
+    result = CliRunner().invoke(app, ["doctor", "--no-ray"])
+    assert result.exit_code == 1
+    assert "missing  Ray token" in result.output

