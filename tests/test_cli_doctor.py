@@ -24,6 +24,15 @@ def test_a_package_is_there_missing_or_of_another_version() -> None:
     assert found[2].found == "not installed, expected ==1.0; pip install 'no-such-package-at-all==1.0'"
 
 
+def test_a_build_counts_where_it_is_asked_for() -> None:
+    torch_version = torch.__version__  # such as 2.13.0+cpu
+    public = torch_version.partition("+")[0]
+    needed = [Requirement(text) for text in (f"torch=={public}", f"torch=={public}+none; python_version>'3'")]
+    found = list(doctor.packages(needed))
+    assert [finding.state for finding in found] == ["ok", "missing"]
+    assert found[1].found.endswith(f"pip install 'torch=={public}+none'")
+
+
 def test_what_is_needed_is_what_pyproject_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-package-at-all")  # as in a checkout that is not installed
     names = {need.name for need in doctor.requirements()}

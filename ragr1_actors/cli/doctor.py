@@ -137,10 +137,10 @@ def packages(needed: list[Requirement]) -> Iterator[Finding]:
     for need in needed:
         version = _version(need.name)
         found = f"{version or 'not installed'}, expected {need.specifier}"
-        if version is not None and need.specifier.contains(version.partition("+")[0], prereleases=True):
+        if version is not None and need.specifier.contains(version, prereleases=True):
             yield Finding(need.name, "ok", found)
         else:
-            yield Finding(need.name, "missing", f"{found}; pip install '{need}'")
+            yield Finding(need.name, "missing", f"{found}; pip install '{need.name}{need.specifier}'")
 
 
 def _faiss() -> Finding:
