@@ -4,11 +4,17 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.util.tensor_util import make_ndarray
 
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.runs.examples import as_markdown
 from ragr1_actors.runs.metrics import MetricsLogger, deterministic, mean_over, read_metrics
 from ragr1_actors.runs.tensorboard import LAYOUT
 
@@ -124,3 +130,41 @@ def test_helpers() -> None:
     assert mean_over([]) == {}
     timed = {"time/iteration_s": 1.0, "env_runners/load": 3.0, "retrieval/waiting": 4.0}
     assert deterministic({**timed, "rollout/reward": 2.0}) == {"rollout/reward": 2.0}
+
+
+def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) -> None:
+    settings = {"training.lr": 0.001, "retrieval.options": {"nprobe": 8}}
+    for first in (1, 3):  # the second process repeats iteration 3
+        logger = MetricsLogger(tmp_path, settings=settings)
+        for iteration in range(first, 5):
+            samples = {"turns": [1.0, 2.0, 2.0, float(iteration)], "queries_per_turn": []}
+            logger.log("rl", iteration, {"rollout/reward": 0.5}, samples=samples)
+            logger.log_examples("rl", iteration, {"wrong": f"example of {iteration}"})
+        logger.close()
+    events = PluginEventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()  # as the server of TensorBoard reads: the older class forgets scalars only
+    histograms = events.Tensors("distribution/turns")
+    assert [event.step for event in histograms] == [1, 2, 3, 4]
+    buckets = make_ndarray(histograms[-1].tensor_proto)  # [num_buckets, (left, right, count)]
+    assert (buckets[:, 2].sum(), buckets[0, 0], buckets[-1, 1]) == (4, 1, 4)
+    assert "distribution/queries_per_turn" not in events.Tags()["tensors"]
+    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("examples/wrong")]
+    assert texts == [f"example of {iteration}".encode() for iteration in (1, 2, 3, 4)]
+    found = HParamsPluginData.FromString(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    ).session_start_info
+    assert found.hparams["training.lr"].number_value == 0.001
+    assert found.hparams["retrieval.options"].string_value == "{'nprobe': 8}"
+
+
+def test_an_example_is_markdown_in_which_all_text_is_code() -> None:
+    found = RetrievalRecord("who `made` it", 1, ("p1",), (0.5,), ("Riga",), ("a ``` fence\n# no heading",), 0.1)
+    turns = (Turn("<search>x</search>", 7, "search", ("x",), (found,)), Turn("<answer>Riga</answer>", 3, "answer"))
+    task, tokens = Task("t", "who?", ("Riga", "Rīga")), np.zeros(2, np.int32)
+    arrays = (tokens, tokens.astype(np.uint8), tokens.astype(np.float32), tokens)
+    trajectory = Trajectory("t", task, *arrays, turns, StopReason.ANSWERED, 1.0, "Riga")
+    text = as_markdown(trajectory)
+    assert "````text\n0.500  Riga: a ``` fence\n# no heading\n````" in text
+    assert "**turn 1, 7 tokens** \n```text\n<search>x</search>\n```" in text
+    assert "Riga | Rīga" in text
+    assert "**answer, reward 1, answered** \n```text\nRiga\n```" in text

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -92,6 +92,8 @@ class GroupSummary:
     """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's metrics."""
     data_errors: tuple[str, ...] = ()
     """Those of ``errors`` that are ``Failure.DATA``."""
+    samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values whose histograms are drawn: per trajectory that did not fail, and per turn that searched."""
 
 
 class EnvRunner:
@@ -328,4 +330,10 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
         oldest_version=min(versions, default=-1),
         means={name: total / len(kept) for name, total in totals.items()},
         data_errors=tuple(t.error for t in group.trajectories if t.stop_reason.failure is Failure.DATA),
+        samples={
+            "turns": tuple(float(len(t.turns)) for t in kept),
+            "queries_per_turn": tuple(float(len(turn.queries)) for t in kept for turn in t.turns if turn.queries),
+            "tokens": tuple(float(t.num_model_tokens) for t in kept),
+            "context_tokens": tuple(float(t.num_tokens) for t in kept),
+        },
     )

@@ -37,6 +37,7 @@ DECISIONS = "scaling/decisions"
 """Key of the list of ``ScalingDecision``, in lines that have any."""
 TOKENS = "learner/tokens"
 """Key whose sum over the iterations of RL is the step of curves over tokens."""
+EXAMPLES = "examples"
 INCIDENTS = "incidents"
 """Key of the list of ``Incident``, in lines that have any."""
 
@@ -55,14 +56,20 @@ class _Row(BaseModel):
 class MetricsLogger:
     """Appends to ``metrics.jsonl`` and ``tensorboard/`` of one run directory."""
 
-    def __init__(self, run_dir: Path, export: Callable[[Mapping[str, float]], None] = lambda metrics: None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        export: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``.
 
-        ``export`` gets the metrics of every line, too.
+        ``export`` gets the metrics of every line, too. ``settings`` are the hyperparameters that TensorBoard shows.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._export = export
+        self._settings = settings or {}
         self._path = run_dir / METRICS_FILE
         if self._path.is_file():
             self._rewrite(read_metrics(run_dir))  # drops a last line that a crash cut off
@@ -78,10 +85,12 @@ class MetricsLogger:
         metrics: Mapping[str, float],
         decisions: Sequence[ScalingDecision] = (),
         incidents: Sequence[Incident] = (),
+        samples: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
 
-        ``decisions`` and ``incidents`` are those since the call before.
+        ``decisions`` and ``incidents`` are those since the call before. ``samples`` are values whose histograms
+        TensorBoard shows, such as ``{"turns": [2.0, 3.0]}``.
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
@@ -95,8 +104,15 @@ class MetricsLogger:
         self._num_tokens += values.get(TOKENS, 0.0) if stage == "rl" else 0.0
         events.write(stage, iteration, values, int(self._num_tokens))
         self._export(values)
+        events.write_histograms(stage, iteration, samples or {})
         if decisions:
             events.write_text(stage, iteration, DECISIONS, "\n\n".join(map(str, decisions)))
+
+    def log_examples(self, stage: str, iteration: int, examples: Mapping[str, str]) -> None:
+        """Have TensorBoard show trajectories as Markdown, after the line of their evaluation: ``{"wrong": "..."}``."""
+        assert self._events is not None, "log_examples() before log()"
+        for name, text in examples.items():
+            self._events.write_text(stage, iteration, f"{EXAMPLES}/{name}", text)
 
     def rewind(self, stage: str) -> None:
         """Have the next line of a stage drop the lines from its iteration on, as after a resume."""
@@ -118,7 +134,7 @@ class MetricsLogger:
             self._rewrite(kept)
             self._file = self._path.open("a", encoding="utf-8")
         self._num_tokens = math.fsum(row.get(TOKENS, 0.0) for row in kept if row["stage"] == "rl")
-        events = self._events or EventFile(self._run_dir)
+        events = self._events or EventFile(self._run_dir, self._settings)
         self._events = events
         self._begun.add(stage)
         if any(row["stage"] == stage for row in rows):

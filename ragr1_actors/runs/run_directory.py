@@ -232,11 +232,12 @@ def keep_trajectories(
     """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all."""
     directory = run_dir / TRAJECTORIES
     directory.mkdir(exist_ok=True)
-    fetched = [_fetch(batch) for batch in batches]
+    fetched = [fetch_batch(batch) for batch in batches]
     write_file(directory / f"{name}.arrow", lambda writing: write_trajectories(writing, fetched))
 
 
-def _fetch(batch: pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]) -> pa.RecordBatch:
+def fetch_batch(batch: pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]) -> pa.RecordBatch:
+    """Return a record batch, or the one that a reference names."""
     if isinstance(batch, pa.RecordBatch):  # sampled in the driver
         return batch
     import ray

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -23,6 +25,10 @@ SFT, BY_TOKENS = "sft/", "by_tokens/"
 """Prefixes of tags whose steps are no iterations of RL."""
 OVER_TOKENS = ("rollout/reward", "rollout/em", "rollout/queries", "learner/entropy", "eval/em", "eval/f1")
 """Metrics that are also curves over tokens."""
+JUDGED_BY = ("eval/em", "eval/f1", "eval/rounds", "rollout/reward")
+"""Metrics on the page of hyperparameters."""
+NUM_BUCKETS = 20
+"""Of a histogram."""
 LAYOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "health": {
         "reward": ("rollout/reward",),
@@ -72,8 +78,9 @@ class EventFile:
     ``docs/decisions/run-files.md``.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        """Start a file in ``tensorboard/`` of the run directory."""
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Start a file in ``tensorboard/`` of the run directory; ``settings`` are for the page of hyperparameters."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._directory = run_dir / TENSORBOARD_DIRECTORY
@@ -82,8 +89,12 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._directory / name).open("xb")
         self._records = RecordWriter(self._file)
+        self._about = (_layout(), *_hyperparameters(run_dir.name, settings))
         self._add(file_version="brain.Event:2")
-        self._add(summary=_layout())
+        if number == 0:  # TensorBoard's loader in Python takes the first such event for no restart
+            self._add(step=0, session_log=SessionLog(status=SessionLog.START))
+        for summary in self._about:
+            self._add(summary=summary)
 
     def drop(self, stage: str, step: int, num_tokens: int) -> None:
         """Have TensorBoard forget a stage from ``step`` on, as a resumed run writes it again.
@@ -98,7 +109,8 @@ class EventFile:
         events = self._events()
         # TensorBoard drops every tag from a step on; those of the other kinds of steps are written again.
         self._add(step=step, session_log=SessionLog(status=SessionLog.START))
-        self._add(summary=_layout())
+        for summary in self._about:
+            self._add(summary=summary)
         for event in events:
             found = event.summary.value
             values = [value for value in found if _is_kept(value.tag, event.step, stage, num_tokens)]
@@ -126,6 +138,16 @@ class EventFile:
 
         metadata = create_summary_metadata(display_name="", description="")
         self._add(step=step, summary=_tensor(_prefix(stage) + name, text.encode(), metadata))
+        self._file.flush()
+
+    def write_histograms(self, stage: str, step: int, samples: Mapping[str, Sequence[float]]) -> None:
+        """Append a histogram of each list of values, as ``distribution/NAME``; an empty list has none."""
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+        for name, values in samples.items():
+            if values:
+                tag = f"{_prefix(stage)}distribution/{name}"
+                self._add(step=step, summary=histogram_pb(tag, np.asarray(values), buckets=NUM_BUCKETS))
         self._file.flush()
 
     def close(self) -> None:
@@ -182,6 +204,22 @@ def _tensor(tag: str, content: bytes, metadata: Any) -> Summary:
 
     tensor = TensorProto(dtype=DT_STRING, string_val=[content])
     return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+
+def _hyperparameters(name: str, settings: Mapping[str, Any]) -> tuple[Summary, ...]:
+    """Return what TensorBoard needs for its page of hyperparameters; nothing if no setting is given."""
+    from tensorboard.plugins.hparams import summary_v2
+
+    if not settings:
+        return ()
+    plain = {
+        key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()
+    }
+    metrics = [summary_v2.Metric(tag) for tag in JUDGED_BY]
+    return (
+        summary_v2.hparams_config_pb([summary_v2.HParam(key) for key in plain], metrics),
+        summary_v2.hparams_pb(plain, trial_id=name),
+    )
 
 
 def _layout() -> Summary:

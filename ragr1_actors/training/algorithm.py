@@ -23,7 +23,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,16 +40,17 @@ from ragr1_actors.core.files import (
     write_json,
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of
-from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
+from ragr1_actors.runs.examples import as_markdown
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories, removed_if_unused
-from ragr1_actors.training.buffer import rollout_metrics
+from ragr1_actors.runs.run_directory import create_run_directory, fetch_batch, keep_trajectories, removed_if_unused
+from ragr1_actors.training.buffer import rollout_metrics, rollout_samples
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation.evaluate import eval_result
@@ -91,6 +92,10 @@ class Algorithm:
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
         self.iteration = self.policy_version = 0
+        self.samples: dict[str, list[float]] = {}
+        """Values of the newest batch by trajectory, see ``rollout_samples``."""
+        self.examples: dict[str, str] = {}
+        """A right and a wrong trajectory of the newest evaluation, as Markdown."""
         self._held = held
         self._learner_name = ""
         self._first_policy = policy
@@ -275,6 +280,7 @@ class Algorithm:
                 "time/publish_s": published - learned,
                 "time/iteration_s": time.perf_counter() - started,
             }
+            self.samples = rollout_samples(batch + set_aside)
             if on_progress is not None:
                 on_progress(self.iteration, metrics)
         return metrics
@@ -336,6 +342,7 @@ class Algorithm:
     def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
+        self.examples = _examples(groups)
         return eval_result([group.summary for group in groups], num_failed)
 
     def measure_recall(self) -> dict[str, float]:
@@ -434,6 +441,17 @@ class Algorithm:
             self._sampler.stop()
             self._learners.stop()
             self._placement.remove()
+
+
+def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
+    """Return the first trajectory that answered right, and the first that answered wrong, as Markdown."""
+    found: dict[str, str] = {}
+    for group in groups:
+        name = "right" if group.summary.means.get("em") else "wrong"
+        if name not in found and not group.summary.num_failed:
+            (sampled,) = groups_from_record_batch(fetch_batch(group.batch))
+            found[name] = as_markdown(sampled.trajectories[0])
+    return found
 
 
 def _scale_lr(learner: Learner, factor: float) -> None:

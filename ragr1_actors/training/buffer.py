@@ -76,6 +76,14 @@ class GroupBuffer:
         return taken + filling
 
 
+def rollout_samples(batch: Sequence[FinishedGroup]) -> dict[str, list[float]]:
+    """Return the values of all trajectories of a batch: ``{"reward": [1.0, 0.0, ...], "turns": [2.0, 3.0, ...]}``."""
+    summaries = [group.summary for group in batch]
+    names = dict.fromkeys(name for summary in summaries for name in summary.samples)
+    found = {name: [value for s in summaries for value in s.samples.get(name, ())] for name in names}
+    return {"reward": [value for summary in summaries for value in summary.rewards], **found}
+
+
 def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
     """Average the groups of a batch: ``{"rollout/reward": 0.61, "rollout/em": 0.6, "time/retrieval_s": 0.2, ...}``."""
     summaries = [group.summary for group in batch]

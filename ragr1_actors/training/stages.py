@@ -105,7 +105,7 @@ class TrainingRun:
                 workspace = prepare(self._config, self._run_dir)
             append_start(self._run_dir, this_start())
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
-            logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export)))
+            logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export, self._config.changes())))
             before_start = time.monotonic()
             with self._console.status("starting the fleets"):
                 self._held = interrupts.held
@@ -224,7 +224,8 @@ class TrainingRun:
                 for alarm in self._guard.observe(iteration, metrics):
                     self._say(alarm)
                 found = metrics | self._guard.metrics()
-                logger.log("rl", iteration, found, self._decisions(algorithm), self._incidents.take())
+                decisions, incidents = self._decisions(algorithm), self._incidents.take()
+                logger.log("rl", iteration, found, decisions, incidents, algorithm.samples)
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
@@ -233,6 +234,7 @@ class TrainingRun:
                 was_idle = is_idle
                 if self._evaluated is not None:  # after the line before which it took place, see ``MetricsLogger.log``
                     logger.log("rl", *self._evaluated)
+                    logger.log_examples("rl", self._evaluated[0], algorithm.examples)
                     self._evaluated = None
                 report(iteration, describe_iteration(metrics))
 
@@ -326,6 +328,7 @@ class TrainingRun:
             result = algorithm.evaluate(name)
         values = {f"eval/{key}": value for key, value in asdict(result).items()}
         logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
+        logger.log_examples(f"eval_{name}", algorithm.iteration, algorithm.examples)
         self._stages.append(StageReport(name, result, time.monotonic() - started))
         return self._score(result)
 

@@ -1,0 +1,37 @@
+"""A trajectory as Markdown, for TensorBoard's page of texts."""
+
+from __future__ import annotations
+
+import re
+
+from ragr1_actors.core.types import RetrievalRecord, Trajectory
+
+MAX_CHARS = 600
+"""Of the text of a passage."""
+
+
+def as_markdown(trajectory: Trajectory) -> str:
+    """Return question, turns with their searches, and answer. What policy and corpus wrote is in code blocks."""
+    task = trajectory.task
+    lines = [f"**question** {_block(task.question)}", f"**gold answers** {_block(' | '.join(task.golden_answers))}"]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines.append(f"**turn {number}, {turn.num_model_tokens} tokens** {_block(turn.completion_text)}")
+        lines += [_found(found) for found in turn.retrievals]
+    end = f"**answer, reward {trajectory.reward:g}, {trajectory.stop_reason.value}**"
+    lines.append(f"{end} {_block(trajectory.answer)}")
+    return "\n\n".join(lines)
+
+
+def _found(found: RetrievalRecord) -> str:
+    passages = [
+        f"{score:.3f}  {title}: {text[:MAX_CHARS]}"
+        for title, text, score in zip(found.titles, found.texts, found.scores, strict=True)
+    ]
+    return f"**search** {_block(found.query)}\n\n{_block(chr(10).join(passages))}"
+
+
+def _block(text: str) -> str:
+    """Return a code block; its fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"\n{fence}text\n{text}\n{fence}"
