@@ -17,6 +17,8 @@ from rich.text import Text
 
 console = Console()
 errors = Console(stderr=True)
+START_AGAIN = "start the same command again"
+"""What an interrupted command advises, if it has left nothing that it could continue from."""
 
 CheckpointArgument = Annotated[
     str, typer.Argument(help="A run directory or URI (its newest checkpoint is used), or one of its checkpoints.")

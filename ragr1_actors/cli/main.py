@@ -20,6 +20,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ragr1_actors.cli import (
+    START_AGAIN,
     JsonLinesOption,
     JsonOption,
     ask,
@@ -39,7 +40,7 @@ from ragr1_actors.cli import (
     view,
 )
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
-from ragr1_actors.core.interrupts import InterruptGuard, exit_status, held_during_imports
+from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from ragr1_actors.core.config import RunConfig
@@ -56,7 +57,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # typer does not export the base of its Context
         """Run the command."""
-        with exit_on_interrupt("start the same command again"), InterruptGuard():
+        with exit_on_interrupt(START_AGAIN), InterruptGuard():
             return super().invoke(ctx)
 
 
@@ -97,7 +98,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
-    with held_during_imports():
+    with ended_during_imports(START_AGAIN):
         from cluster.storage import is_uri
         from cluster.submit import stop_warning
         from ragr1_actors.runs.places import INDEX, find_place
@@ -135,9 +136,10 @@ def train(
         cleaned = removed_if_unused(place)
     name = shlex.quote(str(place))
     lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
-    with exit_on_interrupt(how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)), cleaned:
+    advice = how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)
+    with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
-        _run(config, place)
+        _run(config, place, advice)
     try:
         question = evaluate.example_question(place.path)
     except DataError as error:  # the run is complete all the same
@@ -186,7 +188,7 @@ def claims(
         place = below(base, recipe)
         _begin(config, place)
         with removed_if_unused(place):
-            reports.append(_run(config, place))
+            reports.append(_run(config, place, START_AGAIN))
     comparison = Comparison(*(report.stages[-1].eval for report in reports))
     console.print(render_comparison(comparison))
     if not comparison.holds:
@@ -398,9 +400,9 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
     return config
 
 
-def _run(config: RunConfig, place: Place) -> RunReport:
-    """Take a run to its end and print its table."""
-    with held_during_imports():
+def _run(config: RunConfig, place: Place, advice: str) -> RunReport:
+    """Take a run to its end and print its table; ``advice`` is what an interrupt before its start prints."""
+    with ended_during_imports(advice):
         from ragr1_actors.training.stages import TrainingRun
 
     run = TrainingRun(config, place, console)

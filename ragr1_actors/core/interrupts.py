@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -69,7 +70,24 @@ class InterruptGuard:
 
 
 @contextmanager
-def held_during_imports() -> Iterator[None]:
-    """Raise an interrupt at the end of the block: in the midst of an import, Python and libraries may lose it."""
-    with InterruptGuard() as guard, guard.held():
+def ended_during_imports(advice: str) -> Iterator[None]:
+    """Let an interrupt in the block end the process at once, with one line that ends with ``advice``.
+
+    Imports take more than a minute on a busy machine, and an exception in the midst of one may be lost by Python and by
+    libraries. Nothing that needs cleaning up may be made in the block: no ``finally`` runs. In a thread other than the
+    main one, which gets no signals, it does nothing.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"interrupted; {advice}\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    previous = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
