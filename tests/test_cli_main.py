@@ -337,10 +337,21 @@ def test_what_is_refused_is_refused_before_slow_imports(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_answers_without_what_training_needs() -> None:
+@pytest.mark.parametrize("command", [[], ["train"], ["index", "build"]])
+def test_help_answers_without_what_training_needs(command: list[str]) -> None:
     slow = ("numpy", "pydantic", "yaml", "ray", "torch", "psutil", "importlib.metadata", "jinja2")
-    script = f"import sys, ragr1_actors.cli.main; print([m for m in {slow} if m in sys.modules])"
-    assert run_python(script) == "[]\n"
+    script = f"""
+import sys
+from ragr1_actors.cli.main import app
+try:
+    app([*{command}, "--help"])
+finally:
+    print([m for m in {slow} if m in sys.modules])
+"""
+    printed = run_python(script)
+    assert "Usage:" in printed
+    assert "default: " not in printed.partition("--help")[2].splitlines()[0]
+    assert printed.endswith("[]\n")
 
 
 INTERRUPTED = """

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ragr1_actors.cli import JsonOption, RerankerOption, console, print_json, print_line, print_values
+from ragr1_actors.cli import Group, JsonOption, RerankerOption, console, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.interrupts import exit_status
 
-app = typer.Typer(help="Build, search, measure and serve an index.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Build, search, measure and serve an index.", no_args_is_help=True)
 
 IndexArgument = Annotated[Path, typer.Argument(help="An index directory.")]
 TasksOption = Annotated[Path, typer.Option("--tasks", help="A task file.")]

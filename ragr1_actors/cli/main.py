@@ -17,10 +17,10 @@ import typer
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
 from ragr1_actors.cli import (
     START_AGAIN,
+    Group,
     JsonLinesOption,
     JsonOption,
     ask,
@@ -52,7 +52,7 @@ FEWER_ROUNDS_GOAL = 0.15
 rounds per question against 2.53, which is 15 % fewer."""
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands of ``ragr1``. An interrupt of any is one line, and the exit status of its signal."""
 
     def invoke(self, ctx: Any) -> Any:  # typer does not export the base of its Context
