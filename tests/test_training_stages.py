@@ -6,10 +6,12 @@ import io
 import json
 import os
 import signal
+import time
 import zlib
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -236,6 +238,24 @@ def test_a_second_interrupt_in_a_held_block_marks_the_guard_as_torn() -> None:
             assert not guard.is_torn
             os.kill(os.getpid(), signal.SIGINT)
         assert guard.is_torn
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_during_a_wait_of_ray_keeps_its_exit_status(
+    ray_local: ModuleType, number: signal.Signals, status: int
+) -> None:
+    @ray_local.remote(num_cpus=0)
+    class Signaller:
+        def send(self, process: int) -> None:
+            os.kill(process, number)
+            time.sleep(30)
+
+    signaller = Signaller.remote()
+    with InterruptGuard(), pytest.raises(KeyboardInterrupt) as interrupted:
+        ray_local.get(signaller.send.remote(os.getpid()))
+    assert exit_status(interrupted.value) == status
+    ray_local.kill(signaller)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_newest: int = signal.SIGINT
+"""The signal of the newest interrupt. Where one arrives while Ray waits, Ray raises a plain ``KeyboardInterrupt``."""
 
 
 class TerminationError(KeyboardInterrupt):
@@ -19,7 +21,7 @@ class TerminationError(KeyboardInterrupt):
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
     """Return the exit status of a process that the signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else signal.SIGINT)
+    return 128 + (signal.SIGTERM if isinstance(interrupt, TerminationError) else _newest)
 
 
 class InterruptGuard:
@@ -61,6 +63,8 @@ class InterruptGuard:
             raise interrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        global _newest  # of the process, as signals are: an inner guard gets it, an outer one asks for the status
+        _newest = number
         interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
         if self._depth and not self._pending:
             self._pending = interrupt
