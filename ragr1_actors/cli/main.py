@@ -96,6 +96,10 @@ def train(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Continue the run in --run-dir if it holds one, else start it there.")
     ] = False,
+    profile: Annotated[
+        int,
+        typer.Option("--profile", min=0, help="Iterations of RL to profile, after the first one; 0 profiles none."),
+    ] = 0,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with ended_during_imports(START_AGAIN):
@@ -132,20 +136,30 @@ def train(
         check_gpus(config)
         cleaned: AbstractContextManager[None] = nullcontext()
     else:
-        config = _begin(AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze(), place)
-        cleaned = removed_if_unused(place)
+        config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+        _check_profile(config, profile)
+        config, cleaned = _begin(config, place), removed_if_unused(place)
     name = shlex.quote(str(place))
     lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
     advice = how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)
     with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
-        _run(config, place, advice)
+        _run(config, place, advice, profile)
     try:
         question = evaluate.example_question(place.path)
     except DataError as error:  # the run is complete all the same
         print_error(f"note: {error}", style="yellow")
         question = evaluate.NO_EXAMPLE
     print_line(f'try: ragr1 ask {name} "{question}"')
+
+
+def _check_profile(config: RunConfig, num_profiled: int) -> None:
+    num_iterations = config.training.num_iterations
+    if num_profiled and num_profiled >= num_iterations:
+        raise UserError(
+            f"got --profile {num_profiled}, but the run has {num_iterations} iterations, of which the first is not "
+            "profiled; give fewer"
+        )
 
 
 def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) -> str:
@@ -400,12 +414,12 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
     return config
 
 
-def _run(config: RunConfig, place: Place, advice: str) -> RunReport:
+def _run(config: RunConfig, place: Place, advice: str, num_profiled: int = 0) -> RunReport:
     """Take a run to its end and print its table; ``advice`` is what an interrupt before its start prints."""
     with ended_during_imports(advice):
         from ragr1_actors.training.stages import TrainingRun
 
-    run = TrainingRun(config, place, console)
+    run = TrainingRun(config, place, console, num_profiled=num_profiled)
     report = run.execute()
     run.describe_end(report)
     return report

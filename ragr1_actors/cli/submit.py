@@ -42,6 +42,7 @@ def submit(
     working_dir: Annotated[
         Path, typer.Option("--working-dir", help="Directory with your modules and recipe; it is uploaded.")
     ] = Path(),
+    profile: Annotated[int, typer.Option("--profile", min=0, help="See `ragr1 train --profile`.")] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the job is submitted.")] = False,
     list_jobs: Annotated[bool, typer.Option("--list", help="List the jobs of the cluster.")] = False,
     logs: Annotated[str | None, typer.Option("--logs", metavar="ID", help="Follow a job from its first line.")] = None,
@@ -67,6 +68,8 @@ def submit(
             _follow(client, logs, address)
         return
     arguments = train_arguments(recipe, overrides or [], run_dir, working_dir)
+    if profile:
+        arguments += ["--profile", str(profile)]
     check_size(working_dir)
     client = JobClient(address)
     job_id = client.submit(working_dir, arguments)

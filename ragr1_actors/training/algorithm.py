@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cluster.placement import Placement
 from learners.learner_group import LearnerGroup
+from learners.profiling import RankProfile, start_profile, stop_profile
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
@@ -344,6 +345,14 @@ class Algorithm:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         self.examples = _examples(groups)
         return eval_result([group.summary for group in groups], num_failed)
+
+    def start_profile(self) -> None:
+        """Begin to profile every learner rank."""
+        self._learners.foreach_learner(start_profile)
+
+    def stop_profile(self) -> list[RankProfile]:
+        """End the profiles and return them by rank; a rank that was restarted in between has none."""
+        return [found for found in self._learners.foreach_learner(stop_profile) if found is not None]
 
     def measure_recall(self) -> dict[str, float]:
         """Return ``{"recall@3": 0.61, ...}`` of the evaluation questions; empty if their evidence is not known."""

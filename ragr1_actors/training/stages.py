@@ -44,6 +44,7 @@ from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock
 from ragr1_actors.training.data import Workspace, prepare
 from ragr1_actors.training.guard import Guard
+from ragr1_actors.training.profiling import largest_costs, write_timelines
 
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between two checkpoints, which take some minutes."""
@@ -52,8 +53,13 @@ SFT_CHECKPOINT_STEPS = 100
 class TrainingRun:
     """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
 
-    def __init__(self, config: RunConfig, run_dir: Path | Place, console: Console) -> None:
-        """Open a run directory made by ``run_directory.create_run_directory``."""
+    def __init__(self, config: RunConfig, run_dir: Path | Place, console: Console, *, num_profiled: int = 0) -> None:
+        """Open a run directory made by ``run_directory.create_run_directory``.
+
+        ``num_profiled`` iterations of RL are profiled, after the first one of this process.
+        """
+        self._num_profiled = num_profiled
+        self._profiled: list[dict[str, float]] | None = None  # metrics; None before a profile and after it
         self._config = config
         self._place = find_place(run_dir)
         self._place.retry_for(config.checkpointing.storage_retry_s)
@@ -245,8 +251,33 @@ class TrainingRun:
                     self._answer_alarms(algorithm, logger)
                     continue
                 metrics = algorithm.train(on_iteration)
+                self._profile(algorithm, metrics, is_last=algorithm.iteration >= total)
                 if algorithm.iteration < total and not self._guard.state.unanswered:
                     self._evaluate_and_save(algorithm, metrics)
+
+    def _profile(self, algorithm: Algorithm, metrics: dict[str, float], *, is_last: bool) -> None:
+        """Begin the profile after the first iteration, and end it after the last of those asked for."""
+        if not self._num_profiled:
+            return
+        if self._profiled is None:
+            if is_last:
+                self._print("no iteration is left to profile: the first one of a process is not")
+                return
+            self._profiled = []
+            algorithm.start_profile()
+            return
+        self._profiled.append(metrics)
+        if len(self._profiled) < self._num_profiled and not is_last:
+            return
+        ranks = algorithm.stop_profile()
+        folder = write_timelines(self._run_dir, ranks)
+        wall_s = sum(row["time/iteration_s"] for row in self._profiled)
+        self._print(
+            f"profile of {len(self._profiled)} iterations, {wall_s:.1f} s: timelines in {folder}; largest costs:"
+        )
+        for cost in largest_costs(self._profiled, ranks):
+            self._print(f"  {cost.seconds:8.2f} s  {cost.share:4.0%}  {cost.name}")
+        self._num_profiled = 0
 
     def _evaluate_and_save(self, algorithm: Algorithm, metrics: dict[str, float]) -> None:
         """Begin an evaluation and write a checkpoint after an iteration with these metrics, if they are due."""
@@ -306,6 +337,9 @@ class TrainingRun:
             f"{guard.settings.lr_factor:g} (roll-back {guard.state.num_roll_backs} of at most "
             f"{guard.settings.max_roll_backs})"
         )
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _say(self, text: object) -> None:
         self._console.print(f"guard: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)

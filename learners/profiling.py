@@ -1,0 +1,54 @@
+"""A profile of the learner in this process: a timeline for Perfetto or Chrome, and operators by the time in them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from learners.learner import Learner
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What a rank did while it was profiled."""
+
+    timeline: bytes
+    """JSON of Chrome's trace format, compressed with gzip."""
+    operators_s: dict[str, float]
+    """Seconds in each operator, without those that it called: of the GPU where it has one, else of the CPU."""
+
+
+_running: list[profile] = []
+"""The profile of this process, if one is under way."""
+
+
+def start_profile(learner: Learner) -> None:
+    """Begin to profile all threads of this process; a profile that was under way is dropped."""
+    _running.clear()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    found = profile(activities=activities, experimental_config=options)
+    found.start()
+    _running.append(found)
+
+
+def stop_profile(learner: Learner) -> RankProfile | None:
+    """End the profile and return it; None if this process has begun none, as after a restart."""
+    if not _running:
+        return None
+    found = _running.pop()
+    found.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json.gz"
+        found.export_chrome_trace(str(path))
+        timeline = path.read_bytes()
+    has_device = torch.cuda.is_available()
+    operators = {
+        event.key: (event.self_device_time_total if has_device else event.self_cpu_time_total) / 1e6
+        for event in found.key_averages()
+    }
+    return RankProfile(timeline, operators)
