@@ -18,7 +18,8 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
-from ragr1_actors.core.errors import DataError, RunDirectoryError
+from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import read_report
@@ -289,3 +290,12 @@ def test_one_process_works_in_a_run_and_a_killed_one_does_not_hold_it(
             pass
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_policy_without_its_tokenizer_is_refused(finished: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(finished / "policy", policy)
+    PolicyTokenizer(policy)
+    (policy / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no words; is its tokenizer\.json missing\? copy the folder again"):
+        PolicyTokenizer(policy)

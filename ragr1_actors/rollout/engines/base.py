@@ -67,6 +67,8 @@ class PolicyTokenizer:
             ) from error
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
+        if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
+            raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         eos: list[int | None] = [self._tokenizer.eos_token_id]
         with suppress(OSError):  # the file is optional
             more = GenerationConfig.from_pretrained(policy_dir).eos_token_id
