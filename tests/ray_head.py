@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from cluster_world import free_port
 from small_world import descendants, ended, wait_for
 
@@ -38,19 +39,9 @@ def running_head(temp_dir: str) -> Iterator[Head]:
 
     ``temp_dir`` has a short path, as a Unix socket's path may have 107 characters.
     """
-    dashboard, gcs = free_port(), free_port()
-    command = [BIN / "ray", "start", "--head", "--block", f"--port={gcs}", f"--temp-dir={temp_dir}"]
-    command += [f"--dashboard-port={dashboard}", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
-    command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
-    command += ["--num-cpus=6", "--object-store-memory=200000000", "--disable-usage-stats"]
-    output = Path(temp_dir, "head.txt")
-    with output.open("w") as written:
-        head = subprocess.Popen(
-            command, stdout=written, stderr=written, env=clean_environment(), cwd=temp_dir, start_new_session=True
-        )
+    head, addresses = _start(temp_dir)
     try:
-        assert wait_for(lambda: "Ray runtime started" in output.read_text(), 300, head), output.read_text()
-        yield Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}")
+        yield addresses
     finally:
         started = descendants(head.pid)
         head.terminate()
@@ -61,3 +52,26 @@ def running_head(temp_dir: str) -> Iterator[Head]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         head.wait(60)
+
+
+def _start(temp_dir: str) -> tuple[subprocess.Popen[str], Head]:
+    """Start a head; again if its node was not up within the 30 s that Ray waits, as on a busy machine."""
+    output = Path(temp_dir, "head.txt")
+    while True:
+        dashboard, gcs = free_port(), free_port()
+        command = [BIN / "ray", "start", "--head", "--block", f"--port={gcs}", f"--temp-dir={temp_dir}"]
+        command += [f"--dashboard-port={dashboard}", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
+        command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
+        command += ["--num-cpus=6", "--object-store-memory=200000000", "--disable-usage-stats"]
+        with output.open("w") as written:
+            head = subprocess.Popen(
+                command, stdout=written, stderr=written, env=clean_environment(), cwd=temp_dir, start_new_session=True
+            )
+        if wait_for(lambda: "Ray runtime started" in output.read_text(), 300, head):
+            return head, Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}")
+        for process in psutil.process_iter(["cmdline"]):
+            if temp_dir in " ".join(process.info["cmdline"] or ()):
+                with suppress(psutil.Error):
+                    process.kill()
+        head.wait(60)
+        assert "The current node timed out during startup" in output.read_text(), output.read_text()

@@ -74,14 +74,14 @@ def test_the_project_travels_with_a_folder_that_is_no_checkout(tmp_path: Path) -
 
 
 def test_a_directory_above_rays_limit_names_its_largest_entries(tmp_path: Path) -> None:
-    for name, num_bytes in {"data/a": TOO_LARGE, "data/b": 2**20, "model.bin": 2**21, "note": 9, "x": 2**10}.items():
+    for name, num_bytes in {"data/a": TOO_LARGE, "data/b": 2**20, "model.bin": 2**23, "note": 9, "x": 2**10}.items():
         sparse(tmp_path / name, num_bytes)
     with pytest.raises(
-        DataError, match=r"holds 10[45]\.\d MiB, and Ray uploads less than 100\.0 MiB with a job"
+        DataError, match=r"holds 11\d\.\d MiB, and Ray uploads less than 100\.0 MiB with a job"
     ) as caught:
         check_size(tmp_path)
     assert "in a .rayignore file" in str(caught.value)
-    assert "largest entries are data (101.0 MiB), model.bin (2.0 MiB), the packages of ragr1 (" in str(caught.value)
+    assert "largest entries are data (101.0 MiB), model.bin (8.0 MiB), the packages of ragr1 (" in str(caught.value)
     (tmp_path / ".rayignore").write_text("data/a\n")
     assert check_size(tmp_path) < TOO_LARGE
     (tmp_path / ".rayignore").write_bytes(b"data/\xff\n")

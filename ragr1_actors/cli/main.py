@@ -84,6 +84,10 @@ RunDirOption = Annotated[
     typer.Option("--run-dir", help="Directory or URI (s3://...) of the run; default: runs/RECIPE-DATE-TIME."),
 ]
 
+ProfileOption = Annotated[
+    int, typer.Option("--profile", min=0, help="Iterations of RL to profile, after the first one; 0 profiles none.")
+]
+
 
 @app.command()
 def train(
@@ -96,10 +100,7 @@ def train(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Continue the run in --run-dir if it holds one, else start it there.")
     ] = False,
-    profile: Annotated[
-        int,
-        typer.Option("--profile", min=0, help="Iterations of RL to profile, after the first one; 0 profiles none."),
-    ] = 0,
+    profile: ProfileOption = 0,
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with ended_during_imports(START_AGAIN):
@@ -139,18 +140,21 @@ def train(
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         _check_profile(config, profile)
         config, cleaned = _begin(config, place), removed_if_unused(place)
-    name = shlex.quote(str(place))
     lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
     advice = how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)
     with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place, advice, profile)
+    print_line(f'try: ragr1 ask {shlex.quote(str(place))} "{_question(place)}"')
+
+
+def _question(place: Place) -> str:
+    """Return a question that the run can be asked."""
     try:
-        question = evaluate.example_question(place.path)
+        return evaluate.example_question(place.path)
     except DataError as error:  # the run is complete all the same
         print_error(f"note: {error}", style="yellow")
-        question = evaluate.NO_EXAMPLE
-    print_line(f'try: ragr1 ask {name} "{question}"')
+        return evaluate.NO_EXAMPLE
 
 
 def _check_profile(config: RunConfig, num_profiled: int) -> None:
