@@ -50,7 +50,8 @@ def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> R
     config.env_runners(max_new_tokens_per_turn=40, weight_transport="ipc")
     config.env_runners(**{"num_env_runners": 2, **env_runners})
     config.training(group_size=2, lr=0.01, entropy_coeff=0.1, options={"drop_zero_variance": False})
-    config.environment(prompt="{question}", max_turns=3).debugging(num_threads=1)
+    config.environment(prompt="{question}", max_turns=3)
+    config.debugging(num_threads=1, fault_tolerance={"hang_timeout_s": 300})  # a busy machine is no hang here
     return config.learners(
         **{"num_learners": 2, "num_cpus_per_learner": 0.5, "zero_stage": 0, **(learners or {})}
     ).freeze()
