@@ -72,7 +72,7 @@ bench: $(BENCH_ENV)
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) install -e '.[cpu,dev]'
+	$(PIP) install -e '.[cpu,dev,trackers]'
 	touch $@
 
 .venv/.installed-docs: .venv/.installed

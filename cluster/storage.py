@@ -42,7 +42,7 @@ from ragr1_actors.core.folders import AnyFolder
 SMALL_BYTES = 256 * 2**20
 """A folder up to this size travels through Ray's object store where a run has no storage URI."""
 RETRY_S = 120.0
-"""Default of ``checkpointing.storage_retry_s``."""
+"""Default of ``debugging.fault_tolerance.storage_retry_s``."""
 _CHUNK_BYTES = 8 * 2**20
 _SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creation", "project_id")
 """Parameters of a URI that are shown and stored."""

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: decisions get entries in the navigation, and ``python no-run`` blocks become ``python`` blocks."""
+"""Hooks of mkdocs: decisions get entries in the navigation, and ``no-run`` blocks become plain ones."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write the list of decisions, and drop the reasons behind ``python no-run``, which only the tests read."""
-    markdown = re.sub(r"^( *```python) no-run.*$", r"\1", markdown, flags=re.MULTILINE)
+    """Write the list of decisions, and drop the reasons behind ``no-run``, which only the tests read."""
+    markdown = re.sub(r"^( *```(?:python|bash)) no-run.*$", r"\1", markdown, flags=re.MULTILINE)
     if page.file.src_uri != "decisions/index.md":
         return markdown
     lines = [f"- [{title}]({name})" for name, title in decision_titles().items()] or ["None yet."]

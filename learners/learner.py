@@ -298,7 +298,7 @@ class Learner(ABC):
                 if chosen.old_logprobs is None:
                     chosen = replace(chosen, old_logprobs=outputs.logprobs.detach())
             if micro_batch.weight and chosen.advantages is not None:
-                meter.add_good(outputs.logprobs, chosen.advantages)
+                meter.add_advantages(outputs.logprobs, chosen.advantages)
             token_loss = self._checked(self.compute_loss(outputs, chosen), len(outputs.logprobs))
             loss = token_loss.loss.sum() * (micro_batch.weight / num_tokens)
             # DeepSpeed averages gradients over ranks; the mean here is over all tokens, so undo it.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ import torch.distributed as dist
 from learners.losses import MAX_LOG_RATIO, TokenLoss, k3_kl, ratios
 from learners.models.scoring import TokenOutputs
 from learners.packing import MicroBatch
+from ragr1_actors.core.types import HISTOGRAM_PREFIX
 
+EDGES = {
+    "ratio": (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0),
+    "advantage": tuple(edge / 2 for edge in range(-8, 9)),
+}
+"""Of the buckets of each histogram; a value outside counts in the outermost one."""
 OUTLIER_RATIO = 0.1
 """If a ratio is further than this from 1 before the first step, engine and learner disagree."""
 
@@ -38,6 +45,7 @@ class Meter:
         """Start with all sums at zero."""
         self.num_steps = 0
         self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
+        self._histograms: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor | float] = {}
         self._norms: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -65,6 +73,7 @@ class Meter:
             if old_logprobs_M is not None:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
                 self.add_values(micro_batch, ratio_mean=ratios_M)
+                self._count("ratio", ratios_M)
                 # NaN has no order, and a maximum over ranks treats it differently in each backend.
                 self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
 
@@ -94,14 +103,16 @@ class Meter:
             self._sums["logprob_gap_mean_fresh"] += (gaps_M * is_fresh_M).sum()
             self._sums["ratio_outliers_fresh"] += (is_outlier_M & is_fresh_M).sum()
 
-    def add_good(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
-        """Add the tokens with a positive advantage, whose mean log-prob is reported as ``good_logprob``, in nats.
+    def add_advantages(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
+        """Add a histogram of the advantages, and the mean log-prob of the tokens where it is positive.
 
-        It falls when training makes good actions less likely, too: lazy likelihood displacement (arXiv:2512.04220).
+        The mean is reported as ``good_logprob``, in nats. It falls when training makes good actions less
+        likely, too: lazy likelihood displacement (arXiv:2512.04220).
         """
         is_good_M = advantages_M > 0
         self._sums["_good_tokens"] += is_good_M.sum()
         self._sums["good_logprob"] += logprobs_M.detach().float()[is_good_M].sum()
+        self._count("advantage", advantages_M)
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
         """Add values per MODEL token; they are reported as means."""
@@ -113,14 +124,27 @@ class Meter:
         for name, norm in norms.items():
             self._norms[name].append(norm)
 
+    def _count(self, name: str, values_M: torch.Tensor) -> None:
+        """Add values to a histogram; ``bincount`` would wait for the GPU."""
+        inner = torch.tensor(EDGES[name][1:-1], device=values_M.device)
+        counts = self._histograms.setdefault(name, torch.zeros(len(inner) + 1, device=values_M.device))
+        buckets_M = torch.bucketize(values_M.detach().float(), inner, right=True)
+        counts.index_add_(0, buckets_M, torch.ones_like(values_M, dtype=counts.dtype))
+
     def _max(self, name: str, value: torch.Tensor) -> None:
         self._maxima[name] = torch.maximum(torch.as_tensor(self._maxima.get(name, 0.0), device=value.device), value)
+
+    def _buckets(self) -> Iterator[tuple[str, float]]:
+        for name, counts in self._histograms.items():
+            for (left, right), count in zip(pairwise(EDGES[name]), counts.tolist(), strict=True):
+                yield f"{HISTOGRAM_PREFIX}{name}/{left:g}/{right:g}", count
 
     def reduce(self, device: torch.device) -> dict[str, float]:
         """Return the metrics over all ranks; zeros where no step was taken. All ranks call together."""
         if self.num_steps == 0:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
+        buckets = _reduce(dict(self._buckets()), device, dist.ReduceOp.SUM)
         counts = {name: sums.pop(name, 0.0) for name in list(sums) if name.startswith("_")}
         denominators = {name: counts[_COUNTS.get(name, "_tokens")] for name in sums}
         finite = {name: [norm for norm in norms if math.isfinite(norm)] for name, norms in self._norms.items()}
@@ -128,6 +152,7 @@ class Meter:
         return {
             **{name: value / denominators[name] for name, value in sums.items() if denominators[name]},
             **maxima,
+            **buckets,
             **{name: sum(norms) / len(norms) for name, norms in finite.items() if norms},
             "skipped_steps": float(num_skipped),
             "tokens": counts["_tokens"],

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
 from ragr1_actors.core.files import fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
+from ragr1_actors.core.progress_bar import progress_bar
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
 from retrieval.corpora.text import valid_unicode
@@ -100,7 +100,7 @@ def build_index(
         num_shards: files the vectors are cut into, of as many rows each as the others.
         options: of the type; see ``INDEX_TYPES``.
         seed: of the static encoder.
-        progress: show bars, and notes about the encoder.
+        progress: show bars on a terminal, and notes about the encoder.
         workers: that encode; by default this process.
         restart: remove what an earlier build left unfinished.
 
@@ -306,8 +306,7 @@ class _Build:
 
         ``total`` is None where it is not known; ``done`` of them were done before.
         """
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), disable=not self.progress) as progress:
+        with progress_bar(Console(), hidden=not self.progress) as progress:
             task = progress.add_task(title, total=total, completed=done)
             yield lambda number: progress.advance(task, number)
 

@@ -15,11 +15,11 @@ import pytest
 from small_world import ROOT, a_persons_environment, invoke, make_config, make_files, make_recipe, started, wait_for
 
 from ragr1_actors.cli.chaos import DRIVER, schedule
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import read_order
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 KINDS = (DRIVER, "env runner", "learner")

@@ -19,9 +19,9 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import Comparison, app, describe_start, how_to_continue, render_comparison
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine

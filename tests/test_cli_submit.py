@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -28,9 +30,10 @@ from small_world import invoke
 from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.core.progress_bar import RateColumn
 from ragr1_actors.runs.places import find_place
-from ragr1_actors.runs.progress import describe_iteration, is_progress, show_progress
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
+from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOO_LARGE = 100 * 2**20
@@ -294,14 +297,18 @@ def test_every_iteration_of_rl_has_its_line_in_a_log() -> None:
     assert output.getvalue().splitlines() == [f"RL  {step}/3  {status}" for step in range(1, 4)]
 
 
+@pytest.mark.parametrize(("speed", "shown"), [(None, ""), (0.2, "12.0/min"), (9.9, "594.0/min"), (1234.5, "1,234/s")])
+def test_a_rate_is_in_seconds_or_minutes(speed: float | None, shown: str) -> None:
+    assert str(RateColumn().render(SimpleNamespace(speed=speed))) == shown
+
+
 def test_the_bar_on_a_terminal_has_the_rate_and_the_time_left() -> None:
     console = Console(file=io.StringIO(), width=150, force_terminal=True, record=True)
     with show_progress(console, "SFT", 100, 0) as report:
         for step in range(1, 4):
             report(step, "loss 0.5")
     text = console.export_text()
-    assert "/min" in text
-    assert "3/100" in text
+    assert re.search(r"3/100 +[\d,]+/s ", text)
     assert text.count(":") >= 4  # the time since the start, and the time left
 
 

@@ -57,10 +57,8 @@ def commands(text: str) -> list[str]:
     found: list[str] = []
     for info, code in code_blocks(text):
         lines = code.replace("\\\n", " ").splitlines()
-        if info in ("bash", "sh"):
+        if info.startswith("bash"):
             found += lines
-        elif info == "console":  # commands together with what they print
-            found += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return found + re.findall(r"`((?:make|ragr1) [^`\n]+)`", prose(text))
 
 
@@ -86,7 +84,7 @@ def make_targets(command: str) -> list[str]:
 
 def test_commands_are_read_from_markdown() -> None:
     text = (
-        "Run `make train` or:\n\n```console\n$ make claims ARGS=x  # both\nit's done\n```\n\n"
+        "Run `make train` or:\n\n```bash no-run: why\nmake claims ARGS=x  # both\n```\n\n"
         "```bash\nA=1 ragr1 train quickstart \\\n  a.b=1 > out\n"
         "ray job submit --working-dir . -- python -m ragr1_actors train R [--resume]\n```\n\n"
         "```text\nmake nothing\n```\nand `ragr1 index build|search ...`."
@@ -165,11 +163,17 @@ def test_links_resolve(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_python_compiles(name: str) -> None:
-    """``python`` and ``python no-run: reason`` are the only kinds of block, and a reason is given."""
     for info, code in code_blocks(read(name)):
         if info.startswith("python"):
-            assert info == "python" or re.fullmatch(r"python no-run: \S.+", info), f"{info}: say why it does not run"
             compile(code, name, "exec")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_block_runs_or_says_why_not(name: str) -> None:
+    """Blocks of Python run in this file, those of commands in ``test_docs_commands.py``."""
+    for info, _ in code_blocks(read(name)):
+        if re.match("python|bash|sh|console|shell", info):
+            assert re.fullmatch(r"(python|bash)( no-run: \S.+)?", info), f"{info}: say why it does not run"
 
 
 @pytest.mark.engine

@@ -34,6 +34,7 @@ from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.training.buffer import take_histograms
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
@@ -170,6 +171,19 @@ def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:
         learner.update(one_group([good, bad]))
     assert logprob(learner, good) > before[0] + 1
     assert logprob(learner, bad) < before[1]
+
+
+def test_histograms_count_every_token(build: Build) -> None:
+    rng = np.random.default_rng(0)
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "tis_clip": 2.0}))  # which scores before the step
+    good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
+    metrics, histograms = take_histograms(learner.update(one_group([good, bad])))
+    assert not any(name.startswith("histogram") for name in metrics)
+    counts = {name: [bucket for bucket in buckets if bucket[2]] for name, buckets in histograms.items()}
+    num_good, num_bad = ((one.kinds == TokenKind.MODEL).sum() for one in (good, bad))
+    assert metrics["tokens"] == num_good + num_bad
+    assert counts["ratio"] == [(0.995, 1.005, num_good + num_bad)], "the policy has not moved before the first step"
+    assert counts["advantage"] == [(-1.0, -0.5, num_bad), (0.5, 1.0, num_good)]
 
 
 def test_ppo_learns_policy_and_values(build: Build) -> None:

@@ -26,7 +26,7 @@ from learners.models.scoring import PolicyModel
 from learners.packing import packed_layout
 from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.model_shape import HUB_CONFIGS, ModelShape
+from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine

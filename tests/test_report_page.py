@@ -22,15 +22,15 @@ from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.report_page import charts, facts
 from ragr1_actors.report_page.charts import Chart, draw, draw_evaluations, draw_fleet, mark_alarms
 from ragr1_actors.report_page.page import render, write_page
-from ragr1_actors.runs.alarms import Alarm
 from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
-from ragr1_actors.runs.incidents import Incident
-from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
 from ragr1_actors.runs.starts import STARTS_FILE, Start, append_start, read_starts, this_start
+from ragr1_actors.runs.telemetry.alarms import Alarm
+from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"

@@ -123,18 +123,25 @@ def die_at_the_first_part(runner: EnvRunner) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_learners_and_engines_take_turns(
-    by_value: ModuleType, tmp_path: Path, zero_stage: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with made(make_config({"zero_stage": zero_stage}), tmp_path) as setup:
-        for version in range(3):
-            metrics = setup.iterate()
-            assert metrics["logprob_gap_max"] < 1e-4 and metrics["grad_norm"] > 0, (version, metrics)
-            assert all(setup.learners.foreach_learner(is_offloaded)), "the engines have the devices"
-            setup.assert_all_have_it()
-        assert setup.transport.num_fallbacks == 0
+def test_learners_and_engines_take_turns(by_value: ModuleType, tmp_path: Path) -> None:
+    with made(make_config({"zero_stage": 0}), tmp_path) as setup:
+        take_turns(setup)
 
+
+def take_turns(setup: Setup) -> None:
+    for version in range(3):
+        metrics = setup.iterate()
+        assert metrics["logprob_gap_max"] < 1e-4 and metrics["grad_norm"] > 0, (version, metrics)
+        assert all(setup.learners.foreach_learner(is_offloaded)), "the engines have the devices"
+        setup.assert_all_have_it()
+    assert setup.transport.num_fallbacks == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_they_take_turns_through_deaths(by_value: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with made(make_config({"zero_stage": 3}), tmp_path) as setup:
+        take_turns(setup)
         with setup.transport.room(), setup.transport.room():  # as for a checkpoint
             setup.learners.get_state()
         assert all(setup.learners.foreach_learner(is_offloaded))

@@ -21,9 +21,9 @@ from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, only_process_in
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.stages import TrainingRun
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 

@@ -20,8 +20,8 @@ from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.engine
 

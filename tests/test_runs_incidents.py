@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ragr1_actors.runs.incidents import IncidentLog
-from ragr1_actors.runs.metrics import MetricsLogger, deterministic, read_incidents, read_metrics
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, read_report, write_report
+from ragr1_actors.runs.telemetry.incidents import IncidentLog
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_incidents, read_metrics
 
 
 def test_a_warning_is_printed_kept_and_in_the_report(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
-from ragr1_actors.runs.examples import as_markdown
-from ragr1_actors.runs.metrics import MetricsLogger, deterministic, mean_over, read_metrics
-from ragr1_actors.runs.tensorboard import LAYOUT
+from ragr1_actors.runs.telemetry.examples import as_markdown
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, mean_over, read_metrics
+from ragr1_actors.runs.telemetry.tensorboard import LAYOUT
 
 
 def scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
@@ -138,7 +138,8 @@ def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) 
         logger = MetricsLogger(tmp_path, settings=settings)
         for iteration in range(first, 5):
             samples = {"turns": [1.0, 2.0, 2.0, float(iteration)], "queries_per_turn": []}
-            logger.log("rl", iteration, {"rollout/reward": 0.5}, samples=samples)
+            histograms = {"ratio": [(0.9, 1.1, 6.0 + iteration), (1.1, 2.0, 0.0)]}
+            logger.log("rl", iteration, {"rollout/reward": 0.5}, samples=samples, histograms=histograms)
             logger.log_examples("rl", iteration, {"wrong": f"example of {iteration}"})
         logger.close()
     events = PluginEventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
@@ -147,6 +148,9 @@ def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) 
     assert [event.step for event in histograms] == [1, 2, 3, 4]
     buckets = make_ndarray(histograms[-1].tensor_proto)  # [num_buckets, (left, right, count)]
     assert (buckets[:, 2].sum(), buckets[0, 0], buckets[-1, 1]) == (4, 1, 4)
+    counted = events.Tensors("distribution/ratio")
+    assert [make_ndarray(event.tensor_proto)[0, 2] for event in counted] == [7, 8, 9, 10]
+    assert make_ndarray(counted[-1].tensor_proto).tolist() == [[0.9, 1.1, 10], [1.1, 2, 0]]
     assert "distribution/queries_per_turn" not in events.Tags()["tensors"]
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("examples/wrong")]
     assert texts == [f"example of {iteration}".encode() for iteration in (1, 2, 3, 4)]

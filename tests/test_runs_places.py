@@ -24,7 +24,6 @@ from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
-from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import (
@@ -34,6 +33,7 @@ from ragr1_actors.runs.run_directory import (
     open_run_directory,
     removed_if_unused,
 )
+from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
@@ -95,13 +95,14 @@ def test_the_directory_of_a_run_that_cannot_begin_is_removed(uri: str, tmp_path:
         assert holds_run(find_place(run_dir))
 
 
-def run_config(files: Path, **checkpointing: Any) -> RunConfig:
+def run_config(files: Path, storage_retry_s: float = 0.0, **checkpointing: Any) -> RunConfig:
     """A run that makes its index and its policy, holds tasks out and saves after every second iteration."""
     config = make_config(files, SHORT, num_iterations=NUM_ITERATIONS)
     sections = {
         "environment": {"eval_tasks": ""},
         "retrieval": {"index": "", "corpus": str(files / "corpus.json")},
-        "checkpointing": {"interval": 2, "num_to_keep": 2, "storage_retry_s": 0.0, **checkpointing},
+        "checkpointing": {"interval": 2, "num_to_keep": 2, **checkpointing},
+        "debugging": {"fault_tolerance": {"storage_retry_s": storage_retry_s}},
     }
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}

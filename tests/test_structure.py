@@ -132,3 +132,15 @@ def test_nothing_is_unpickled_from_a_file_or_a_socket() -> None:
 def test_what_would_run_code_of_a_file_is_found(line: str) -> None:
     assert unsafe_loads(line)
     assert not unsafe_loads("np.load(path, mmap_mode='r')\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)")
+
+
+def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
+    """scikit-learn and SciPy are a fifth of the time until an actor can load a policy."""
+    program = (
+        "import sys\n"
+        "import learners.algorithms.grpo, ragr1_actors.rollout.engines.transformers_engine\n"
+        "from transformers import Qwen2ForCausalLM\n"
+        "print(sorted({'scipy', 'sklearn'} & set(sys.modules)))\n"
+        "import scipy, sklearn\n"
+    )
+    assert run_python(program, cwd=ROOT).strip() == "[]"

@@ -41,9 +41,9 @@ from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.data import prepare

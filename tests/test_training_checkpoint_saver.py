@@ -23,8 +23,8 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import LEARNER_FILE, Part, read_json, read_tensors, write_parts
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm, CheckpointSaver, OnProgress
 from ragr1_actors.training.stages import TrainingRun
 

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from small_world import make_config, make_files
 
-from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow]

@@ -22,7 +22,7 @@ from ragr1_actors.core.types import Failure
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.runs.checkpoint import Books
-from ragr1_actors.runs.metrics import MetricsLogger, read_metrics
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.simulation.run import Simulator, Size

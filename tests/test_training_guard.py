@@ -18,11 +18,11 @@ from small_world import PLACES, THINGS, make_config, make_files
 from ragr1_actors.core.config import GuardSettings, RunConfig, TrainingSettings, read_guard
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.types import Task
-from ragr1_actors.runs.alarms import Alarm, GuardState
 from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
-from ragr1_actors.runs.metrics import deterministic, read_metrics
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
+from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.data import prepare
 from ragr1_actors.training.guard import RULES, Guard

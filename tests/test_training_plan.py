@@ -14,7 +14,7 @@ from envs.world import make_world
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.model_shape import ModelShape
+from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.training.planning.preflight import check_room

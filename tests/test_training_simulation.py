@@ -30,9 +30,9 @@ from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.bottleneck import Limit
-from ragr1_actors.runs.metrics import MetricsLogger
 from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.simulation.engine import SimulatedEngine

@@ -34,10 +34,10 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scores import read_scores
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.stages import TrainingRun
 

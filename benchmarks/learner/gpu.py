@@ -39,7 +39,7 @@ from learners.deepspeed.memory import activation_bytes, head_bytes
 from learners.models.attention import block_attention, flash_attention
 from learners.models.scoring import PolicyModel
 from learners.packing import MicroBatch, packed_layout
-from ragr1_actors.core.model_shape import ModelShape
+from ragr1_actors.core.models.model_shape import ModelShape
 from retrieval.indexes.ranking import best_of
 from retrieval.indexes.torch_index import TorchFlatIndex
 

@@ -26,8 +26,8 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.report_page.charts import AGREEMENT, LEARNING, LOADS, SEARCH, THROUGHPUT
-from ragr1_actors.runs.incidents import Incident
-from ragr1_actors.runs.metrics import MetricsLogger
+from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 from ragr1_actors.view.queries import OUTCOMES
 
 FILTER_S, READY_S, REPORT_S = 0.3, 2.0, 10.0

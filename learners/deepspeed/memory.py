@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ragr1_actors.core.config import LearnerSettings, RunConfig, read_lora
-from ragr1_actors.core.model_shape import ModelShape
+from ragr1_actors.core.models.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_CHUNK = 2**26

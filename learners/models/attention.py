@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from learners.packing import Block, PackedLayout
 from ragr1_actors.core.errors import LearnerError
+from ragr1_actors.core.models.huggingface import AttentionInterface
 
 PACKED_ATTENTION = "ragr1_packed"
 """The ``attn_implementation`` with which transformers calls ``packed_attention``."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from learners.deepspeed.deepspeed_engine import num_elements
@@ -21,8 +20,9 @@ from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.model_code import check_code
-from ragr1_actors.core.model_files import check_files
+from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
+from ragr1_actors.core.models.model_code import check_code
+from ragr1_actors.core.models.model_files import check_files
 
 
 class TokenOutputs(NamedTuple):

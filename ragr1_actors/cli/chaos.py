@@ -134,7 +134,7 @@ class Victim:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what the run has logged."""
-        from ragr1_actors.runs.metrics import read_metrics
+        from ragr1_actors.runs.telemetry.metrics import read_metrics
 
         try:
             return read_metrics(self._run_dir)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ragr1_actors.cli import (
     IndexOption,
@@ -120,11 +119,11 @@ def evaluate(
         concurrency=concurrency,
     )
     check_request(request, tasks, data, out, against)
+    from ragr1_actors.core.progress_bar import progress_bar
     from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
     which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0)
-    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+    with progress_bar(errors) as progress:
         bar = progress.add_task("answering", total=None)
         found = evaluate_policy(
             request, which, out, lambda done, total: progress.update(bar, completed=done, total=total)
@@ -188,12 +187,12 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
+    from ragr1_actors.core.progress_bar import progress_bar
     from ragr1_actors.training.evaluation.selection import SelectionSettings
     from ragr1_actors.training.evaluation.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
-    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors) as progress:
+    with progress_bar(errors) as progress:
         bar = progress.add_task("sampling", total=None)
         counts = select_tasks(
             source,

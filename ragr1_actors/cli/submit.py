@@ -16,7 +16,7 @@ from ragr1_actors.cli import console, print_error, print_line
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.interrupts import TerminationError
-from ragr1_actors.runs.progress import is_progress
+from ragr1_actors.runs.telemetry.progress import is_progress
 
 if TYPE_CHECKING:
     from cluster.submit import Job, JobClient

@@ -467,19 +467,19 @@ class CheckpointingSettings(Section):
     """Newest checkpoints that are kept."""
     best_metric: Literal["", "em", "f1"] = ""
     """The checkpoint with the highest value on the held-out tasks is kept too, as ``checkpoints/best``; empty: none."""
-    storage_retry_s: float = Field(120, ge=0)
-    """Seconds for which a failed call to the storage of a run directory at a URI is repeated before the run ends."""
     keep_trajectories: bool = True
     """Write the trajectories of demonstrations, iterations and evaluations to ``trajectories/*.arrow``."""
 
 
 class DebuggingSettings(Section):
-    """Seed and threads."""
+    """Seed, threads, trackers and faults."""
 
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of everything random in a run but the generated world."""
     num_threads: int = Field(0, ge=0)
     """Torch threads per env runner and learner rank; 0 (default) takes as many as Ray reserves CPUs for the actor."""
+    trackers: list[Literal["wandb", "mlflow"]] = []
+    """Where the metrics go besides the run directory: Weights & Biases, MLflow or both."""
     fault_tolerance: dict[str, Any] = {}
     """What is done about parts that fail, hang or fall behind: ``{hang_timeout_s: 60}``, the keys of
     ``FaultToleranceSettings``. Name: RLlib's section."""
@@ -504,6 +504,8 @@ class FaultToleranceSettings(Section):
     hedge_factor: float = Field(4, ge=0)
     """A group that takes this many times the median time is sampled by an idle env runner, too, and the first to finish
     counts; 0 never does it."""
+    storage_retry_s: float = Field(120, ge=0)
+    """Seconds for which a failed call to the storage of a run directory at a URI is repeated before the run ends."""
     stale_groups: Literal["wait", "drop"] = "wait"
     """What happens to groups that would exceed ``training.max_policy_lag``: the learner waits for them before its next
     batch (``wait``, default: no sample is lost), or they are dropped and their tasks sampled again (``drop``)."""

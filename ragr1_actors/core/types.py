@@ -29,6 +29,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+HISTOGRAM_PREFIX = "histogram/"
+"""Of the name of a bucket's count in a learner's metrics, which has its edges: ``histogram/ratio/0.9/0.95``."""
+Bucket = tuple[float, float, float]
+"""Of a histogram: its edges, and how many values are between them."""
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragr1_actors.runs.metrics import DECISIONS
 from ragr1_actors.runs.scaling import FleetName
 from ragr1_actors.runs.scores import wilson
+from ragr1_actors.runs.telemetry.metrics import DECISIONS
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""

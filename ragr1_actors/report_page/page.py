@@ -18,9 +18,9 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.files import write_file
 from ragr1_actors.report_page import charts, facts
 from ragr1_actors.report_page.charts import Chart, Figure, Row, draw
-from ragr1_actors.runs.metrics import METRICS_FILE, read_metrics
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.starts import Start, read_starts
+from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, read_metrics
 
 _ASSETS = Path(__file__).parent / "assets"
 

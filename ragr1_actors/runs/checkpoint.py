@@ -42,8 +42,8 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
 from ragr1_actors.core.types import FailedTask
-from ragr1_actors.runs.alarms import GuardState
 from ragr1_actors.runs.report import StageReport, TaskCounts
+from ragr1_actors.runs.telemetry.alarms import GuardState
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"

@@ -41,6 +41,7 @@ from ragr1_actors.core.folders import AnyFolder, Sink
 from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.checkpoint import BEST, SCORE_FILE, Checkpoints, CheckpointStore, read_score
 from ragr1_actors.runs.lease import Lease
+from ragr1_actors.runs.telemetry.trackers import TRACKERS_FILE
 
 UPLOAD_INTERVAL_S = 30.0
 """Between two uploads of what changed; a checkpoint uploads too."""
@@ -52,7 +53,7 @@ SFT_POLICY = "policy_sft"
 """The policy at the end of SFT."""
 FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
 """What is whole or absent in a run; everything else is files that grow."""
-_FIRST_FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "report.json", "report.html")
+_FIRST_FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
 """The files of an earlier process that this one reads, or goes on with."""
 _DRIVER = "driver"
 _LISTING = re.compile(rf"{CHECKPOINTS}/step_(\d+)\.json")

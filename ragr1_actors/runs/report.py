@@ -15,9 +15,9 @@ from rich.table import Table
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
 from ragr1_actors.core.types import FailedTask
-from ragr1_actors.runs.alarms import Alarm
-from ragr1_actors.runs.incidents import Incident
 from ragr1_actors.runs.scaling import ScalingDecision
+from ragr1_actors.runs.telemetry.alarms import Alarm
+from ragr1_actors.runs.telemetry.incidents import Incident
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"

@@ -23,8 +23,8 @@ from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.metrics import METRICS_FILE
 from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
+from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     import ray

@@ -42,16 +42,16 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
-from ragr1_actors.core.types import FailedTask, TrajectoryGroup
+from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
-from ragr1_actors.runs.examples import as_markdown
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, fetch_batch, keep_trajectories, removed_if_unused
-from ragr1_actors.training.buffer import rollout_metrics, rollout_samples
+from ragr1_actors.runs.telemetry.examples import as_markdown
+from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation.evaluate import eval_result
@@ -95,6 +95,8 @@ class Algorithm:
         self.iteration = self.policy_version = 0
         self.samples: dict[str, list[float]] = {}
         """Values of the newest batch by trajectory, see ``rollout_samples``."""
+        self.histograms: dict[str, list[Bucket]] = {}
+        """Of the tokens of the newest update, see ``take_histograms``."""
         self.examples: dict[str, str] = {}
         """A right and a wrong trajectory of the newest evaluation, as Markdown."""
         self._held = held
@@ -255,7 +257,7 @@ class Algorithm:
         # learner, task sampler and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held(), self.fleets.learner.works():
             self._transport.make_room()
-            learner_metrics = self._learners.update([group.batch for group in batch])
+            learner_metrics, self.histograms = take_histograms(self._learners.update([group.batch for group in batch]))
             learned = time.perf_counter()
             set_aside = self._collector.trained(batch)
             self.iteration += 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from learners.advantages import has_variance
 from learners.options import GroupOptions, learner_options
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
-from ragr1_actors.runs.metrics import TIME_PREFIX, mean_over
+from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over
 
 
 def max_set_aside(config: RunConfig) -> int:
@@ -82,6 +83,17 @@ def rollout_samples(batch: Sequence[FinishedGroup]) -> dict[str, list[float]]:
     names = dict.fromkeys(name for summary in summaries for name in summary.samples)
     found = {name: [value for s in summaries for value in s.samples.get(name, ())] for name in names}
     return {"reward": [value for summary in summaries for value in summary.rewards], **found}
+
+
+def take_histograms(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[Bucket]]]:
+    """Return a learner's metrics without the counts of buckets, and these: ``{"ratio": [(0.9, 0.95, 12.0), ...]}``."""
+    found: dict[str, list[Bucket]] = {}
+    left_over = dict(metrics)
+    for key in metrics:
+        if key.startswith(HISTOGRAM_PREFIX):
+            name, left, right = key.removeprefix(HISTOGRAM_PREFIX).split("/")
+            found.setdefault(name, []).append((float(left), float(right), left_over.pop(key)))
+    return left_over, {name: sorted(buckets) for name, buckets in found.items()}
 
 
 def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:

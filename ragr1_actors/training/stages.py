@@ -16,17 +16,14 @@ from safetensors import SafetensorError
 
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
-from ragr1_actors.core.config import RunConfig, read_guard
+from ragr1_actors.core.config import RunConfig, read_fault_tolerance, read_guard
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.report_page.page import write_page
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
-from ragr1_actors.runs.incidents import IncidentLog
-from ragr1_actors.runs.metrics import MetricsLogger, read_decisions, read_incidents, read_metrics
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
-from ragr1_actors.runs.progress import describe_iteration, show_progress
 from ragr1_actors.runs.report import (
     REPORT_HTML,
     EvalResult,
@@ -41,6 +38,10 @@ from ragr1_actors.runs.report import (
 from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.starts import append_start, this_start
+from ragr1_actors.runs.telemetry.incidents import IncidentLog
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_decisions, read_incidents, read_metrics
+from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
+from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock
 from ragr1_actors.training.data import Workspace, prepare
 from ragr1_actors.training.guard import Guard
@@ -62,7 +63,7 @@ class TrainingRun:
         self._profiled: list[dict[str, float]] | None = None  # metrics; None before a profile and after it
         self._config = config
         self._place = find_place(run_dir)
-        self._place.retry_for(config.checkpointing.storage_retry_s)
+        self._place.retry_for(read_fault_tolerance(config.debugging).storage_retry_s)
         self._run_dir = self._place.path
         self._console = console
         self._incidents = IncidentLog(lambda line: console.print(line, highlight=False, markup=False))
@@ -111,7 +112,9 @@ class TrainingRun:
                 workspace = prepare(self._config, self._run_dir)
             append_start(self._run_dir, this_start())
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
-            logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export, self._config.changes())))
+            changes = self._config.changes()
+            track = stack.enter_context(trackers(self._config.debugging.trackers, self._run_dir, changes))
+            logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export, changes, track)))
             before_start = time.monotonic()
             with self._console.status("starting the fleets"):
                 self._held = interrupts.held
@@ -231,7 +234,7 @@ class TrainingRun:
                     self._say(alarm)
                 found = metrics | self._guard.metrics()
                 decisions, incidents = self._decisions(algorithm), self._incidents.take()
-                logger.log("rl", iteration, found, decisions, incidents, algorithm.samples)
+                logger.log("rl", iteration, found, decisions, incidents, algorithm.samples, algorithm.histograms)
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(

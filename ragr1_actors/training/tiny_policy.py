@@ -49,7 +49,8 @@ def make_tiny_policy(
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from ragr1_actors.core.models.huggingface import Qwen2Config, Qwen2ForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)

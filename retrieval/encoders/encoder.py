@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
-from ragr1_actors.core.model_code import find_code
+from ragr1_actors.core.models.model_code import find_code
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder

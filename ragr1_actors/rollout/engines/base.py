@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
-from ragr1_actors.core.model_code import check_code, code_refused
-from ragr1_actors.core.model_files import ADVICE, check_files
+from ragr1_actors.core.models.model_code import check_code, code_refused
+from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
 WakeTag = Literal["weights", "kv_cache"]

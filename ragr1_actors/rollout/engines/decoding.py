@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 
+from ragr1_actors.core.models.huggingface import Cache, CacheLayerMixin, PretrainedConfig
 from ragr1_actors.core.types import Completion, OnText, Sampling
 
 _BLOCK = 64

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ragr1_actors.core.errors import EngineError, one_line
-from ragr1_actors.core.model_files import load_model
+from ragr1_actors.core.models.huggingface import PreTrainedModel
+from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights

@@ -22,7 +22,6 @@ from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, Endpoin
 from ragr1_actors.rollout.env_runner import GroupSummary, engine_settings
 from ragr1_actors.rollout.env_runner_group import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.runs.metrics import mean_over
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
     EvalSettings,
@@ -34,6 +33,7 @@ from ragr1_actors.runs.scores import (
     score,
     tasks_digest,
 )
+from ragr1_actors.runs.telemetry.metrics import mean_over
 from ragr1_actors.training.data import WORLD, prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import (
     EvalRequest,

@@ -32,7 +32,7 @@ from learners.deepspeed.memory import (
 )
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.model_shape import ModelShape
+from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from ragr1_actors.training.planning.remedies import find_remedy, place_changes, search_changes

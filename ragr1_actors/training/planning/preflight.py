@@ -17,8 +17,8 @@ from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.files import read_json
-from ragr1_actors.core.model_code import check_code
-from ragr1_actors.core.model_files import check_files, load_model
+from ragr1_actors.core.models.model_code import check_code
+from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, PolicyTokenizer
 from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine

@@ -16,9 +16,9 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.folders import on_this_node, part_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
-from ragr1_actors.runs.metrics import read_metrics
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import open_run_directory
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.planning.plan import START_S
 from ragr1_actors.training.simulation.workload import Attempt, TurnShape

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ragr1_actors.core.types import Bucket
+
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -140,14 +142,22 @@ class EventFile:
         self._add(step=step, summary=_tensor(_prefix(stage) + name, text.encode(), metadata))
         self._file.flush()
 
-    def write_histograms(self, stage: str, step: int, samples: Mapping[str, Sequence[float]]) -> None:
-        """Append a histogram of each list of values, as ``distribution/NAME``; an empty list has none."""
+    def write_histograms(
+        self,
+        stage: str,
+        step: int,
+        samples: Mapping[str, Sequence[float]],
+        histograms: Mapping[str, Sequence[Bucket]],
+    ) -> None:
+        """Append a histogram of each list of values, and whole ones, as ``distribution/NAME``; nothing has none."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
         for name, values in samples.items():
             if values:
                 tag = f"{_prefix(stage)}distribution/{name}"
                 self._add(step=step, summary=histogram_pb(tag, np.asarray(values), buckets=NUM_BUCKETS))
+        for name, buckets in histograms.items():
+            self._add(step=step, summary=_histogram(f"{_prefix(stage)}distribution/{name}", buckets))
         self._file.flush()
 
     def close(self) -> None:
@@ -204,6 +214,16 @@ def _tensor(tag: str, content: bytes, metadata: Any) -> Summary:
 
     tensor = TensorProto(dtype=DT_STRING, string_val=[content])
     return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+
+def _histogram(tag: str, buckets: Sequence[Bucket]) -> Summary:
+    """Return a histogram as ``histogram_pb`` makes it, which counts values itself."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.histogram.metadata import create_summary_metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    metadata = create_summary_metadata(display_name="", description="")
+    return Summary(value=[Summary.Value(tag=tag, tensor=make_tensor_proto(np.asarray(buckets)), metadata=metadata)])
 
 
 def _hyperparameters(name: str, settings: Mapping[str, Any]) -> tuple[Summary, ...]:

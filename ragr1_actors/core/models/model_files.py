@@ -48,7 +48,8 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
         DataError: there is no such model, or the weights are not those of the model in ``config.json``.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
+
+    from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
 
     try:
         with _without_output():

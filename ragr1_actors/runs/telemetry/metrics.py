@@ -25,9 +25,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
 from ragr1_actors.core.files import write_file
-from ragr1_actors.runs.incidents import Incident
+from ragr1_actors.core.types import Bucket
 from ragr1_actors.runs.scaling import ScalingDecision
-from ragr1_actors.runs.tensorboard import EventFile
+from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.runs.telemetry.tensorboard import EventFile
+from ragr1_actors.runs.telemetry.trackers import Log
 
 METRICS_FILE = "metrics.jsonl"
 TIME_PREFIX = "time/"
@@ -61,14 +63,17 @@ class MetricsLogger:
         run_dir: Path,
         export: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         settings: Mapping[str, Any] | None = None,
+        track: Log | None = None,
     ) -> None:
         """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``.
 
-        ``export`` gets the metrics of every line, too. ``settings`` are the hyperparameters that TensorBoard shows.
+        ``export`` gets the metrics of every line, too, and ``track`` with their stage and iteration. ``settings`` are
+        the hyperparameters that TensorBoard shows.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._export = export
+        self._track = track
         self._settings = settings or {}
         self._path = run_dir / METRICS_FILE
         if self._path.is_file():
@@ -86,11 +91,13 @@ class MetricsLogger:
         decisions: Sequence[ScalingDecision] = (),
         incidents: Sequence[Incident] = (),
         samples: Mapping[str, Sequence[float]] | None = None,
+        histograms: Mapping[str, Sequence[Bucket]] | None = None,
     ) -> None:
         """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
 
         ``decisions`` and ``incidents`` are those since the call before. ``samples`` are values whose histograms
-        TensorBoard shows, such as ``{"turns": [2.0, 3.0]}``.
+        TensorBoard shows, such as ``{"turns": [2.0, 3.0]}``; ``histograms`` have their buckets:
+        ``{"ratio": [(0.9, 1.1, 7.0)]}``.
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
@@ -104,7 +111,9 @@ class MetricsLogger:
         self._num_tokens += values.get(TOKENS, 0.0) if stage == "rl" else 0.0
         events.write(stage, iteration, values, int(self._num_tokens))
         self._export(values)
-        events.write_histograms(stage, iteration, samples or {})
+        if self._track:
+            self._track(stage, iteration, values)
+        events.write_histograms(stage, iteration, samples or {}, histograms or {})
         if decisions:
             events.write_text(stage, iteration, DECISIONS, "\n\n".join(map(str, decisions)))
 

@@ -9,17 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.progress import TextColumn
+
+from ragr1_actors.core.progress_bar import progress_bar
 
 LINE_INTERVAL_S = 5.0
 _LINE = re.compile(r"(SFT|RL) +\d+/\d+  ")
@@ -30,14 +22,6 @@ Report = Callable[[int, str], None]
 
 PARTS = {"time/sample_s": "samples", "time/learn_s": "the learner", "time/publish_s": "the weight sync"}
 """Parts of an iteration, and what it waits for in them."""
-
-
-class _RateColumn(ProgressColumn):
-    """Steps per minute, over the last steps."""
-
-    def render(self, task: Task) -> Text:
-        """Return ``12.5/min``; empty before the second step."""
-        return Text(f"{60 * task.speed:.1f}/min" if task.speed else "")
 
 
 @contextmanager
@@ -60,16 +44,7 @@ def show_progress(
 
         yield print_line
         return
-    columns = (
-        TextColumn("{task.description:<4}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console, TextColumn("{task.fields[status]}")) as progress:
         bar = progress.add_task(title, total=total, completed=done, status="")
         yield lambda step, status: progress.update(bar, completed=step, status=status)
 
