@@ -364,7 +364,8 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     run_dir = tmp_path / "run"
     trajectories = run_dir / "trajectories"
     with started(recipe, "--run-dir", str(run_dir), cwd=tmp_path) as process:
-        assert wait_for(lambda: len(list(trajectories.glob("iteration_*.arrow"))) >= 3, 600, process)
+        is_under_way = wait_for(lambda: len(list(trajectories.glob("iteration_*.arrow"))) >= 3, 600, process)
+        assert is_under_way, process.communicate()
         children = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
         _, stderr = process.communicate(timeout=600)
