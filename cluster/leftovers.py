@@ -115,6 +115,14 @@ def remove_leftovers() -> Iterator[Leftover]:
 
 def end(folder: Path, spared: int = 0) -> Leftover:
     """Kill the processes of a session but ``spared``, and then remove its folder, whose lock the caller holds."""
+    killed = kill_processes(folder, spared)
+    if not processes_of(folder) - {spared}:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Leftover(folder, killed, not folder.exists())
+
+
+def kill_processes(folder: Path, spared: int) -> frozenset[int]:
+    """Kill the processes of a session but ``spared``, wait for their end and return them."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (found := processes_of(folder) - {spared}) and time.monotonic() < deadline:
@@ -123,9 +131,7 @@ def end(folder: Path, spared: int = 0) -> Leftover:
                 os.kill(process, signal.SIGKILL)
         killed |= found
         time.sleep(0.05)
-    if not found:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Leftover(folder, frozenset(killed), not folder.exists())
+    return frozenset(killed)
 
 
 def processes_of(folder: Path) -> set[int]:

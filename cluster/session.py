@@ -22,7 +22,10 @@ from cluster import leftovers
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 from ragr1_actors.core.interrupts import SIGNALS, TerminationError
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5.0
+_ATTEMPTS = 2
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts."""
@@ -96,15 +99,7 @@ def _connect(address: str | None, num_cpus: float, folder: str) -> None:
             ray.init(address=address, **common)
         else:
             _protect_token()
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-                include_dashboard=False,
-                _system_config=_SYSTEM_CONFIG,
-                runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
-                _temp_dir=folder,
-                **common,
-            )
+            _start(Path(folder), num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)), **common)
     except AuthenticationError as error:
         raise UserError(
             f"the cluster at {address} asks for a token, or refuses this one; set RAY_AUTH_MODE=token, and "
@@ -119,10 +114,30 @@ def _connect(address: str | None, num_cpus: float, folder: str) -> None:
         if "Version mismatch" not in str(error):
             raise
         raise UserError(f"{one_line(error)}; run with the versions of the cluster at {address}") from error
-    except Exception as error:  # Ray raises a plain Exception if a process that it starts fails
-        if type(error) is not Exception:
-            raise
-        raise FleetError(f"Ray did not start: {one_line(error)}; try again when this machine is less busy") from error
+
+
+def _start(folder: Path, **options: Any) -> None:
+    """Start a local cluster; once more if that fails: Ray gives its processes 30 s, and a busy machine takes longer."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                _system_config=_SYSTEM_CONFIG,
+                runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
+                _temp_dir=str(folder),
+                **options,
+            )
+            return
+        except Exception as error:  # Ray raises a plain Exception if a process that it starts fails
+            if type(error) is not Exception:
+                raise
+            leftovers.kill_processes(folder, spared=os.getpid())
+            if attempt == _ATTEMPTS - 1:
+                raise FleetError(
+                    f"Ray did not start: {one_line(error)}; try again when this machine is less busy"
+                ) from error
+            logger.warning("Ray did not start, trying once more: %s", one_line(error))
 
 
 def _check_head(address: str) -> None:

@@ -23,7 +23,7 @@ EDGES = {
     "ratio": (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0),
     "advantage": tuple(edge / 2 for edge in range(-8, 9)),
 }
-"""Of the buckets of each histogram; a value outside counts in the outermost one."""
+"""Edges of each histogram's buckets. A value outside the edges is counted in the first or last bucket."""
 OUTLIER_RATIO = 0.1
 """If a ratio is further than this from 1 before the first step, engine and learner disagree."""
 
@@ -127,7 +127,9 @@ class Meter:
     def _count(self, name: str, values_M: torch.Tensor) -> None:
         """Add values to a histogram; ``bincount`` would wait for the GPU."""
         inner = torch.tensor(EDGES[name][1:-1], device=values_M.device)
-        counts = self._histograms.setdefault(name, torch.zeros(len(inner) + 1, device=values_M.device))
+        counts = self._histograms.setdefault(
+            name, torch.zeros(len(inner) + 1, dtype=torch.int64, device=values_M.device)
+        )
         buckets_M = torch.bucketize(values_M.detach().float(), inner, right=True)
         counts.index_add_(0, buckets_M, torch.ones_like(values_M, dtype=counts.dtype))
 

@@ -104,6 +104,34 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
         pass
 
 
+LATE = """
+import os, ray
+from pathlib import Path
+from ray._private import services
+from cluster.leftovers import processes_of
+from cluster.session import ray_session
+find, first = services.get_node, set()
+def late(address, node_id):
+    node = find(address, node_id)  # raises RuntimeError until the node is there
+    if not first:
+        first.update(processes_of(Path(node["raylet_socket_name"]).parents[2]))
+        raise Exception("The current node timed out during startup.")  # as Ray does after 30 s
+    return node
+services.get_node = late
+with ray_session():
+    assert ray.get(ray.remote(lambda: "ran").remote()) == "ran"
+    left = [pid for pid in first - {os.getpid()} if Path(f"/proc/{pid}").exists()]
+    print(len(first), "of the first start,", len(left), "left")
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_that_does_not_start_in_time_is_started_once_more() -> None:
+    printed = run_python(LATE)
+    assert re.search(r"\b[4-9] of the first start, 0 left", printed)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -287,7 +288,7 @@ def test_a_retriever_that_hangs_is_ended_and_comes_back(
     ray_local: ModuleType, index_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1)
-    group = RetrieverGroup(index_dir, settings, hang_timeout_s=3)
+    group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
     try:
         group.wait_until_ready()
         (fleet,) = group.fleets
@@ -300,7 +301,7 @@ def test_a_retriever_that_hangs_is_ended_and_comes_back(
             time.sleep(0.1)
         assert fleet.num_hangs == 1
         assert _pid(group.handles[1]) != pid
-        assert " hangs: it has not answered for 3 s" in caplog.text
+        assert re.search(r" hangs: it has not answered for \d+ s", caplog.text)
         assert group.metrics()["retrieval/retriever_hangs"] == 1
     finally:
         group.stop()

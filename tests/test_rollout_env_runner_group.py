@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import shutil
 import signal
 import time
@@ -190,7 +191,7 @@ def test_a_function_runs_in_every_runner(group: EnvRunnerGroup, policy_dir: Path
 def test_a_runner_that_hangs_is_ended_and_replaced(
     ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = EnvRunnerGroup(make_config(hang_timeout_s=5), policy_dir, OnePassage())
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=10), policy_dir, OnePassage())
     fleet.wait_until_ready()
     os.kill(pids(fleet)[0], signal.SIGSTOP)
     for index in range(8):
@@ -198,7 +199,7 @@ def test_a_runner_that_hangs_is_ended_and_replaced(
     assert len(drain(fleet)) == 8
     metrics = fleet.metrics()
     assert (metrics["num_restarts"], metrics["num_hangs"]) == (1, 1)
-    assert "env runner 0 hangs: it has not answered for 5 s" in caplog.text
+    assert re.search(r"env runner 0 hangs: it has not answered for \d+ s", caplog.text)
     wait_until_healed(fleet)
     fleet.stop()
 

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 HISTOGRAM_PREFIX = "histogram/"
-"""Of the name of a bucket's count in a learner's metrics, which has its edges: ``histogram/ratio/0.9/0.95``."""
+"""A learner's metric ``histogram/ratio/0.9/0.95`` counts the ratios from 0.9 to 0.95."""
 Bucket = tuple[float, float, float]
-"""Of a histogram: its edges, and how many values are between them."""
+"""One bucket of a histogram: left edge, right edge, number of values."""
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 

@@ -96,7 +96,7 @@ class Algorithm:
         self.samples: dict[str, list[float]] = {}
         """Values of the newest batch by trajectory, see ``rollout_samples``."""
         self.histograms: dict[str, list[Bucket]] = {}
-        """Of the tokens of the newest update, see ``take_histograms``."""
+        """Histograms of the newest update by name, see ``take_histograms``."""
         self.examples: dict[str, str] = {}
         """A right and a wrong trajectory of the newest evaluation, as Markdown."""
         self._held = held

@@ -28,22 +28,23 @@ __all__ = [
 
 
 @contextmanager
-def _without(*answers: Any) -> Iterator[None]:
-    """Have ``is_scipy_available`` and the like answer that their package, which is not loaded yet, is not installed."""
-    absent = [name for answer in answers if (name := answer.__name__.split("_")[1]) not in sys.modules]
-    sys.modules |= dict.fromkeys(absent)  # None: not to be found
-    for answer in answers:
-        answer.cache_clear()
+def _without(**checks: Any) -> Iterator[None]:
+    """Hide packages that are not loaded yet; ``checks`` are transformers' cached functions that look for each."""
+    absent = [name for name in checks if name not in sys.modules]
+    # Python takes a module that is None for one that is not installed.
+    sys.modules |= dict.fromkeys(absent)  # type: ignore[arg-type]
+    for check in checks.values():
+        check.cache_clear()
     try:
         yield
     finally:
         for name in absent:
             del sys.modules[name]
-        for answer in answers:
-            answer.cache_clear()
+        for check in checks.values():
+            check.cache_clear()
 
 
-with _without(is_sklearn_available, is_scipy_available):
+with _without(sklearn=is_sklearn_available, scipy=is_scipy_available):
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,
