@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli.ask import Shown
 from ragr1_actors.cli.main import app
+from ragr1_actors.core.config import RetrievalSettings
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Turn
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.training.evaluation import asking
 from ragr1_actors.training.evaluation.asking import Asker
+from retrieval.base import Retriever
 
 pytestmark = pytest.mark.engine
 QUESTION = "Where is the lamp ?"
@@ -97,6 +101,31 @@ def test_the_json_of_an_answer(searching: str) -> None:
     counts = found["counts"]
     assert (counts["turns"], counts["rounds"], counts["queries"], counts["documents"]) == (2, 1, 1, 1)
     assert 0 < counts["model_tokens"] < counts["context_tokens"]
+
+
+def test_the_policy_writes_while_the_retriever_loads(searching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_written = threading.Event()
+    load = asking.open_retriever
+
+    def wait_and_load(index: Path | None, settings: RetrievalSettings) -> Retriever:
+        assert has_written.wait(60)
+        return load(index, settings)
+
+    monkeypatch.setattr(asking, "open_retriever", wait_and_load)
+    with Asker(searching) as asker:
+        trajectory = asker.ask(QUESTION, Watch(lambda text: has_written.set(), lambda turn: None))
+    assert trajectory.turns[0].retrievals
+    assert trajectory.stop_reason.value == "answered"
+
+
+def test_a_retriever_that_cannot_be_loaded_is_one_line(searching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: Path | None, settings: RetrievalSettings) -> Retriever:
+        raise DataError("corpus.arrow is damaged")
+
+    monkeypatch.setattr(asking, "open_retriever", fail)
+    done = CliRunner().invoke(app, ["ask", searching, QUESTION])
+    assert isinstance(done.exception, DataError), done.output
+    assert str(done.exception) == "corpus.arrow is damaged"
 
 
 @pytest.mark.parametrize("end", ["", "\nWhere is the cup ?\n"])  # end of file; an empty line

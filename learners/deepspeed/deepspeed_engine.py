@@ -28,6 +28,7 @@ from learners.deepspeed.resting import Resting
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
 from ragr1_actors.core.files import Part
+from ragr1_actors.core.imports import quick_imports
 
 State = dict[str, NDArray[Any]]
 """Full tensors by name: stored as safetensors, and sent without a copy through the object store."""
@@ -447,7 +448,8 @@ def _forget(module: nn.Module) -> None:
 
 
 def _import_deepspeed() -> Any:
-    import deepspeed  # 1-2 s
+    with quick_imports():
+        import deepspeed  # 1-2 s
 
     # On CPUs DeepSpeed would first compile a shared-memory all-reduce for two minutes; only its inference uses it.
     deepspeed.ops.__compatible_ops__ = {}

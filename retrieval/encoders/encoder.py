@@ -24,17 +24,20 @@ import torch
 from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers.utils import logging as transformers_logging
 
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.models.model_code import find_code
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.encoders.families import EncoderPlan, plan_encoder
+
+with quick_imports():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
+    from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types of an encoder's weights, beside ``auto``; the vectors it returns are always float32."""

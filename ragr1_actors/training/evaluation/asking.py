@@ -1,12 +1,15 @@
 """``ragr1 ask``: one policy in this process that answers question after question, and shows how.
 
 A ``Sampler`` would do the same, but it loads Ray, the learners and what builds an index. Here a person waits: only the
-engine, the environment and the retriever are loaded.
+engine, the environment and the retriever are loaded, and the policy writes while a thread loads the retriever.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +19,7 @@ from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.training.evaluation.evaluated_policy import index_of, sampler_config
-from retrieval.base import needs_index
+from retrieval.base import Passage, Retriever, needs_index
 from retrieval.local import named_index, open_retriever
 
 NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
@@ -37,7 +40,9 @@ class Asker:
         retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
         config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
         index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
-        self._runner = EnvRunner.load(config, policy_dir, open_retriever(index_dir, config.retrieval))
+        self._retriever = _LoadingRetriever(partial(open_retriever, index_dir, config.retrieval))
+        self._runner = EnvRunner.load(config, policy_dir, self._retriever)
+        self._retriever.start()  # not before: two threads that import the same packages take longer than one
         self._loop = asyncio.new_event_loop()
         self._num_asked = 0
 
@@ -50,10 +55,38 @@ class Asker:
         self._runner.close(self._loop)
 
     def ask(self, question: str, watch: Watch = NOT_SHOWN) -> Trajectory:
-        """Answer ``question`` greedily; ``watch`` sees text and searches as they come."""
+        """Answer ``question`` greedily; ``watch`` sees text and searches as they come.
+
+        Raises:
+            UserError: the retriever cannot be loaded.
+        """
         issue = Issue(f"ask/{self._num_asked}", Task("ask", question, ()), 0)
         self._num_asked += 1  # a part of the sampling seed, and of the engine's request id
-        return self._loop.run_until_complete(self._runner.sample_watched(GroupRequest(issue, 1, 0.0), watch))
+        trajectory = self._loop.run_until_complete(self._runner.sample_watched(GroupRequest(issue, 1, 0.0), watch))
+        self._retriever.check()
+        return trajectory
+
+
+class _LoadingRetriever:
+    """A retriever that a thread loads; a search waits for it."""
+
+    def __init__(self, load: Callable[[], Retriever]) -> None:
+        self._load = load
+        self._loaded: Future[Retriever] = Future()
+
+    def start(self) -> None:
+        threads = ThreadPoolExecutor(1, "load retriever")
+        self._loaded = threads.submit(self._load)
+        threads.shutdown(wait=False)
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        retriever = await asyncio.wrap_future(self._loaded)
+        return await retriever.search(queries, k)
+
+    def check(self) -> None:
+        """Raise what the thread raised, if it has ended; a trajectory holds only its text."""
+        if self._loaded.done():
+            self._loaded.result()
 
 
 def ask(path: str | Path, question: str) -> Trajectory:

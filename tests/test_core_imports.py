@@ -1,0 +1,75 @@
+"""Imports of large packages: without the garbage collector, and without packages that nothing here uses."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from processes import run_python
+
+from ragr1_actors.core.imports import hidden, quick_imports
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_nothing_is_collected_in_the_block_and_what_it_made_is_not_visited_again() -> None:
+    gc.unfreeze()
+    with quick_imports():
+        assert not gc.isenabled()
+        made: list[object] = [[]]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    assert not any(visited is made for visited in gc.get_objects())
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.unfreeze()
+    gc.disable()
+    with quick_imports():
+        pass
+    assert not gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_goes_on_after_an_import_that_fails() -> None:
+    with pytest.raises(ImportError), quick_imports():
+        raise ImportError
+    assert gc.isenabled()
+
+
+@cache
+def has_wave() -> bool:
+    return importlib.util.find_spec("wave") is not None
+
+
+def test_a_hidden_package_is_not_found_and_a_loaded_one_is() -> None:
+    sys.modules.pop("wave", None)
+    assert has_wave()
+    with hidden("wave", "json", checks=(has_wave,)):
+        assert not has_wave()
+        with pytest.raises(ImportError):
+            import wave
+        import json
+    assert has_wave()
+    import wave
+
+    assert (wave.__name__, json.__name__) == ("wave", "json")
+
+
+@pytest.mark.engine
+def test_a_policy_loads_without_packages_that_nothing_here_uses() -> None:
+    script = """
+        import sys
+        import ragr1_actors.core.models.huggingface
+        print([name for name in ("scipy", "sklearn", "boto3") if name in sys.modules])
+    """
+    assert run_python(script).strip() == "[]"
