@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -46,14 +47,14 @@ from learners.deepspeed.deepspeed_engine import (
 )
 from learners.deepspeed.resting import release_cache
 from learners.losses import TokenLoss, propagate_not_finite
-from learners.meter import Meter
+from learners.meter import Meter, RatioRecord
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import FlatTrajectories, MicroBatch, pack, plan
-from learners.train_batch import TokenColumns, TrainBatch, check_shape, make_batch
+from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import Part, Tensors
@@ -92,6 +93,8 @@ class Learner(ABC):
         self.num_updates = 0
         self.num_micro_batches = 0
         """Trained and scored; ``LearnerGroup`` reads it from another thread, as a sign of progress."""
+        self.learned: pa.RecordBatch | None = None
+        """What the newest update computed per token, of ``LEARNED_SCHEMA``; on rank 0, where trajectories are kept."""
         self.row_tokens = config.learners.micro_batch_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
         self.lora = read_lora(config.learners.lora)
@@ -216,9 +219,16 @@ class Learner(ABC):
             LearnerError: ten optimizer steps in a row were skipped.
         """
         batch = make_batch(groups, self.select_members, self.has_rollout_logprobs)
-        meter = Meter()
+        record, self.learned = None, None
+        if batch is not None and self.has_rollout_logprobs and self.config.checkpointing.keep_trajectories:
+            record = RatioRecord(len(batch.columns.trajectory_ids), self.device)
+        meter = Meter(record)
         if batch is not None:
-            self.train(self.fill_columns(batch, meter), meter)
+            batch = self.fill_columns(batch, meter)
+            self.train(batch, meter)
+            if record is not None:
+                ratios_M = record.gather()
+                self.learned = learned_columns(batch, ratios_M) if self.rank == 0 else None
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
         kept = len(batch.trajectories) if batch is not None else 0

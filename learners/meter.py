@@ -38,12 +38,37 @@ _COUNTS = {
 """The count that divides a sum, where it is not the number of all tokens."""
 
 
+class RatioRecord:
+    """The policy ratio of every MODEL token of a batch, in the last pass over it, on any rank."""
+
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        """Record for a batch of ``num_tokens``; no pass yet."""
+        self._ratios_M = torch.zeros(num_tokens, device=device)
+        self._passes_M = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # number of the newest step, from 1
+
+    def add(self, index_M: torch.Tensor, ratios_M: torch.Tensor, step: int) -> None:
+        """Set the ratios of the tokens ``index_M``, in optimizer step ``step`` of the update."""
+        self._ratios_M[index_M] = ratios_M.detach().float()
+        self._passes_M[index_M] = step + 1
+
+    def gather(self) -> torch.Tensor:
+        """Return ``[M]`` on the CPU, NaN where no pass was. All ranks call together; two never pass the same token."""
+        if dist.get_world_size() > 1:
+            newest_M = self._passes_M.clone()
+            dist.all_reduce(newest_M, op=dist.ReduceOp.MAX)
+            self._ratios_M[self._passes_M < newest_M] = 0.0
+            dist.all_reduce(self._ratios_M)
+            self._passes_M = newest_M
+        return torch.where(self._passes_M > 0, self._ratios_M, math.nan).cpu()
+
+
 class Meter:
     """Metrics of one update: sums, counts and maxima on this rank, and their reduction over all ranks."""
 
-    def __init__(self) -> None:
-        """Start with all sums at zero."""
+    def __init__(self, record: RatioRecord | None = None) -> None:
+        """Start with all sums at zero; ``record`` gets the ratio of each token."""
         self.num_steps = 0
+        self._record = record
         self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
         self._histograms: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor | float] = {}
@@ -74,6 +99,8 @@ class Meter:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
                 self.add_values(micro_batch, ratio_mean=ratios_M)
                 self._count("ratio", ratios_M)
+                if self._record is not None:
+                    self._record.add(micro_batch.column_index, ratios_M, self.num_steps)
                 # NaN has no order, and a maximum over ranks treats it differently in each backend.
                 self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from learners.packing import FlatTrajectories, flatten
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.schema import LEARNED_SCHEMA
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 
 
@@ -166,3 +168,14 @@ def make_batch(
             is_fresh=None if is_fresh.all() else torch.from_numpy(is_fresh),
         )
     return TrainBatch(trajectories, group_ids, flat, columns)
+
+
+def learned_columns(batch: TrainBatch, ratios_M: torch.Tensor) -> pa.RecordBatch:
+    """Return advantages and ratios by trajectory, of ``LEARNED_SCHEMA``; advantages are null where none are used."""
+    offsets = pa.array(batch.flat.model_offsets)
+    ratios = pa.LargeListArray.from_arrays(offsets, pa.array(ratios_M.numpy()))
+    advantages: pa.Array = pa.nulls(len(ratios), ratios.type)
+    if batch.columns.advantages is not None:
+        advantages = pa.LargeListArray.from_arrays(offsets, pa.array(batch.columns.advantages.float().numpy()))
+    ids = pa.array([trajectory.trajectory_id for trajectory in batch.trajectories])
+    return pa.RecordBatch.from_arrays([ids, advantages, ratios], schema=LEARNED_SCHEMA)

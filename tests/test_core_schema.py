@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -6,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragr1_actors.core import schema
 from ragr1_actors.core.schema import (
+    LEARNED_SCHEMA,
     TRAJECTORY_SCHEMA,
+    add_learned,
     groups_from_record_batch,
     groups_to_record_batch,
     read_trajectories,
@@ -145,3 +149,33 @@ def test_a_file_of_batches_reads_back(tmp_path: object) -> None:
     write_trajectories(path, [groups_to_record_batch([example_group(n)]) for n in (3, 0, 7)])
     assert [g.trajectories[0].num_tokens for g in read_trajectories(path)] == [3, 0, 7]
     assert pa.ipc.open_file(path).schema.equals(TRAJECTORY_SCHEMA)
+
+
+def test_small_batches_become_one_and_keep_their_groups_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.arrow"
+    groups = [example_group(n) for n in range(6)]
+    batches = [groups_to_record_batch(part) for part in (groups[:2], [], groups[2:3], groups[3:])]
+    for limit, expected in ((schema.WRITTEN_BYTES, 1), (1, 4)):
+        monkeypatch.setattr(schema, "WRITTEN_BYTES", limit)
+        write_trajectories(path, batches)
+        assert pa.ipc.open_file(path).num_record_batches == expected
+        found = read_trajectories(path)
+        assert [len(group.trajectories) for group in found] == [1] * 6
+        assert [group.trajectories[0].num_tokens for group in found] == list(range(6))
+
+
+def test_what_was_learned_is_beside_its_trajectory(tmp_path: Path) -> None:
+    path = tmp_path / "t.arrow"
+    learned = pa.RecordBatch.from_pydict(
+        {"trajectory_id": ["b", "a"], "advantages": [[0.5, 1.0], None], "ratios": [[1.0, 2.0], [3.0]]},
+        schema=LEARNED_SCHEMA,
+    )
+    named = ((1, "a"), (2, "b"), (1, "c"))
+    members = [replace(example_group(count).trajectories[0], trajectory_id=name) for count, name in named]
+    batches = [groups_to_record_batch([TrajectoryGroup(one.task, (one,))]) for one in members]
+    write_trajectories(path, add_learned(batches, learned))
+    table = pa.ipc.open_file(path).read_all()
+    assert table.column("trajectory_id").to_pylist() == ["a", "b", "c"]
+    assert table.column("advantages").to_pylist() == [None, [0.5, 1.0], None]
+    assert table.column("ratios").to_pylist() == [[3.0], [1.0, 2.0], None]
+    assert [group.trajectories[0].num_tokens for group in read_trajectories(path)] == [1, 2, 1]

@@ -70,6 +70,17 @@ def assert_same_update(one: dict[str, float], other: dict[str, float]) -> None:
         assert other[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5), name
 
 
+def assert_same_columns(one: dict[str, list[Any]] | None, other: dict[str, list[Any]] | None) -> None:
+    """What was learned per token; None for demonstrations."""
+    if one is None or other is None:
+        assert one is other
+        return
+    assert one["trajectory_id"] == other["trajectory_id"]
+    for name in ("advantages", "ratios"):
+        for values, others in zip(one[name], other[name], strict=True):
+            assert values == (None if others is None else pytest.approx(others, rel=1e-3, abs=1e-4)), name
+
+
 def assert_same_weights(one: Learner, other: Learner) -> None:
     theirs = other.get_weights()
     for name, weight in one.get_weights().items():
@@ -225,7 +236,7 @@ def test_two_ranks_are_one(ray_local: ModuleType, tmp_path: Path) -> None:
     config = config_for("grpo", micro_batch_tokens=64)
     ranks = LearnerGroup(config.model_copy(update={"learners": config.learners.model_copy(update={"num_learners": 2})}))
 
-    def update(learner: Any, name: str) -> tuple[list[dict[str, float]], Any]:
+    def update(learner: Any, name: str) -> tuple[list[dict[str, float]], Any, Any]:
         made = load_object(name, LEARNERS)(
             config_for(name, micro_batch_tokens=64), policy_dir, learner.rank, learner.world_size
         )
@@ -233,15 +244,16 @@ def test_two_ranks_are_one(ray_local: ModuleType, tmp_path: Path) -> None:
         metrics = [made.update(unequal_groups(seed)) for seed in range(2)]
         weights = made.get_weights()
         made.close()
-        return metrics, weights
+        return metrics, weights, made.learned.to_pydict() if made.learned else None
 
     ranks.build("sft", policy_dir)
     alone = LearnerGroup(config)
     alone.build("sft", policy_dir)
     try:
         for name in LEARNERS:
-            metrics, weights = ranks.foreach_learner(lambda learner, name=name: update(learner, name))[0]
-            expected, theirs = alone.foreach_learner(lambda learner, name=name: update(learner, name))[0]
+            metrics, weights, learned = ranks.foreach_learner(lambda learner, name=name: update(learner, name))[0]
+            expected, theirs, other_learned = alone.foreach_learner(lambda learner, name=name: update(learner, name))[0]
+            assert_same_columns(learned, other_learned)
             for ours, other in zip(metrics, expected, strict=True):
                 assert_same_update(other, ours)
             for key, weight in weights.items():

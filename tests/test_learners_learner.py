@@ -30,7 +30,7 @@ from learners.losses import TokenLoss
 from learners.meter import Meter
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
-from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
+from ragr1_actors.core.schema import add_learned, groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
@@ -184,6 +184,52 @@ def test_histograms_count_every_token(build: Build) -> None:
     assert metrics["tokens"] == num_good + num_bad
     assert counts["ratio"] == [(0.995, 1.005, num_good + num_bad)], "the policy has not moved before the first step"
     assert counts["advantage"] == [(-1.0, -0.5, num_bad), (0.5, 1.0, num_good)]
+
+
+def test_advantages_and_ratios_of_every_token_are_recorded(build: Build) -> None:
+    groups = make_groups(0)
+    failed = replace(groups[0].trajectories[0], stop_reason=StopReason.RETRIEVAL_FAILED, trajectory_id="failed")
+    groups[0] = replace(groups[0], trajectories=(*groups[0].trajectories, failed))
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-12, "num_epochs": 2, "num_minibatches": 2}))
+    learner.update(groups)
+    assert learner.learned is not None
+    (batch,) = add_learned([groups_to_record_batch(groups)], learner.learned)
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    for row, trajectory in enumerate(members):
+        advantages, ratios = (batch.column(name)[row].as_py() for name in ("advantages", "ratios"))
+        if trajectory is failed:
+            assert (advantages, ratios) == (None, None)
+            continue
+        rewards = [t.reward for t in members if t.task == trajectory.task and t is not failed]
+        sign = np.sign(trajectory.reward - np.mean(rewards))
+        at = trajectory.kinds == TokenKind.MODEL
+        assert (np.sign(advantages) == sign).all() and len(set(advantages)) == 1
+        new = own_logprobs(learner, one_group([trajectory])).numpy()
+        assert ratios == pytest.approx(np.exp(new - trajectory.logprobs[at]), rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"num_epochs": 1}, {"num_epochs": 2}])
+def test_the_ratio_recorded_is_that_of_the_last_pass(build: Build, changes: dict[str, int]) -> None:
+    groups = make_groups(0)
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-2} | changes))
+    learner.update([replace(g, trajectories=tuple(sampled_by(learner, t) for t in g.trajectories)) for g in groups])
+    assert learner.learned is not None
+    ratios = np.concatenate(learner.learned.column("ratios").to_pylist())
+    assert np.allclose(ratios, 1.0, atol=1e-4) == (changes["num_epochs"] == 1)  # the pass of the only step is before it
+
+
+def sampled_by(learner: Learner, trajectory: Trajectory) -> Trajectory:
+    logprobs = trajectory.logprobs.copy()
+    logprobs[trajectory.kinds == TokenKind.MODEL] = own_logprobs(learner, one_group([trajectory])).numpy()
+    return replace(trajectory, logprobs=logprobs)
+
+
+def test_nothing_is_recorded_where_no_trajectories_are_kept(build: Build) -> None:
+    config = make_config()
+    checkpointing = config.checkpointing.model_copy(update={"keep_trajectories": False})
+    learner = build(GRPOLearner, config.model_copy(update={"checkpointing": checkpointing}))
+    learner.update(make_groups(0))
+    assert learner.learned is None
 
 
 def test_ppo_learns_policy_and_values(build: Build) -> None:

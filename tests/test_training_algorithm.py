@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from small_world import (
@@ -219,6 +220,18 @@ def test_an_evaluation_beside_training_is_that_of_the_policy_it_names(whole: Pat
     expected = asdict(between.evaluate())
     between.stop()
     assert {name: result[f"eval/{name}"] for name in expected} == expected
+
+
+@pytest.mark.engine
+def test_trained_trajectories_are_kept_with_their_advantages_and_ratios(whole: Path) -> None:
+    for iteration in range(1, 5):
+        table = pa.ipc.open_file(whole / "trajectories" / f"iteration_{iteration:05d}.arrow").read_all()
+        num_model = [sum(kind == TokenKind.MODEL for kind in row) for row in table.column("kinds").to_pylist()]
+        found = zip(num_model, table.column("advantages").to_pylist(), table.column("ratios").to_pylist(), strict=True)
+        learned = [(count, advantages, ratios) for count, advantages, ratios in found if ratios is not None]
+        assert all(len(advantages) == len(ratios) == count for count, advantages, ratios in learned)
+        (logged,) = [row for row in rows(whole) if row["iteration"] == iteration and "learner/ratio_mean" in row]
+        assert sum(count for count, *_ in learned) == logged["learner/tokens"]
 
 
 @pytest.mark.engine

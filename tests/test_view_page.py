@@ -17,7 +17,7 @@ import yaml
 from playwright.async_api import async_playwright, expect
 from small_world import a_persons_environment
 from typer.testing import CliRunner
-from view_world import HOSTILE, TASK, attempt, every_outcome, keep
+from view_world import HOSTILE, TASK, attempt, every_outcome, keep, learned_from
 from waits import until
 
 from ragr1_actors.cli import main as cli
@@ -83,6 +83,7 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
         assert "0.375" in (await page.locator(".tokens span").nth(2).get_attribute("style") or "")  # -2 of -4 nats
         for name in ("advantage", "ratio"):
             assert await page.locator(f"#colour option[value={name}]").is_disabled()
+        await expect(page.locator("#detail")).to_contain_text("No learner trained on this trajectory")
         await page.keyboard.press("s")
         await page.wait_for_selector(".side:nth-child(7)")
         await look(page, "siblings")
@@ -100,6 +101,30 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
         assert await page.locator("#rows li").count() == 3 and "outcome=ignored" in address
         assert page.problems == []
         assert all(url.startswith((server.url, "data:", "about:")) for url in page.requested)
+
+
+@needs_chromium
+async def test_tokens_are_coloured_by_what_was_learned(tmp_path: Path) -> None:
+    learned = learned_from("nq/1#0/correct", [1.0, -2.0, 0.0], [1.2, 1 / 1.44, 1.0])
+    keep(tmp_path, "iteration_00001", every_outcome(), learned=learned)
+    keep(tmp_path, "eval_rl", [attempt("asked")])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.goto(f"{server.url}/#t/iteration_00001/nq%2F1%230%2Fcorrect")
+        await page.wait_for_selector(".tokens span")
+        for name, shades in (("advantage", ("rise), 0.375", "heat), 0.75")), ("ratio", ("rise), 0.75", "heat), 0.75"))):
+            await page.locator("#colour").select_option(name)
+            for index, shade in zip((1, 2), shades, strict=True):
+                token = page.locator(".tokens span").nth(index)
+                assert f"--{shade}" in (await token.get_attribute("style") or ""), (name, index)
+            assert "heat), 0.000)" in (await page.locator(".tokens span").nth(4).get_attribute("style") or "")
+            await look(page, f"tokens_by_{name}")
+        title = await page.locator(".tokens span").nth(2).get_attribute("title")
+        assert title is not None and title.endswith("advantage -2.0000, ratio 0.6944")
+        await page.goto(f"{server.url}/#t/eval_rl/asked")
+        await expect(page.locator("#colour")).to_have_value("kind")
+        await page.goto(f"{server.url}/#t/iteration_00001/nq%2F1%230%2Fcorrect")
+        await expect(page.locator("#colour")).to_have_value("ratio")
+        assert page.problems == []
 
 
 @needs_chromium

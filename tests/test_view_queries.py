@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from view_world import TASK, attempt, every_outcome, keep
+from view_world import TASK, attempt, every_outcome, keep, learned_from
 
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.view.index import Index, Snapshot
@@ -154,6 +154,20 @@ def test_a_trajectory_with_its_tokens_documents_and_siblings(tmp_path: Path) -> 
     for file, name in (("iteration_00003", "g/ignored"), ("iteration_00001", "gone")):
         with pytest.raises(DataError, match="no trajectory"):
             find_row(snapshot, file, name)
+
+
+def test_advantages_and_ratios_are_those_of_model_tokens(tmp_path: Path) -> None:
+    learned = learned_from("g/correct", [1.5, -0.5, 0.0], [1.0, 0.9, float("nan")])
+    keep(tmp_path, "iteration_00001", every_outcome("g"), learned=learned)
+    keep(tmp_path, "eval_rl", [attempt("e")])
+    snapshot = index_of(tmp_path).snapshot
+    row = find_row(snapshot, "iteration_00001", "g/correct")
+    tokens = trajectory_payload(snapshot, row, TokenPieces([]))["tokens"]
+    assert tokens["advantages"] == [None, 1.5, -0.5, None, 0.0]
+    assert tokens["ratios"] == [None, 1.0, pytest.approx(0.9), None, pytest.approx(float("nan"), nan_ok=True)]
+    for file, name in (("iteration_00001", "g/failed"), ("eval_rl", "e")):
+        other = trajectory_payload(snapshot, find_row(snapshot, file, name), TokenPieces([]))["tokens"]
+        assert not {"advantages", "ratios"} & other.keys()
 
 
 @pytest.mark.parametrize("wrong", [{"stage": "train"}, {"text": "x" * 201}])

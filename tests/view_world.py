@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_to_record_batch
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.runs.run_directory import keep_trajectories
 
@@ -63,9 +64,14 @@ def every_outcome(prefix: str = "nq/1#0") -> list[Trajectory]:
     ]
 
 
-def keep(run_dir: Path, name: str, *groups: list[Trajectory]) -> None:
+def keep(run_dir: Path, name: str, *groups: list[Trajectory], learned: pa.RecordBatch | None = None) -> None:
     """Write groups as one file of a run, a record batch per group."""
     run_dir.mkdir(exist_ok=True)
-    keep_trajectories(
-        run_dir, name, [groups_to_record_batch([TrajectoryGroup(group[0].task, tuple(group))]) for group in groups]
-    )
+    batches = [groups_to_record_batch([TrajectoryGroup(group[0].task, tuple(group))]) for group in groups]
+    keep_trajectories(run_dir, name, batches, learned)
+
+
+def learned_from(name: str, advantages: list[float], ratios: list[float]) -> pa.RecordBatch:
+    """What a learner computed of one trajectory, per MODEL token."""
+    values = zip(LEARNED_SCHEMA.names, ([name], [advantages], [ratios]), strict=True)
+    return pa.RecordBatch.from_pydict(dict(values), schema=LEARNED_SCHEMA)

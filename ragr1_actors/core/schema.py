@@ -11,7 +11,7 @@ buffers, so a reader gets numpy views into shared memory, not copies::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
@@ -79,6 +80,17 @@ TRAJECTORY_SCHEMA = pa.schema(
     },
     metadata={"ragr1_actors.format": "2"},
 )
+LEARNED_SCHEMA = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "advantages": pa.large_list(pa.float32()),
+        "ratios": pa.large_list(pa.float32()),
+    }
+)
+"""What a learner computed per MODEL token of the trajectories of an update: the advantage, and the policy ratio in the
+last pass over the token. Files of trained trajectories have both columns, null for what was not learned from."""
+WRITTEN_BYTES = 4 << 20
+"""Of a record batch in a file, before compression: a reader of one trajectory decompresses its batch."""
 _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
 # pydantic converts between dataclasses and dicts faster than Python does, and makes lists tuples again
 _TASK = TypeAdapter(Task)
@@ -152,12 +164,48 @@ class _LazyTrajectory(Trajectory):
         return tuple(self._batch.column("turns")[self._row].values.field("num_model_tokens").to_pylist())
 
 
-def write_trajectories(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write record batches to a compressed Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open."""
+def add_learned(batches: Sequence[pa.RecordBatch], learned: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """Return batches of ``TRAJECTORY_SCHEMA`` with the columns of ``learned``, which is of ``LEARNED_SCHEMA``."""
+    ids, *columns = learned.columns
+    added = [LEARNED_SCHEMA.field(index) for index in range(1, len(LEARNED_SCHEMA))]
+    schema = pa.schema([*TRAJECTORY_SCHEMA, *added], TRAJECTORY_SCHEMA.metadata)
+    found = []
+    for batch in batches:
+        rows = pc.index_in(batch.column("trajectory_id"), ids)  # null where it was not learned from
+        found.append(pa.RecordBatch.from_arrays([*batch.columns, *(c.take(rows) for c in columns)], schema=schema))
+    return found
+
+
+def write_trajectories(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
+    """Write record batches to a compressed Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open.
+
+    Neighbours become one batch of about ``WRITTEN_BYTES``: each column of a batch is compressed alone. 32 groups of 8
+    short trajectories take 3 ms and 81 kB as one batch, and 29 ms and 267 kB as 32.
+    """
     options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORY_SCHEMA, options=options) as writer:
+    schema = batches[0].schema if batches else TRAJECTORY_SCHEMA
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
+        waiting: list[pa.RecordBatch] = []
+        num_bytes = 0
         for batch in batches:
-            writer.write_batch(batch)
+            waiting.append(batch)
+            num_bytes += batch.get_total_buffer_size()
+            if num_bytes >= WRITTEN_BYTES:
+                writer.write_batch(_merge(waiting))
+                waiting, num_bytes = [], 0
+        if waiting:
+            writer.write_batch(_merge(waiting))
+
+
+def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """Make one batch of several; the groups of each are numbered behind those of the batch before."""
+    numbers, start = [], 0
+    for batch in batches:
+        groups = batch.column("group").to_numpy() + start
+        numbers.append(groups)
+        start = int(groups.max(initial=start - 1)) + 1
+    (merged,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
+    return merged.set_column(0, TRAJECTORY_SCHEMA.field("group"), pa.array(np.concatenate(numbers), pa.int32()))
 
 
 def read_trajectories(path: Path) -> list[TrajectoryGroup]:

@@ -95,6 +95,7 @@ THROUGHPUT = (
             "waits for samples": "time/sample_s",
             "learns": "time/learn_s",
             "publishes weights": "time/publish_s",
+            "writes": "time/write_s",
         },
     ),
     Chart(

@@ -133,6 +133,7 @@ def ratios(config: RunConfig, rows: Sequence[Row]) -> list[Ratio]:
     made = [
         _ratio("learner waits for samples", _share(waits, seconds), 0.03 if has_lag else None),
         _ratio("weights are published", _share(publishes, seconds), None),
+        _ratio("trajectories and metrics are written", _share(mean("time/write_s"), seconds), 0.01),
         _ratio("a trajectory waits for searches", _share(searches, (generates or 0.0) + (searches or 0.0)), None),
         _ratio("retrievers work", mean("retrieval/retriever_busy"), None),
         _ratio("searches from the cache", mean("retrieval/cache_hit_rate"), None),

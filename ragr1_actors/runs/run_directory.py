@@ -21,7 +21,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.resolve import override, resolve
-from ragr1_actors.core.schema import TRAJECTORIES, write_trajectories
+from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
@@ -227,22 +227,30 @@ def _find_local(path: Path) -> tuple[Path, Path]:
 
 
 def keep_trajectories(
-    run_dir: Path, name: str, batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]
+    run_dir: Path,
+    name: str,
+    batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]],
+    learned: pa.RecordBatch | None = None,
 ) -> None:
-    """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all."""
+    """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all.
+
+    ``learned`` is what the learner computed per token, of ``LEARNED_SCHEMA``.
+    """
     directory = run_dir / TRAJECTORIES
     directory.mkdir(exist_ok=True)
-    fetched = [fetch_batch(batch) for batch in batches]
+    fetched = fetch_batches(batches)
+    if learned is not None:
+        fetched = add_learned(fetched, learned)
     write_file(directory / f"{name}.arrow", lambda writing: write_trajectories(writing, fetched))
 
 
-def fetch_batch(batch: pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return a record batch, or the one that a reference names."""
-    if isinstance(batch, pa.RecordBatch):  # sampled in the driver
-        return batch
+def fetch_batches(batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]) -> list[pa.RecordBatch]:
+    """Return record batches, or those that references name: all are the one or the other."""
+    if not batches or isinstance(batches[0], pa.RecordBatch):  # sampled in the driver
+        return list(batches)
     import ray
 
-    return ray.get(batch)
+    return ray.get(list(batches))
 
 
 def _is_complete(sections: object) -> bool:

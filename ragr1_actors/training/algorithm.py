@@ -24,10 +24,13 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
 
 from cluster.placement import Placement
 from learners.learner_group import LearnerGroup
@@ -49,7 +52,7 @@ from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import create_run_directory, fetch_batch, keep_trajectories, removed_if_unused
+from ragr1_actors.runs.run_directory import create_run_directory, fetch_batches, keep_trajectories, removed_if_unused
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
@@ -99,6 +102,9 @@ class Algorithm:
         """Histograms of the newest update by name, see ``take_histograms``."""
         self.examples: dict[str, str] = {}
         """A right and a wrong trajectory of the newest evaluation, as Markdown."""
+        self._log_s = 0.0  # of the iteration before
+        self._keeper = ThreadPoolExecutor(1, "keep trajectories")
+        self._keeping: Future[None] | None = None
         self._held = held
         self._learner_name = ""
         self._first_policy = policy
@@ -263,8 +269,8 @@ class Algorithm:
             self.iteration += 1
             self._publish()
             published = time.perf_counter()
-            if self.config.checkpointing.keep_trajectories:
-                keep_trajectories(self.place.path, f"iteration_{self.iteration:05d}", [group.batch for group in batch])
+            self._keep_trained(batch)
+            written = time.perf_counter()
             metrics = {
                 **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
@@ -281,12 +287,29 @@ class Algorithm:
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,
+                "time/write_s": written - published + self._log_s,
                 "time/iteration_s": time.perf_counter() - started,
             }
             self.samples = rollout_samples(batch + set_aside)
+            logging = time.perf_counter()
             if on_progress is not None:
                 on_progress(self.iteration, metrics)
+            self._log_s = time.perf_counter() - logging
         return metrics
+
+    def _keep_trained(self, batch: Sequence[FinishedGroup]) -> None:
+        """Begin to write the file of this iteration; a thread does it while the next batch is sampled."""
+        if self.config.checkpointing.keep_trajectories:
+            self._finish_keeping()
+            learned, *_ = self._learners.foreach_learner(_learned)
+            name, batches = f"iteration_{self.iteration:05d}", [group.batch for group in batch]
+            self._keeping = self._keeper.submit(keep_trajectories, self.place.path, name, batches, learned)
+
+    def _finish_keeping(self) -> None:
+        """Wait until the newest file of trained trajectories is whole; ``OSError`` if it could not be written."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.result()
 
     def _while_learning(self) -> None:
         """Look after the fleets while the learners work."""
@@ -383,6 +406,7 @@ class Algorithm:
             "extra": extra or {},
         }
         with self._held():
+            self._finish_keeping()
             with self._transport.room():
                 self._saver.begin(self.iteration, state, score)
             if wait:
@@ -407,6 +431,7 @@ class Algorithm:
         sampler issues their tasks again. The policy version keeps rising.
         """
         with self._held():
+            self._finish_keeping()
             self._saver.finish()
             checkpoint = self._store.best_until(last_good)
             if checkpoint is None:
@@ -444,7 +469,18 @@ class Algorithm:
         return tuple(self._collector.tasks.failed_tasks)
 
     def stop(self) -> None:
-        """End all fleets, after a checkpoint that is being written; ``UserError``, in the end, if that failed."""
+        """End all fleets, after what is being written.
+
+        Raises:
+            UserError: a checkpoint could not be written; or ``OSError``: the newest trajectories.
+        """
+        try:
+            self._finish_keeping()
+        finally:
+            self._keeper.shutdown()
+            self._end()
+
+    def _end(self) -> None:
         try:
             if not self._learners.is_stopped:
                 self._saver.finish()
@@ -460,9 +496,13 @@ def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
     for group in groups:
         name = "right" if group.summary.means.get("em") else "wrong"
         if name not in found and not group.summary.num_failed:
-            (sampled,) = groups_from_record_batch(fetch_batch(group.batch))
+            (sampled,) = groups_from_record_batch(*fetch_batches([group.batch]))
             found[name] = as_markdown(sampled.trajectories[0])
     return found
+
+
+def _learned(learner: Learner) -> pa.RecordBatch | None:
+    return learner.learned
 
 
 def _scale_lr(learner: Learner, factor: float) -> None:

@@ -20,6 +20,7 @@ NUM_COSTS = 5
 _PHASES = {
     "time/sample_s": "the learner waits for samples",
     "time/publish_s": "weights are published",
+    "time/write_s": "trajectories and metrics are written",
 }
 
 

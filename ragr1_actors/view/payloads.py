@@ -12,17 +12,12 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.view.index import Snapshot
 from ragr1_actors.view.parts import STAGES, is_correct
 from ragr1_actors.view.queries import OUTCOMES, Found
 
-NOT_RECORDED = {
-    "advantage": "not recorded: the learner computes advantages and does not write them to the files",
-    "ratio": "not recorded: the learner computes ratios and does not write them to the files",
-}
-"""What tokens could be coloured by, if the files had it."""
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
 _COUNTED = ("num_turns", "num_queries", "num_cached", "num_model_tokens")
 _MAX_QUESTION_CHARS = 300
@@ -40,7 +35,6 @@ def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
         "problems": snapshot.problems,
         "stages": stages,
         "outcomes": OUTCOMES,
-        "not_recorded": NOT_RECORDED,
     }
 
 
@@ -93,7 +87,7 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
         DataError: its file is gone or damaged.
     """
     columns = snapshot.scalars
-    trajectory = read_trajectory(snapshot, row)
+    trajectory, learned = read_trajectory(snapshot, row)
     same = ("part", "batch", "group")
     start, end = (int(bound) for bound in snapshot.starts[int(columns["part"][row]) :][:2])
     within = [columns[name][start:end] == columns[name][row] for name in same]
@@ -118,25 +112,40 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
             "logprobs": trajectory.logprobs.tolist(),
             "policy_versions": trajectory.policy_versions.tolist(),
             "is_text": pieces.is_text,
+            **{name: _spread(values, trajectory) for name, values in learned.items()},
         },
     }
 
 
-def read_trajectory(snapshot: Snapshot, row: int) -> Trajectory:
-    """Read one trajectory from its file; ``DataError`` if that is gone or damaged."""
+def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:
+    """Put values of the MODEL tokens where these are among all tokens; None elsewhere."""
+    spread: list[float | None] = [None] * len(trajectory.kinds)
+    for position, value in zip(np.flatnonzero(trajectory.kinds == TokenKind.MODEL), values, strict=True):
+        spread[position] = value
+    return spread
+
+
+def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str, list[float]]]:
+    """Read one trajectory from its file; ``DataError`` if that is gone or damaged.
+
+    The second is what a learner computed per MODEL token: ``{"advantages": [...], "ratios": [...]}``, or a part of it.
+    """
     columns = snapshot.scalars
     path = snapshot.parts[int(columns["part"][row])].source.path
     expected = snapshot.strings.column("trajectory_id")[row].as_py()
     try:
         with pa.memory_map(str(path)) as mapped:
             batch = pa.ipc.open_file(mapped).get_batch(int(columns["batch"][row]))
-            (group,) = groups_from_record_batch(batch.slice(int(columns["row"][row]), 1))
+            batch = batch.slice(int(columns["row"][row]), 1)
+            (group,) = groups_from_record_batch(batch)
+            names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
+            learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}
     except (OSError, pa.ArrowInvalid, ValueError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; reload the page") from error
     (trajectory,) = group.trajectories
     if trajectory.trajectory_id != expected:
         raise DataError(f"{path} was replaced by another file; reload the page")
-    return trajectory
+    return trajectory, learned
 
 
 class TokenPieces:

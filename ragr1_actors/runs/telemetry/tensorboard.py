@@ -45,7 +45,13 @@ LAYOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "loss of SFT": ("sft/learner/loss",),
     },
     "throughput": {
-        "seconds of an iteration": ("time/iteration_s", "time/sample_s", "time/learn_s", "time/publish_s"),
+        "seconds of an iteration": (
+            "time/iteration_s",
+            "time/sample_s",
+            "time/learn_s",
+            "time/publish_s",
+            "time/write_s",
+        ),
         "seconds of a trajectory": ("time/generation_s", "time/retrieval_waited_s"),
         "tokens of a batch": ("learner/tokens", "learner/computed_tokens"),
     },

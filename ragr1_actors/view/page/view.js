@@ -4,6 +4,9 @@ const $ = (id) => document.getElementById(id);
 const FIELDS = ["text", "stage", "first", "last", "task", "order"];
 const LIMIT = 100;
 const COLOURS = ["kind", "logprob", "version", "advantage", "ratio"];
+const LEARNED = { advantage: "advantages", ratio: "ratios" }; // only of tokens that a learner trained on
+const LEGENDS = { logprob: "model tokens: the stronger, the less likely (full at -4 nats)", version: "model tokens: the stronger, the newer the policy version",
+  advantage: "model tokens: green above 0, red below (full at 2)", ratio: "model tokens, newest policy to the one that sampled: green above 1, red below (full at 1.2 and 1/1.2)" };
 let run = null, rows = [], total = 0, chosen = -1, asked = 0, opened = 0, detail = null, colour = "kind", side = "one", timer = 0;
 let filter = { outcome: "all", order: "newest", offset: 0 };
 
@@ -115,18 +118,26 @@ async function showDetail() {
 function setSide(name) { side = side === name ? "one" : name; showDetail().catch(say); }
 function oneTrajectory() {
   const chooser = node("select", { id: "colour", "aria-label": "Colour of tokens" }, ...COLOURS.map((name) =>
-    node("option", { value: name, selected: name === colour ? "" : false, disabled: name in run.not_recorded ? "" : false }, name in run.not_recorded ? name + " (not recorded)" : name)));
+    node("option", { value: name, selected: name === shown() ? "" : false, disabled: usable().includes(name) ? false : "" }, usable().includes(name) ? name : name + " (not learned from)")));
   chooser.addEventListener("change", () => { colour = chooser.value; showDetail().catch(say); });
   return [node("h2", {}, "Tokens, coloured by ", chooser), legend(), tokens(detail.tokens),
-    node("p", { class: "soft" }, Object.entries(run.not_recorded).map(([name, why]) => `${name}: ${why}`).join(". ") + ". Siblings show each reward against the mean of the group."),
+    usable().length < COLOURS.length ? node("p", { class: "soft" }, "No learner trained on this trajectory, so it has no advantages or no ratios.") : null,
     node("h2", {}, "Turns"), ...detail.turns.map(turn),
     node("h2", {}, "Metrics"), node("table", {}, ...Object.entries(detail.metrics).map(([name, value]) => node("tr", {}, node("td", {}, name), node("td", {}, number(value, 4)))))];
 }
 function legend() {
   const { kind_names: names, is_text: isText } = detail.tokens;
-  const shown = colour === "kind" ? names.map((name) => node("span", { class: "kind-" + name }, name)) :
-    [node("span", {}, colour === "logprob" ? "model tokens: the stronger, the less likely (full at -4 nats)" : "model tokens: the stronger, the newer the policy version")];
-  return node("p", { class: "legend" }, ...shown, isText ? null : node("span", { class: "soft" }, "no tokenizer in the run yet: token ids are shown"));
+  const parts = shown() === "kind" ? names.map((name) => node("span", { class: "kind-" + name }, name)) : [node("span", {}, LEGENDS[shown()])];
+  return node("p", { class: "legend" }, ...parts, isText ? null : node("span", { class: "soft" }, "no tokenizer in the run yet: token ids are shown"));
+}
+const shown = () => (usable().includes(colour) ? colour : "kind");
+const usable = () => COLOURS.filter((name) => !(name in LEARNED) || detail.tokens[LEARNED[name]]);
+function shade(given, index, low, high) { // between -1, red, and 1, green or whatever is stronger
+  const by = shown(), value = (given[LEARNED[by]] || [])[index];
+  if (by === "logprob") return Math.max(-1, given.logprobs[index] / 4);
+  if (by === "version") return -(high > low ? (given.policy_versions[index] - low) / (high - low) : 0.5);
+  if (value === null || value === undefined) return 0;
+  return Math.max(-1, Math.min(1, by === "advantage" ? value / 2 : Math.log(value) / Math.log(1.2)));
 }
 function tokens(given) {
   const box = node("div", { class: "tokens", tabindex: "0" });
@@ -134,11 +145,12 @@ function tokens(given) {
   const low = versions.reduce((a, b) => Math.min(a, b), Infinity), high = versions.reduce((a, b) => Math.max(a, b), -Infinity);
   given.pieces.forEach((piece, index) => {
     const kind = given.kind_names[given.kinds[index]] || "unknown", isModel = kind === "model";
-    const token = node("span", { title: `${kind}, token ${index}` + (isModel ? `, log-prob ${number(given.logprobs[index], 4)}, policy version ${given.policy_versions[index]}` : "") }, given.is_text ? piece : piece + " ");
-    if (colour === "kind") token.className = "kind-" + kind;
+    const token = node("span", { title: `${kind}, token ${index}` + (isModel ? `, log-prob ${number(given.logprobs[index], 4)}, policy version ${given.policy_versions[index]}` +
+      Object.entries(LEARNED).map(([name, key]) => (given[key] ? `, ${name} ${number(given[key][index], 4)}` : "")).join("") : "") }, given.is_text ? piece : piece + " ");
+    if (shown() === "kind") token.className = "kind-" + kind;
     else if (isModel) {
-      const strength = colour === "logprob" ? Math.min(1, -given.logprobs[index] / 4) : high > low ? (given.policy_versions[index] - low) / (high - low) : 0.5;
-      token.style.backgroundColor = `rgba(var(--heat), ${(0.75 * strength).toFixed(3)})`;
+      const strength = shade(given, index, low, high);
+      token.style.backgroundColor = `rgba(var(--${strength > 0 ? "rise" : "heat"}), ${(0.75 * Math.abs(strength)).toFixed(3)})`;
     }
     box.append(token);
   });
@@ -199,7 +211,7 @@ function changed(event) {
 }
 const KEYS = { j: () => choose(chosen + 1), k: () => choose(chosen - 1), ArrowDown: () => choose(chosen + 1), ArrowUp: () => choose(chosen - 1), n: () => turnPage(1), p: () => turnPage(-1),
   s: () => setSide("siblings"), t: () => setSide("task"), "/": () => $("text").focus(),
-  c: () => { const usable = COLOURS.filter((name) => !(name in run.not_recorded)); colour = usable[(usable.indexOf(colour) + 1) % usable.length]; showDetail().catch(say); } };
+  c: () => { if (detail) { colour = usable()[(usable().indexOf(shown()) + 1) % usable().length]; showDetail().catch(say); } } };
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = ["INPUT", "SELECT"].includes(event.target.tagName);
