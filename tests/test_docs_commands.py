@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for run in ("mine", "first", "ppo"):
+    for run in ("mine", "first", "ppo", "costly"):
         shutil.copytree(world / "run", Path("runs", run), symlinks=True)
     shutil.copytree(world / "run" / "policy", "FOLDER")
     shutil.copy(world / "tasks.json", "questions.json")
@@ -55,7 +57,17 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tasks = [{"id": t, "question": f"Where is the {t} ?", "golden_answers": [p]} for t, p in answers.items()]
     Path("FOLDER/musique/dev.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     build_index(read_passages(Path("passages.json")), Path("indexes/mine"), progress=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in itertools.chain.from_iterable(map(saved_modules, CHECKED)):
+        Path(name).write_text(code)
     return tmp_path
+
+
+def saved_modules(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules that a page has the reader save: Python blocks that begin with ``# my_env.py``."""
+    for info, code in code_blocks(read(name)):
+        if info == "python" and (saved := re.match(r"# (\w+\.py)\n", code)):
+            yield saved[1], code
 
 
 def lines(block: str) -> Iterator[str]:

@@ -89,7 +89,7 @@ def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
     rewards = [metrics["rollout/reward"] for metrics in history]
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
     assert first < 0.75  # there is room above it
-    assert last > first + 0.2, rewards
+    assert last > first + 0.4 * (1 - first), rewards
     assert history[0]["learner/logprob_gap_max"] < 1e-4  # engine and learner agree on every token at lag 0
     assert history[-1]["tasks/trained"] == 20 * 8 + sum(metrics["loop/set_aside_groups"] for metrics in history)
     assert history[-1]["tasks/lost"] == history[-1]["tasks/doubled"] == 0
