@@ -13,6 +13,7 @@ from processes import run_python
 from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.testing import CliRunner
 
+from ragr1_actors.cli import command_name
 from ragr1_actors.cli.ask import Shown
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RetrievalSettings
@@ -150,6 +151,22 @@ def test_a_question_is_needed_without_interactive(run: str) -> None:
     assert (
         invoke("ask", run) == "error: got no question; write it after the run, or add --interactive to type questions"
     )
+
+
+@pytest.mark.parametrize(
+    ("called", "found", "expected"),
+    [
+        (".venv/bin/ragr1", None, ".venv/bin/ragr1"),
+        (".venv/bin/ragr1", "/usr/bin/ragr1", "ragr1"),
+        ("ragr1_actors/__main__.py", None, "ragr1"),
+    ],
+)
+def test_a_command_that_is_advised_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, called: str, found: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called, "train"])
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    assert command_name() == expected
 
 
 SLOW_ANSWER = """

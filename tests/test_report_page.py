@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import webbrowser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -231,7 +232,19 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     assert "No evaluation yet" in empty
 
 
-@pytest.mark.parametrize("options", [["--out", "a.html"], ["--html", "--json"]])
+@pytest.mark.parametrize("has_browser", [True, False])
+def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_browser: bool) -> None:
+    make_run(tmp_path / "my run")
+    asked: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: (asked.append(url), has_browser)[1])
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "my run"), "--open"])
+    path = tmp_path / "my run" / "report.html"
+    assert asked == [f"file://{tmp_path}/my%20run/report.html"]
+    assert path.is_file()
+    assert result.output == f"{path}\n" if has_browser else f"open {path} in a browser\n"
+
+
+@pytest.mark.parametrize("options", [["--out", "a.html"], ["--html", "--json"], ["--open", "--json"]])
 def test_options_that_exclude_each_other(tmp_path: Path, options: list[str]) -> None:
     with pytest.raises(Exception, match="give --html alone or with --out"):
         CliRunner().invoke(cli.app, ["report", str(tmp_path), *options], catch_exceptions=False)

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ragr1_actors.cli import (
     JsonOption,
     ask,
     chaos,
+    command_name,
     console,
     doctor,
     evaluate,
@@ -145,7 +147,7 @@ def train(
     with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place, advice, profile)
-    print_line(f'try: ragr1 ask {shlex.quote(str(place))} "{_question(place)}"')
+    print_line(f'try: {command_name()} ask {shlex.quote(str(place))} "{_question(place)}"')
 
 
 def _question(place: Place) -> str:
@@ -250,18 +252,22 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="The file of --html; default: RUN/report.html, of a URI ./report.html.")
     ] = None,
+    is_opened: Annotated[bool, typer.Option("--open", help="Do as --html, and open the page in a browser.")] = False,
 ) -> None:
     """Print the report of a finished run, or write its page of charts at any time."""
     from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
 
+    as_html = as_html or is_opened
     if (as_html and as_json) or (out is not None and not as_html):
         raise ConfigError("--html excludes --json, and --out is the file of --html; give --html alone or with --out")
     place = find_place(run)
     config = open_run_directory(place)
     if as_html:
-        print_line(f"open {_write_page(place, config, out)} in a browser")
+        page = _write_page(place, config, out)
+        has_browser = is_opened and webbrowser.open(page.as_uri())
+        print_line(str(page) if has_browser else f"open {page} in a browser")
         return
     found = read_report(place.path)
     if as_json:
