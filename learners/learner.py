@@ -485,5 +485,6 @@ class Learner(ABC):
             engine.close()
         if self._reference is not None:
             self._reference.close()
+        self.learned = None
         gc.collect()
         release_cache(self.device)

@@ -12,7 +12,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     from ragr1_actors.cli.main import main as run
+    from ragr1_actors.core.imports import quick_exit
 
+    quick_exit()
     run()
 
 

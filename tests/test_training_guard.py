@@ -4,7 +4,7 @@ import json
 import math
 import random
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from small_world import PLACES, THINGS, make_config, make_files
 
+from learners import learner
+from learners.deepspeed.deepspeed_engine import Schedule
 from ragr1_actors.core.config import GuardSettings, RunConfig, TrainingSettings, read_guard
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.types import Task
@@ -238,19 +240,23 @@ def mostly_right(task: Task, rng: random.Random) -> list[str]:
     return [f"<search> {thing}</search>", f"<answer> {task.golden_answers[0]}</answer>"]
 
 
-def collapsing(files: Path, guard: dict[str, Any], num_iterations: int = 14) -> RunConfig:
-    """A learning rate that rises to twenty times one that works, with an evaluation after every iteration."""
-    config = make_config(files, num_iterations=num_iterations, lr=2e-2, warmup_steps=30, guard=guard)
+NUM_ITERATIONS = 30
+
+
+def make_guarded(files: Path, guard: dict[str, Any], **training: Any) -> RunConfig:
+    """A run with an evaluation after every iteration, and a checkpoint after every other."""
+    config = make_config(files, guard=guard, **training)
     evaluation = config.evaluation.model_copy(update={"interval": 1, "num_tasks": NUM_HELD_OUT})
     checkpointing = config.checkpointing.model_copy(update={"interval": 2, "keep_trajectories": False})
     return config.model_copy(update={"evaluation": evaluation, "checkpointing": checkpointing})
 
 
-def drifting(files: Path, guard: dict[str, Any]) -> RunConfig:
-    """An entropy bonus that slowly outweighs the reward; a sudden collapse depends on the rounding of the processor."""
-    config = collapsing(files, guard)
-    changes = {"lr": 5e-4, "warmup_steps": 1, "entropy_coeff": 1.0}
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+def drifting(files: Path, guard: dict[str, Any], num_iterations: int = NUM_ITERATIONS) -> RunConfig:
+    """An entropy bonus that slowly outweighs the reward, while the learning rate rises.
+
+    The rounding of the processor decides in which iteration the policy is lost, and which alarm is the first.
+    """
+    return make_guarded(files, guard, num_iterations=num_iterations, lr=3e-3, warmup_steps=60, entropy_coeff=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +268,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that has a checkpoint after SFT."""
     run_dir = tmp_path_factory.mktemp("pretrained") / "run"
-    config = collapsing(files, {})
+    config = drifting(files, {})
     create_run_directory(config, run_dir)
     algorithm = Algorithm.start(config, run_dir, replace(prepare(config, run_dir), demonstrate=mostly_right))
     try:
@@ -287,66 +293,91 @@ def rl_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [deterministic(row) for row in read_metrics(run_dir) if row["stage"] == "rl"]
 
 
-def held_out_em(run_dir: Path) -> dict[int, float]:
-    return {row["iteration"]: row["eval/em"] for row in rl_rows(run_dir) if "eval/em" in row}
+def training_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of the iterations, without those of evaluations."""
+    return [row for row in rl_rows(run_dir) if "rollout/reward" in row]
 
 
 @pytest.mark.engine
-def test_the_guard_warns_before_the_answers_get_worse(files: Path, pretrained: Path, tmp_path: Path) -> None:
+def test_the_guard_warns_before_the_policy_is_lost(files: Path, pretrained: Path, tmp_path: Path) -> None:
     report, printed = go_on(pretrained, tmp_path / "run", drifting(files, {}))
-    em = held_out_em(tmp_path / "run")
-    best = max(em[1], em[2])
-    worse = min(iteration for iteration, value in em.items() if value < best - 0.05)
+    rows = training_rows(tmp_path / "run")
+    rewards = [row["rollout/reward"] for row in rows]
+    best = max(rewards[:5])  # of the iterations that must pass before there is a baseline
+    lost = 1 + max(index for index, reward in enumerate(rewards, start=1) if reward >= best / 4)
     first = report.alarms[0]
-    assert best > 0.9
-    assert first.iteration < worse, (em, report.alarms)
+    assert best > 0.7
+    assert first.iteration <= lost, (rewards, report.alarms)
     assert printed.count(f"guard: {first}\n") == 1
-    row = next(row for row in rl_rows(tmp_path / "run") if row["iteration"] == first.iteration)
+    row = rows[first.iteration - 1]
     assert row["guard/active"] >= 1
     assert row["guard/alarms"] >= 1
     assert first.metric in (tmp_path / "run" / "report.html").read_text()
     assert json.loads((tmp_path / "run" / "report.json").read_text())["alarms"][0]["name"] == first.name
 
 
+def only_format(action: str) -> dict[str, Any]:
+    """The alarm of a lost format alone; the others watch numbers that are noisy in batches this small."""
+    return {"action": "ignore", "actions": {"format": action}, "limits": {"format": [0.7, None]}}
+
+
+LR, LR_FACTOR, BREAK = 3e-4, 0.001, 10
+
+
+@dataclass(frozen=True)
+class BreakingSchedule(Schedule):
+    """A learning rate that breaks the policy in one step, after ten iterations that teach it something."""
+
+    def lr_at(self, step: int) -> float:
+        return self.lr * (1 if step < BREAK else 200)
+
+
 @pytest.mark.engine
-def test_a_roll_back_saves_the_policy_and_the_books(files: Path, pretrained: Path, tmp_path: Path) -> None:
+def test_a_roll_back_saves_the_policy_and_the_books(
+    files: Path, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "Schedule", BreakingSchedule)
     run_dir = tmp_path / "run"
-    settings = {"action": "roll_back", "lr_factor": 0.02}
-    report, printed = go_on(pretrained, run_dir, collapsing(files, settings))
+    settings = {**only_format("roll_back"), "lr_factor": LR_FACTOR}
+    config = make_guarded(files, settings, num_iterations=18, lr=LR)
+    report, printed = go_on(pretrained, run_dir, config)
     first = report.alarms[0]
+    assert first.iteration > BREAK
     assert first.rolled_back_to is not None
-    assert 0 <= first.rolled_back_to <= first.iteration - 3
-    assert f"guard: rolled back to iteration {first.rolled_back_to}, the learning rate is multiplied by 0.02" in printed
-    rows = [row for row in rl_rows(run_dir) if "rollout/reward" in row]
-    assert [row["iteration"] for row in rows] == list(range(1, 15)), "each iteration has one line"
-    last = rows[-1]
-    assert last["guard/roll_backs"] == 1
-    assert last["learner/lr"] == pytest.approx(0.02 * 2e-2 * 14 / 30)
-    assert rows[first.rolled_back_to - 1]["learner/lr"] == pytest.approx(2e-2 * first.rolled_back_to / 30)
-    assert report.stages[-1].eval.em > 0.9, "the policy from before the collapse"
-    assert asdict(report.tasks) == {"issued": 14 * 8, "trained": 14 * 8, "failed": 0, "lost": 0, "doubled": 0}
+    assert first.rolled_back_to <= first.iteration - 3
+    said = f"guard: rolled back to iteration {first.rolled_back_to}, the learning rate is multiplied by {LR_FACTOR}"
+    assert said in printed
+    rows = training_rows(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(1, 19)), "each iteration has one line"
+    assert {alarm.iteration for alarm in report.alarms} == {first.iteration}
+    assert rows[-1]["guard/roll_backs"] == 1
+    lrs = [LR] * first.rolled_back_to + [LR * LR_FACTOR] * (BREAK - first.rolled_back_to) + [LR * 200 * LR_FACTOR] * 8
+    assert [row["learner/lr"] for row in rows] == pytest.approx(lrs)
+    rewards = [row["rollout/reward"] for row in rows]
+    assert min(rewards[-3:]) > max(rewards[:5]) - 0.3, "the policy from before the collapse"
+    assert asdict(report.tasks) == {"issued": 18 * 8, "trained": 18 * 8, "failed": 0, "lost": 0, "doubled": 0}
     newest = CheckpointStore(run_dir / "checkpoints").latest()
     assert newest is not None
     state = read_state(newest)
-    assert state.iteration == 14
+    assert state.iteration == 18
     assert state.sampler.outstanding == []
-    assert state.policy_version > 15, "no two policies have the same version"
+    assert state.policy_version > 19, "no two policies have the same version"
 
 
 @pytest.mark.engine
 def test_a_stop_ends_with_one_sentence_and_a_checkpoint(files: Path, pretrained: Path, tmp_path: Path) -> None:
-    run_dir, config = tmp_path / "run", drifting(files, {"action": "stop"})
-    with pytest.raises(UserError, match=r"the guard stopped the run .*, at iteration \d+: learner/\w+ is .*--resume"):
+    run_dir, config = tmp_path / "run", drifting(files, only_format("stop"))
+    with pytest.raises(
+        UserError, match=r"the guard stopped the run .*, at iteration \d+: rollout/well_formed is .*--resume"
+    ):
         go_on(pretrained, run_dir, config)
     newest = CheckpointStore(run_dir / "checkpoints").latest()
     assert newest is not None
     stopped = read_state(newest)
     (alarm,) = stopped.extra["guard"]["alarms"]
-    assert stopped.iteration == alarm["iteration"] < 14
+    assert stopped.iteration == alarm["iteration"] < NUM_ITERATIONS
     assert stopped.sampler.counts.lost == 0
-    one_more = config.model_copy(
-        update={"training": config.training.model_copy(update={"num_iterations": stopped.iteration + 1})}
-    )
+    one_more = drifting(files, only_format("stop"), num_iterations=stopped.iteration + 1)
     report, printed = go_on(pretrained, run_dir, one_more)  # --resume goes on in spite of it
     assert [asdict(found) for found in report.alarms][:1] == [alarm]
     assert printed.count(f"guard: {report.alarms[0]}\n") == 1

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ragr1_actors.cli import START_AGAIN, CheckpointArgument, JsonLinesOption, console, errors, print_json
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
 
 if TYPE_CHECKING:  # torch and transformers are loaded inside the command
@@ -31,11 +32,11 @@ def ask(
     if not question.strip() and not interactive:
         raise ConfigError("got no question; write it after the run, or add --interactive to type questions")
     check_inputs(run)
-    with ended_during_imports(START_AGAIN):
+    with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.rollout.trajectory_loop import Watch
         from ragr1_actors.training.evaluation.asking import Asker, answer_as_json
 
-    with InterruptGuard() as guard, guard.held():  # loading imports more, and an engine may start processes
+    with InterruptGuard() as guard, guard.held(), quick_imports():  # an engine may start processes
         asker = Asker(run)
     with asker:
         for asked in questions(question, interactive):

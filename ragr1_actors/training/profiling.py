@@ -42,7 +42,7 @@ def largest_costs(rows: Sequence[Mapping[str, float]], ranks: Sequence[RankProfi
     wall_s = math.fsum(row["time/iteration_s"] for row in rows)
     found = {what: math.fsum(row[name] for row in rows) for name, what in _PHASES.items()}
     phases = math.fsum(found.values()) + math.fsum(row["time/learn_s"] for row in rows)
-    found["the driver writes and counts"] = max(0.0, wall_s - phases)
+    found["the driver's other work"] = max(0.0, wall_s - phases)
     for name in dict.fromkeys(name for rank in ranks for name in rank.operators_s):
         found[f"learner: {name}"] = math.fsum(rank.operators_s.get(name, 0.0) for rank in ranks) / len(ranks)
     largest = sorted(found.items(), key=lambda item: item[1], reverse=True)[:NUM_COSTS]
