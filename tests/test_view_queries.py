@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,13 +172,27 @@ def test_advantages_and_ratios_are_those_of_model_tokens(tmp_path: Path) -> None
         assert not {"advantages", "ratios"} & other.keys()
 
 
-@pytest.mark.parametrize("wrong", [{"stage": "train"}, {"text": "x" * 201}])
-def test_scopes_that_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="expected"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stage": "train"}, "got stage 'train'; did you mean 'training'?"),
+        ({"text": "x" * 201}, "got a text of 201 characters, expected at most 200"),
+    ],
+)
+def test_scopes_that_are_refused(wrong: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         Scope(**wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"outcome": "wrongs"}, {"order": "new"}, {"limit": 501}, {"offset": -1}])
-def test_queries_that_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="expected"):
-        Query(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"outcome": "wrongs"}, "got outcome 'wrongs'; did you mean 'wrong'?"),
+        ({"order": "up"}, "got order 'up'; expected one of: newest, oldest, reward, length"),
+        ({"limit": 501}, "limit 501, expected 0 or more and 1 to 500"),
+        ({"offset": -1}, "got offset -1"),
+    ],
+)
+def test_queries_that_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Query(**wrong)

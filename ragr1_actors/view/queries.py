@@ -59,7 +59,7 @@ class Scope:
     def __post_init__(self) -> None:
         """Check; ``UserError`` on an unknown stage and too long a text."""
         if self.stage and self.stage not in STAGES:
-            raise UserError(f"got stage {self.stage!r}, expected {nearest(self.stage, STAGES)}")
+            raise UserError(f"got stage {self.stage!r}{nearest(self.stage, STAGES)}")
         if len(self.text) > MAX_TEXT_CHARS:
             raise UserError(f"got a text of {len(self.text)} characters, expected at most {MAX_TEXT_CHARS}")
 
@@ -84,7 +84,7 @@ class Query:
         """Check; ``UserError`` on a value that is not known or out of range."""
         for name, value, known in (("outcome", self.outcome, OUTCOMES), ("order", self.order, ORDERS)):
             if value not in known:
-                raise UserError(f"got {name} {value!r}, expected {nearest(value, known)}")
+                raise UserError(f"got {name} {value!r}{nearest(value, known)}")
         if not (self.offset >= 0 and 1 <= self.limit <= MAX_ROWS):
             raise UserError(f"got offset {self.offset} and limit {self.limit}, expected 0 or more and 1 to {MAX_ROWS}")
 
