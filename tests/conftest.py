@@ -75,17 +75,27 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     """
     import ray
 
+    from cluster import leftovers
+
     worker_env: dict[str, Any] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        object_store_memory=200_000_000,
-        log_to_driver=False,
-        _temp_dir=ray_temp_dir,
-        runtime_env={"env_vars": worker_env},
-    )
+
+    def start() -> None:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=2,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            log_to_driver=False,
+            _temp_dir=ray_temp_dir,
+            runtime_env={"env_vars": worker_env},
+        )
+
+    try:
+        start()
+    except Exception:  # Ray gives its processes 30 s, and a busy machine takes longer
+        leftovers.kill_processes(Path(ray_temp_dir), spared=os.getpid())
+        start()
     yield ray
     ray.shutdown()
 

@@ -31,7 +31,7 @@ def pids(fleet: EnvRunnerGroup) -> list[int]:
     return fleet.foreach_env_runner(lambda runner: os.getpid())
 
 
-def wait_until_healed(fleet: EnvRunnerGroup, timeout_s: float = 120.0) -> None:
+def wait_until_healed(fleet: EnvRunnerGroup, timeout_s: float = 600.0) -> None:
     """Return once both runners of a fleet of two are healthy: while it collects, it looks for those that came back."""
     deadline = time.monotonic() + timeout_s
     while fleet.num_healthy < 2:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def make_config(files: Path, sft: dict[str, Any] | None = None, **training: Any)
         .training(**{"train_batch_size": 8, "group_size": 8, "lr": 1e-3, "num_iterations": 4, **training})
         .learners(num_learners=0, zero_stage=0, micro_batch_tokens=4096)
         .evaluation(num_tasks=8)
-        .debugging(seed=0, num_threads=1)
+        .debugging(seed=0, num_threads=1, fault_tolerance={"hang_timeout_s": 300})
         .freeze()
     )
 
@@ -79,6 +79,7 @@ def make_recipe(path: Path, files: Path, **training: Any) -> Path:
     """Write a recipe with one actor of each sort, two steps of SFT and a held-out task."""
     config = make_config(files, SHORT | {"num_steps": 2}, **training).model_dump()
     config["environment"]["eval_tasks"] = ""
+    config["debugging"]["fault_tolerance"] = {}
     config["env_runners"]["num_env_runners"] = config["retrieval"]["num_retrievers"] = 1
     config["learners"]["num_learners"] = 1
     config["retrieval"]["num_cpus_per_retriever"] = config["learners"]["num_cpus_per_learner"] = 0  # on two cores
@@ -150,7 +151,10 @@ def descendants(root: int) -> set[int]:
 
 def session_folders(root: int) -> set[Path]:
     """Return the folders of Ray's files that the processes below ``root`` were told."""
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(root)]
+    commands = []
+    for pid in descendants(root):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text())
     return {Path(name) for command in commands for name in re.findall(r"/tmp/ragr1-[\w-]+", command)}
 
 

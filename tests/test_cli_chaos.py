@@ -89,7 +89,8 @@ def test_a_live_run_kills_its_own_actors_when_it_is_asked_to_and_loses_nothing(t
         is_there = (run_dir / "metrics.jsonl").is_file()
         return [row for row in read_metrics(run_dir) if row["stage"] == "rl"] if is_there else []
 
-    with started(str(recipe), "--run-dir", str(run_dir), cwd=tmp_path) as run:
+    no_hangs = "debugging.fault_tolerance={hang_timeout_s: 300}"  # a busy machine is none
+    with started(str(recipe), "--run-dir", str(run_dir), no_hangs, cwd=tmp_path) as run:
         assert wait_for(lambda: len(rows()) > 2, 300, run), run.communicate()
         asked = ("chaos", "--run", str(run_dir), "--kills", "4", "--seed", "0", "--every-s", "3", "--yes")
         said = invoke(*asked)

@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_in_an_update_is_replaced(
     how: str,
     reason: str,
 ) -> None:
-    group = make_group(2, hang_timeout_s=10, max_learner_restarts=9)
+    group = make_group(2, hang_timeout_s=30, max_learner_restarts=9)
     group.build(f"{__name__}:FailingLearner", policy_dir)
     (policy_dir / "fail_1").write_text(how)
     with caplog.at_level(logging.WARNING):

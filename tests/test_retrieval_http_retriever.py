@@ -216,7 +216,7 @@ async def test_no_server_and_a_silent_server_are_a_sentence() -> None:
 async def test_a_server_that_breaks_an_answer_off_and_comes_back_is_asked_again() -> None:
     broken = asyncio.Event()
     async with stub_server(breaking(broken)) as url:
-        retriever = http(url)
+        retriever = http(url, timeout_s=60)
         searching = asyncio.create_task(retriever.search(["a"], 1))
         await broken.wait()
     pinged = asyncio.Event()

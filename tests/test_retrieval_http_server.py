@@ -393,7 +393,7 @@ async def test_a_signal_ends_the_server_after_the_requests_in_flight(number: int
             process.stdin.write("\n")  # lets the search end
             process.stdin.flush()
             assert (await asking)[0] == 200
-        output, errors = await asyncio.to_thread(process.communicate, timeout=20)
+        output, errors = await asyncio.to_thread(process.communicate, timeout=120)
     finally:
         if process.poll() is None:
             process.kill()

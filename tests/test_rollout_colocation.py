@@ -64,7 +64,7 @@ class Setup:
         self.placement = Placement(config)
         self.learners = LearnerGroup(config, self.placement.learner_options)
         self.fleet = EnvRunnerGroup(config, policy_dir, OnePassage(), actor_options=self.placement.runner_options)
-        self.transport = make_sync(self.learners, self.fleet, transport="ipc")
+        self.transport = make_sync(self.learners, self.fleet, timeout_s=600.0, transport="ipc")
         self.learners.build("grpo", policy_dir)
         self.fleet.wait_until_ready()
         self.version = 0
@@ -151,7 +151,7 @@ def test_they_take_turns_through_deaths(by_value: ModuleType, tmp_path: Path, ca
         with caplog.at_level(logging.WARNING):
             started = time.monotonic()
             setup.iterate()
-        assert time.monotonic() - started < 50, "the update waited for a deadline"
+        assert time.monotonic() - started < 300, "the update waited for a deadline"
         assert setup.transport.num_fallbacks == 1
         assert "version 4 goes to 1 of 2 env runners" in caplog.text
         wait_until_healed(setup.fleet)
@@ -184,7 +184,7 @@ def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: Module
         fleet = setup.fleet
         setup.transport.publish(1)
         by_value.kill(fleet._runners[1].handle, no_restart=False)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while fleet._runners[1].is_healthy or fleet._runners[1].probe is None:
             assert time.monotonic() < deadline, "the runner was not called again"
             fleet.poll()
@@ -245,7 +245,7 @@ def test_a_runner_whose_engine_does_not_load_again_is_left_out(
     fleet.expect(0, dict)
     (tmp_path / "policy" / "tokenizer.json").unlink()
     os.kill(pids(fleet)[0], signal.SIGKILL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not fleet.metrics()["num_lost"]:
         assert time.monotonic() < deadline, fleet.metrics()
         fleet.submit(request(0))

@@ -125,7 +125,7 @@ async def test_requests_are_bounded() -> None:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
         under_way -= 1
         return web.json_response(chat("<answer> Riga"))
 

@@ -21,7 +21,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(num_env_runners: int) -> RunConfig:
     config = AlgorithmConfig().training(group_size=2).environment(prompt="{question}", max_turns=3)
     sizes = {"max_context_tokens": 400, "max_new_tokens_per_turn": 12, "num_cpus_per_env_runner": 0.5}
+    config.debugging(fault_tolerance={"hang_timeout_s": 300})  # tests stop runners for a while
     return config.env_runners(num_env_runners=num_env_runners, **sizes).freeze()
 
 

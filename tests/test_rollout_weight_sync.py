@@ -38,7 +38,9 @@ def make_config(learners: dict[str, Any] | None = None, **env_runners: Any) -> R
     settings = {"num_env_runners": 2, "max_context_tokens": 400, "max_new_tokens_per_turn": 40, **env_runners}
     settings.setdefault("num_cpus_per_env_runner", 0.5)
     config = AlgorithmConfig().env_runners(**settings).training(group_size=2, options={"drop_zero_variance": False})
-    config.environment(prompt="{question}", max_turns=3).debugging(num_threads=1)
+    config.environment(prompt="{question}", max_turns=3).debugging(
+        num_threads=1, fault_tolerance={"hang_timeout_s": 300}
+    )
     return config.learners(**{"num_learners": 0, "zero_stage": 0, **(learners or {})}).freeze()
 
 
@@ -178,7 +180,7 @@ def test_a_runner_that_dies_in_a_transfer_is_left_out_and_takes_part_in_the_next
     with caplog.at_level(logging.WARNING):
         started = time.monotonic()
         transport.publish(2)
-    assert time.monotonic() - started < 50, "the update waited for a deadline"
+    assert time.monotonic() - started < 300, "the update waited for a deadline"
     assert transport.num_fallbacks == 1
     assert "version 2 goes to" in caplog.text and "through the object store" in caplog.text
     assert setup.fleet.num_healthy == 1

@@ -87,7 +87,7 @@ def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
         history = [trained.train() for _ in range(20)]
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     rewards = [metrics["rollout/reward"] for metrics in history]
-    first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
+    first, last = np.mean(rewards[:3]), np.mean(rewards[-5:])
     assert first < 0.75  # there is room above it
     assert last > first + 0.4 * (1 - first), rewards
     assert history[0]["learner/logprob_gap_max"] < 1e-4  # engine and learner agree on every token at lag 0
@@ -390,7 +390,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     state = read_json(checkpoint / "state.json")
     assert 3 <= state["iteration"] < num_iterations
     assert state["sampler"]["counts"]["trained"] == 8 * state["iteration"]
-    assert wait_for(lambda: ended(children), 30)
+    assert wait_for(lambda: ended(children), 120)
 
     with started(recipe, "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:
         stdout, stderr = process.communicate(timeout=600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -21,15 +22,16 @@ LAG, BATCH, NUM_FAST, NUM_SLOW = 2, 2, 3, 4
 
 
 class SlowingLearner(GRPOLearner):
-    """Takes a hundred times as long as its fastest update from its fourth update on."""
+    """Takes a hundred times as long as the fastest of its first three updates from its fourth update on."""
 
     fastest_s = math.inf
 
     def update(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         started = time.monotonic()
         metrics = super().update(groups)
-        self.fastest_s = min(self.fastest_s, time.monotonic() - started)
-        if self.num_updates > NUM_FAST:
+        if self.num_updates <= NUM_FAST:
+            self.fastest_s = min(self.fastest_s, time.monotonic() - started)
+        else:
             time.sleep(99 * self.fastest_s)
         return metrics
 
@@ -39,10 +41,11 @@ def memory() -> dict[str, int]:
     this = psutil.Process()
     found = {"driver": this.memory_info().rss, "runners": 0, "object store": 0}
     for process in this.children(recursive=True):
-        if process.name().startswith("ray::EnvRunner"):
-            found["runners"] += process.memory_info().rss
-        elif process.name() == "raylet":
-            found["object store"] += process.memory_info().rss
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.name().startswith("ray::EnvRunner"):
+                found["runners"] += process.memory_info().rss
+            elif process.name() == "raylet":
+                found["object store"] += process.memory_info().rss
     return found
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,12 +29,16 @@ def holds() -> dict[str, int]:
     """Return what the driver has open, and the memory of the object store: that of the raylet."""
     this = psutil.Process()
     processes = this.children(recursive=True)
+    names = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            names[process] = process.name()
     return {
         "driver's bytes": this.memory_info().rss,
-        "object store's bytes": sum(p.memory_info().rss for p in processes if p.name() == "raylet"),
+        "object store's bytes": sum(p.memory_info().rss for p, name in names.items() if name == "raylet"),
         "file descriptors": this.num_fds(),
         "threads": this.num_threads(),
-        "actors": sum(p.name().startswith(ACTORS) for p in processes),
+        "actors": sum(name.startswith(ACTORS) for name in names.values()),
     }
 
 

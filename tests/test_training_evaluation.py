@@ -79,7 +79,7 @@ class Reader:
         self.under_way.append(self._now)
         body = await request.json()
         self.bodies.append(body)
-        await asyncio.sleep(0.05)  # the others come meanwhile
+        await asyncio.sleep(0.2)  # the others come meanwhile
         self._now -= 1
         said = body["messages"][-1]["content"]
         place = next((place for place in PLACES if place in said), "")

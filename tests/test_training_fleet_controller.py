@@ -61,12 +61,15 @@ def test_a_run_adds_a_runner_for_a_learner_that_waits_and_says_why(files: Path, 
     assert any(DECISIONS.encode() in text and b"runners 1 -> 2" in text for text in texts)
 
 
+NO_HANGS = "debugging.fault_tolerance={hang_timeout_s: 300}"  # a busy machine is none
+
+
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_live_run_takes_sizes_from_another_shell_and_loses_nothing(files: Path, tmp_path: Path) -> None:
     recipe, run_dir = make_recipe(tmp_path / "recipe.yaml", files, num_iterations=5000), tmp_path / "run"
-    options = ("env_runners.num_cpus_per_env_runner=0", "checkpointing.keep_trajectories=false")
+    options = ("env_runners.num_cpus_per_env_runner=0", "checkpointing.keep_trajectories=false", NO_HANGS)
 
     def reaches(name: str, value: float, run: subprocess.Popen[str]) -> bool:
         return wait_for(lambda: any(row[name] == value for row in rl_rows(run_dir)[-3:]), TIMEOUT_S, run)

@@ -339,7 +339,9 @@ def test_a_roll_back_saves_the_policy_and_the_books(
     monkeypatch.setattr(learner, "Schedule", BreakingSchedule)
     run_dir = tmp_path / "run"
     settings = {**only_format("roll_back"), "lr_factor": LR_FACTOR}
-    config = make_guarded(files, settings, num_iterations=18, lr=LR)
+    config = make_guarded(
+        files, settings, num_iterations=18, lr=LR, options={"drop_zero_variance": False}, entropy_coeff=0.01
+    )  # so that every iteration takes a step
     report, printed = go_on(pretrained, run_dir, config)
     first = report.alarms[0]
     assert first.iteration > BREAK

@@ -273,7 +273,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: 
     assert "--resume" in stderr
     assert "Traceback" not in stderr and "Stack" not in stderr, stderr
     assert CheckpointStore(run_dir / "checkpoints").latest() is not None
-    assert wait_for(lambda: ended(children), 30)
+    assert wait_for(lambda: ended(children), 120)
 
 
 @pytest.mark.slow
@@ -290,6 +290,6 @@ def test_sigterm_before_training_is_one_line_and_leaves_nothing(files: Path, tmp
         _, stderr = process.communicate(timeout=600)
     assert process.returncode == 143, stderr
     assert stderr == f"interrupted; go on with: ragr1 train {recipe} --run-dir {run_dir} --resume\n"
-    assert wait_for(lambda: ended(children), 30)
+    assert wait_for(lambda: ended(children), 120)
     assert bool(folders) == (line == "actors")
     assert not any(folder.exists() for folder in folders)

@@ -36,7 +36,12 @@ def make_config() -> RunConfig:
         max_new_tokens_per_turn=40,
         max_concurrent_trajectories=16,
     )
-    return config.training(group_size=2).environment(prompt="{question}", max_turns=3).freeze()
+    return (
+        config.debugging(fault_tolerance={"hang_timeout_s": 300})
+        .training(group_size=2)
+        .environment(prompt="{question}", max_turns=3)
+        .freeze()
+    )
 
 
 def engine_pids(runner: EnvRunner) -> list[int]:
@@ -69,7 +74,7 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
             assert set(trajectory.policy_versions[trajectory.kinds == TokenKind.MODEL]) == {5}
     survivors = [pid for pids in fleet.foreach_env_runner(engine_pids) for pid in pids]
     fleet.stop()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while any(psutil.pid_exists(pid) for pid in survivors):
         assert time.monotonic() < deadline, "an engine outlived its runner"
         time.sleep(0.5)

@@ -178,10 +178,8 @@ async def test_an_engine_that_slept_goes_on_with_the_weights_of_its_learner(
     turns = await turns_under_way(engine, prompt, 4)
     await engine.sleep()
     late = asyncio.create_task(engine.generate(prompt, Sampling(20, seed=9), request_id="late"))
-    await asyncio.sleep(
-        1.0
-    )  # the learner learns meanwhile; no state shows that an engine that sleeps generates nothing
-    ended_before = {turn for turn in turns if turn.done()}
+    # the learner learns meanwhile; no state shows that an engine that sleeps generates nothing
+    ended_before, _ = await asyncio.wait(turns, timeout=5.0)
     assert len(ended_before) < len(turns), "the engine slept after every turn"
     await engine.wake_up("weights")
     await update(engine, sets[31], 31)

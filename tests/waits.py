@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def until(holds: Callable[[], Any], timeout_s: float = 30.0) -> None:
+async def until(holds: Callable[[], Any], timeout_s: float = 120.0) -> None:
     """Return once ``holds()`` is true; the event loop goes on meanwhile."""
     deadline = time.monotonic() + timeout_s
     while not holds():
