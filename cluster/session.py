@@ -26,9 +26,12 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 _ATTEMPTS = 2
-_SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0}
+_SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0, "worker_niceness": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
-is not reported if the actor restarts."""
+is not reported if the actor restarts.
+
+Actors get the share of a core that any process gets. By default Ray runs them at niceness 15: beside one busy process
+per core they get a thirtieth of it, and an actor that works looks like one that hangs."""
 
 
 @contextmanager

@@ -21,7 +21,9 @@ STEPS = 3
 VERDICT_TIMEOUT_S = 60.0
 """Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
 FIRST_STEP_S = 600.0
-"""Time limit of the first step: nothing is known of it, and kernels may be compiled."""
+"""Time limit of every step of the first call: it may load a reference model and compile kernels."""
+BLOCKED_S = 120.0
+"""Longest silence of a process that loads libraries or ends a profile: no thread of it can answer meanwhile."""
 
 _VERDICT_INTERVAL_S = 0.5
 
@@ -39,33 +41,49 @@ class Heartbeat:
     _progress: int | None = field(default=None, init=False)
     """None before the first answer: an actor that starts may take long."""
     _moved_s: float = field(default=0.0, init=False)
+    _looked_s: float = field(default=0.0, init=False)
     _longest_s: float = field(default=0.0, init=False)
+    _is_known: bool = field(default=False, init=False)
+    """Whether a whole call has ended, so that ``_longest_s`` says how long a step takes."""
 
     def begin_work(self) -> None:
-        """Expect progress from now on."""
-        self._moved_s = self.clock()
+        """Expect progress and answers from now on; nothing was observed since the last call."""
+        self._asked_s = self._moved_s = self._looked_s = self.clock()
 
     def end_work(self) -> None:
-        """Count the time since the last progress as a step."""
+        """Count the time since the last progress as a step, and the call as a whole one."""
         self._note_step()
+        self._is_known = True
 
-    def look(self, *, is_working: bool) -> str:
-        """Return why the actor hangs, or nothing. ``is_working``: progress is expected."""
+    def forget_steps(self) -> None:
+        """The actor begins other work: its first call may take long again."""
+        self._longest_s, self._progress, self._is_known = 0.0, None, False
+
+    def look(self, *, is_working: bool, is_blocked: bool = False) -> str:
+        """Return why the actor hangs, or nothing.
+
+        ``is_working``: progress is expected. ``is_blocked``: the call may keep all threads from answering.
+        """
         now = self.clock()
+        # a driver that stood still, by Ctrl-Z or a slow storage, learned nothing about the actor meanwhile
+        unseen_s = max(0.0, now - self._looked_s - 2 * INTERVAL_S)
+        self._looked_s = now
+        self._asked_s += unseen_s
+        self._moved_s += unseen_s
         if self._call is not None and ray.wait([self._call], timeout=0)[0]:
             call, self._call = self._call, None
             try:
                 self._note(ray.get(call))
-            except RayError:  # it died: whoever waits for its result learns of it
+            except RayError:  # it died: the call that waits for its result raises
                 return ""
         if self._call is None and now - self._asked_s >= INTERVAL_S:
             self._call, self._asked_s = self.ask(), now
         if self._progress is None:
             return ""
-        if self._call is not None and now - self._asked_s > self.timeout_s:
+        if self._call is not None and now - self._asked_s > (BLOCKED_S if is_blocked else self.timeout_s):
             return f"it has not answered for {now - self._asked_s:.0f} s"
         # twice the time of an answer: where all wait for the one that is stopped, that one is named
-        limit_s = max(2 * self.timeout_s, STEPS * self._longest_s) if self._longest_s else FIRST_STEP_S
+        limit_s = max(2 * self.timeout_s, STEPS * self._longest_s) if self._is_known else FIRST_STEP_S
         if is_working and now - self._moved_s > limit_s:
             return f"it has made no progress for {now - self._moved_s:.0f} s"
         return ""

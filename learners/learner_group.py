@@ -63,6 +63,8 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
+BLOCKING_CALLS = ("prepare", "apply_blocking")
+"""Calls during which a rank may not answer: Python's lock is held while a library is loaded or a profile is read."""
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
@@ -184,6 +186,8 @@ class LearnerGroup:
         policy_dir = _absolute(policy_dir)
         self._history = None  # ranks that restart in this call build this learner only
         self._call("build", learner_name, policy_dir)
+        for heartbeat in self._heartbeats:
+            heartbeat.forget_steps()
         self._history = CallHistory(learner_name, policy_dir)
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
@@ -205,12 +209,13 @@ class LearnerGroup:
         """
         return sorted({index for found in self._call("find_lost", batch_refs) for index in found})
 
-    def foreach_learner(self, function: Callable[[Learner], T]) -> list[T]:
+    def foreach_learner(self, function: Callable[[Learner], T], *, is_blocking: bool = False) -> list[T]:
         """Call a function with the learner of every rank and return the results, by rank.
 
         If a rank fails, the function is called again after the restart. A later restart loses its changes to a learner.
+        ``is_blocking``: the function may keep Python's lock for a minute, in which a rank cannot answer.
         """
-        return self._call("apply", function)
+        return self._call("apply_blocking" if is_blocking else "apply", function)
 
     def answer_probe(self, probe: Path) -> list[str]:
         """Return ``files.answer_probe`` of every rank; rank 0 replies. No learner has to be built."""
@@ -278,7 +283,8 @@ class LearnerGroup:
         """Wait for the write of ``begin_save``.
 
         Raises:
-            OSError: the write failed; or ``SafetensorError``.
+            OSError: the disk is full; or ``SafetensorError``.
+            UserError: the write failed for another reason.
         """
         self._call("finish_save")
 
@@ -319,9 +325,9 @@ class LearnerGroup:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
             calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-            return self._wait(calls, is_update=method == "update")
+            return self._wait(calls, method)
         results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self._actors]
-        self._wait([first for first, *_ in results])
+        self._wait([first for first, *_ in results], method)
         return [last for *_, last in results]
 
     def _start_again(self, failure: _BrokenRankError, method: str) -> None:
@@ -351,14 +357,14 @@ class LearnerGroup:
             raise
         logger.warning("learner group is back after %.0f s", time.monotonic() - started)
 
-    def _wait(self, refs: list[Any], *, is_update: bool = False) -> list[Any]:
+    def _wait(self, refs: list[Any], method: str) -> list[Any]:
         """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective.
 
         So does a rank that hangs.
         """
         import ray
 
-        pending = list(refs)
+        pending, is_update = list(refs), method == "update"
         results: dict[Any, Any] = {}
         for heartbeat in self._heartbeats:
             heartbeat.begin_work()
@@ -367,7 +373,7 @@ class LearnerGroup:
             if not done:
                 if is_update:
                     self.on_wait()
-                self._find_hung(is_update=is_update)
+                self._find_hung(method)
                 continue
             try:
                 results[done[0]] = ray.get(done[0])
@@ -382,9 +388,9 @@ class LearnerGroup:
                 heartbeat.end_work()
         return [results[ref] for ref in refs]
 
-    def _find_hung(self, *, is_update: bool) -> None:
+    def _find_hung(self, method: str) -> None:
         for rank, heartbeat in enumerate(self._heartbeats):
-            if reason := heartbeat.look(is_working=is_update):
+            if reason := heartbeat.look(is_working=method == "update", is_blocked=method in BLOCKING_CALLS):
                 name = f"learner rank {rank} of {len(self._heartbeats)}"
                 self._kill_actors()
                 raise _BrokenRankError(f"{name} hangs: {reason}")
@@ -429,7 +435,7 @@ class LearnerWorker:
         self._writing: Future[None] | None = None
 
     def prepare(self) -> tuple[str, int]:
-        """Import torch and, on rank 0 of several, open the store of the rendezvous; return its host and port.
+        """Import what learners need and, on rank 0 of several, open the rendezvous' store; return its host and port.
 
         The store listens from now on: another process could take a port that was only looked up. Torch reads the number
         of threads once.
@@ -441,6 +447,7 @@ class LearnerWorker:
         from torch._C._distributed_c10d import TCPStore
 
         torch.set_num_threads(threads)
+        load_object("sft", LEARNERS)  # transformers and DeepSpeed
         if self._rank or self._world_size == 1:  # a single rank needs no rendezvous
             return "", 0
         host: str = ray.util.get_node_ip_address()
@@ -520,6 +527,8 @@ class LearnerWorker:
     def apply(self, function: Callable[[Learner], T]) -> T:
         """Return ``function(learner)``."""
         return function(self.learner)
+
+    apply_blocking = apply
 
     def weights_apart(self) -> tuple[None, Arrays]:
         """Return the weights as the second of two results, so that the caller can wait for the first only."""

@@ -138,7 +138,8 @@ class Meter:
         """
         is_good_M = advantages_M > 0
         self._sums["_good_tokens"] += is_good_M.sum()
-        self._sums["good_logprob"] += logprobs_M.detach().float()[is_good_M].sum()
+        # a mask as an index would wait for the GPU
+        self._sums["good_logprob"] += torch.where(is_good_M, logprobs_M.detach().float(), 0.0).sum()
         self._count("advantage", advantages_M)
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # [T] of int64, from 0 in every sequence
     predict_positions: torch.Tensor  # [M] of int64, positions in the row whose hidden state predicts a MODEL token
     target_ids: torch.Tensor  # [M] of int64
-    column_index: torch.Tensor  # [M] of int64, index of each MODEL token in ``TokenColumns``
+    column_index: torch.Tensor  # [M] of int64, index of each MODEL token in ``TokenColumns``; always on the host
     layout: PackedLayout
     weight: float
     """1; 0 for a dummy, which a rank runs because ZeRO-3's collectives need equally many passes on every rank."""
@@ -109,11 +109,18 @@ class MicroBatch:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copy to ``device``; return ``self`` if it is there already."""
+        """Copy to ``device``; return ``self`` if it is there already.
+
+        ``column_index`` stays on the host, as the columns do: a tensor of the host has no index on another device.
+        """
         if device == self.token_ids.device:
             return self
         movable = (torch.Tensor, PackedLayout)
-        moved: dict[str, Any] = {k: value.to(device) for k, value in vars(self).items() if isinstance(value, movable)}
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, movable) and name != "column_index"
+        }
         return replace(self, **moved)
 
 

@@ -36,6 +36,8 @@ os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's default of 15 leaves actors a thirtieth of a core beside the tests of another process
+    "RAY_worker_niceness": "0",
     "RAGR1_CACHE": tempfile.mkdtemp(prefix="ragr1-cache-"),
 }
 atexit.register(shutil.rmtree, os.environ["RAGR1_CACHE"], ignore_errors=True)

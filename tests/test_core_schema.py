@@ -108,6 +108,8 @@ def test_groups_come_back_from_arrow_as_they_were(original: list[TrajectoryGroup
     lengths = [[trajectory.turn_lengths for trajectory in group.trajectories] for group in lazy]
     assert lengths == [[trajectory.turn_lengths for trajectory in group.trajectories] for group in original]
     assert_same(original, decoded(lazy))
+    copies = [[trajectory.turn_lengths for trajectory in group.trajectories] for group in decoded(lazy)]
+    assert copies == lengths
 
 
 @given(st.lists(groups(), min_size=2, max_size=4), st.data())

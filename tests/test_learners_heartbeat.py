@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from learners.heartbeat import FIRST_STEP_S, INTERVAL_S, STEPS, VERDICT_TIMEOUT_S, Heartbeat
+from learners.heartbeat import BLOCKED_S, FIRST_STEP_S, INTERVAL_S, STEPS, VERDICT_TIMEOUT_S, Heartbeat
 
 pytestmark = pytest.mark.ray
 
@@ -34,12 +34,12 @@ class Actor:
 
         return never.remote()
 
-    def after(self, seconds: float, *, is_working: bool = True) -> list[str]:
+    def after(self, seconds: float, *, is_working: bool = True, is_blocked: bool = False) -> list[str]:
         """Look once a second, and return what was said."""
         found = []
         for _ in range(round(seconds)):
             self.now += 1
-            found.append(self.heartbeat.look(is_working=is_working))
+            found.append(self.heartbeat.look(is_working=is_working, is_blocked=is_blocked))
         return found
 
     def step(self, seconds: float) -> list[str]:
@@ -71,6 +71,8 @@ def test_an_actor_that_does_not_answer_hangs(actor: Actor) -> None:
 def test_a_long_step_is_no_hang(actor: Actor) -> None:
     actor.heartbeat.begin_work()
     assert set(itertools.chain(*(actor.step(60) for _ in range(3)))) == {""}
+    actor.heartbeat.end_work()
+    actor.heartbeat.begin_work()
     assert set(actor.after(STEPS * 60)) == {""}
     assert any(said.startswith("it has made no progress for") for said in actor.after(30))
 
@@ -79,6 +81,44 @@ def test_the_first_step_may_take_longer(actor: Actor) -> None:
     actor.heartbeat.begin_work()
     assert set(actor.after(FIRST_STEP_S)) == {""}
     assert actor.after(2)[-1] == f"it has made no progress for {FIRST_STEP_S + 2:.0f} s"
+
+
+def test_quick_steps_of_the_first_call_say_nothing_about_the_rest_of_it(actor: Actor) -> None:
+    """The old log-probs are scored in seconds, and then the reference model is loaded."""
+    actor.heartbeat.begin_work()
+    assert set(itertools.chain(*(actor.step(1) for _ in range(5)))) == {""}
+    assert set(actor.after(FIRST_STEP_S - 2 * INTERVAL_S)) == {""}
+
+
+def test_another_learner_has_a_first_call_again(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.step(1)) == {""}
+    actor.heartbeat.end_work()
+    actor.heartbeat.forget_steps()
+    actor.progress = 0  # the new one counts from the start
+    actor.heartbeat.begin_work()
+    assert set(actor.after(FIRST_STEP_S)) == {""}
+
+
+def test_a_driver_that_stood_still_blames_no_actor(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.step(1)) == {""}
+    actor.heartbeat.end_work()
+    actor.heartbeat.begin_work()
+    assert set(actor.after(3)) == {""}
+    actor.now += 10 * TIMEOUT_S  # Ctrl-Z, and fg
+    assert set(actor.after(5)) == {""}
+    actor.progress = None
+    said = actor.after(TIMEOUT_S + 2 * INTERVAL_S)
+    assert any(one.startswith("it has not answered for") for one in said), "a real hang is still noticed"
+
+
+def test_a_call_that_keeps_all_threads_from_answering_has_more_time(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.after(5)) == {""}
+    actor.progress = None
+    assert set(actor.after(BLOCKED_S, is_blocked=True)) == {""}
+    assert "it has not answered for" in actor.after(2 * INTERVAL_S, is_blocked=True)[-1]
 
 
 def test_an_actor_without_work_makes_no_progress(actor: Actor) -> None:

@@ -112,6 +112,13 @@ def test_a_packed_row_holds_what_the_trajectories_hold() -> None:
     assert pack(flat, []).weight == 0.0
 
 
+def test_a_row_on_a_device_selects_columns_of_the_host() -> None:
+    """A tensor of the host takes no index on a GPU: the first micro-batch of each update would fail there."""
+    moved = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), [0, 1]).to(torch.device("meta"))
+    assert moved.token_ids.device.type == moved.layout.boundaries.device.type == "meta"
+    assert moved.column_index.device.type == "cpu"
+
+
 def test_a_trajectory_without_prompt_is_refused() -> None:
     trajectory = make_trajectory(np.random.default_rng(0))
     trajectory.kinds[0] = TokenKind.MODEL

@@ -318,6 +318,22 @@ def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
     assert corrected["policy_loss"] != pytest.approx(plain["policy_loss"], rel=1e-2)
 
 
+def test_each_pass_of_the_critic_is_progress(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a long critic's half looks like a hang, and the group is ended."""
+    learner = build(PPOLearner, make_config(learners={"micro_batch_tokens": 64}))
+    progress: list[int] = []
+    backward = learner.engines()["critic"].backward
+
+    def noted(loss: torch.Tensor) -> None:
+        progress.append(learner.num_micro_batches)
+        backward(loss)
+
+    monkeypatch.setattr(learner.engines()["critic"], "backward", noted)
+    learner.update(make_groups(0))
+    assert len(progress) > 2
+    assert progress == list(range(progress[0], progress[0] + len(progress)))
+
+
 @pytest.mark.parametrize(("tis_clip", "num_epochs", "num_passes"), [(0.0, 1, 1), (2.0, 1, 1), (0.0, 2, 2), (2.0, 2, 3)])
 def test_the_policy_runs_no_oftener_than_it_must(
     build: Build, tis_clip: float, num_epochs: int, num_passes: int

@@ -234,6 +234,52 @@ def test_a_group_that_takes_long_is_sampled_by_an_idle_runner_too(
     fleet.stop()
 
 
+def test_groups_are_slow_beside_groups_of_their_size(
+    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group._HEDGE_AFTER_S", 0.0)
+    fleet = EnvRunnerGroup(make_config(hedge_factor=1e-9), policy_dir, OnePassage())
+    fleet.wait_until_ready()
+    for index in range(16):  # as many as an evaluation needs for a median
+        fleet.submit(replace(request(index), num_trajectories=1))
+    assert len(drain(fleet)) == 16
+    for index in range(16):
+        fleet.submit(request(index))
+        assert len(drain(fleet)) == 1
+    assert fleet.num_hedged == 0, "an evaluation's trajectory says nothing about a group of two"
+    fleet.submit(request(16))
+    assert len(drain(fleet)) == 1
+    assert fleet.num_hedged == 1
+    fleet.stop()
+
+
+def test_an_engine_that_refuses_a_call_is_one_sentence(group: EnvRunnerGroup) -> None:
+    with pytest.raises(FleetError, match=r"env runner \d failed in no_such_method: AttributeError"):
+        group.call_engines("no_such_method")
+
+
+@pytest.mark.slow
+def test_a_runner_that_always_hangs_is_given_up(
+    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one whose engine needs longer for a pass than a runner may be silent."""
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=5, num_env_runners=1), policy_dir, OnePassage())
+    fleet.wait_until_ready()
+
+    def polled() -> EnvRunnerGroup:
+        fleet.poll()
+        return fleet
+
+    for number in (1, 2, 3):
+        assert wait_for(lambda: polled().num_healthy == 1, 600)
+        os.kill(pids(fleet)[0], signal.SIGSTOP)
+        assert wait_for(lambda number=number: polled().num_hangs == number, 600)
+    fleet.submit(request(0))
+    with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
+        drain(fleet)
+    fleet.stop()
+
+
 @pytest.mark.slow
 def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     ray_local: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster_world import free_port
 from rich.console import Console
-from small_world import SHORT, make_config, make_files
+from small_world import SHORT, make_config, make_files, wait_for
 
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -132,11 +132,13 @@ def wandb_records(run_dir: Path) -> list[tuple[str, Any]]:
 def log_records(content: bytes) -> Iterator[bytes]:
     """Read LevelDB's log format: blocks of 32 KiB, in which every piece has a checksum, its length and its kind."""
     at, record = 7, b""  # behind W&B's header
-    while at < len(content):
+    while at + 7 <= len(content):
         if 2**15 - at % 2**15 < 7:  # no room for another piece in this block
             at += 2**15 - at % 2**15
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + length > len(content):  # it is being written
+            return
         record += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or its last piece
@@ -155,6 +157,11 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError("disk full")
     with trackers(("wandb",), run_dir, SETTINGS) as log:
         log("rl", 2, {"rollout/reward": 0.5})
+
+    def num_ends() -> int:
+        return sum(record.WhichOneof("record_type") == "exit" for _, record in wandb_records(run_dir))
+
+    assert wait_for(lambda: num_ends() == 2, 120), "W&B's process writes the end of a run after it has answered"
     records = wandb_records(run_dir)
     assert len({run_id for run_id, _ in records}) == 1
     lines = [

@@ -77,5 +77,6 @@ class PPOLearner(PolicyGradientLearner):
             values_M, returns_M = self.critic(micro_batch), chosen["returns"]
             loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)
             self.critic.backward(loss_M.sum() * (micro_batch.weight * self.world_size / num_tokens))
+            self.num_micro_batches += 1
             meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
         meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(step)))

@@ -161,6 +161,8 @@ class _LazyTrajectory(Trajectory):
 
     @property
     def turn_lengths(self) -> tuple[int, ...]:
+        if "turns" in vars(self):  # decoded, or a copy by ``dataclasses.replace``, which has no batch
+            return super().turn_lengths
         return tuple(self._batch.column("turns")[self._row].values.field("num_model_tokens").to_pylist())
 
 

@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import median
@@ -64,6 +64,8 @@ _HEDGE_AFTER_S = 5.0
 """No group is sampled twice before."""
 MAX_FAILED_LOADS = 3
 """Consecutive failures of an engine to load beside learners after its actor was restarted; then the runner is lost."""
+MAX_HANGS = 3
+"""Hangs in a row, without a finished group in between; then the runner is lost: its work takes longer than allowed."""
 RESTART_TIMEOUT_S = 300.0
 """How long the fleet waits for a runner to come back if none is healthy."""
 
@@ -106,7 +108,7 @@ class EnvRunnerGroup:
         self._in_flight: dict[Any, Flight] = {}  # by the reference of the summary
         self._is_held = False  # what is queued stays there
         self._num_extra = 0  # flights of groups that another flight or result stands for
-        self._took_s: deque[float] = deque(maxlen=_USUAL_GROUPS)
+        self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
         self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
@@ -388,7 +390,9 @@ class EnvRunnerGroup:
         calls = {runner.handle.call_engine.remote(method, *arguments): runner for runner in chosen}
         for call, error in outcomes({call: r.handle for call, r in calls.items()}, START_TIMEOUT_S):
             if isinstance(error, RayTaskError):
-                raise error
+                if isinstance(error.cause, RagR1Error):
+                    raise error.cause from None
+                raise FleetError(f"{calls[call].name} failed in {method}: {last_line(error)}") from error
             if error is not None:
                 self._mark_dead(calls[call], error)
 
@@ -421,11 +425,14 @@ class EnvRunnerGroup:
     def _hedge(self) -> None:
         """Send groups that take long to runners that have nothing to do, once each."""
         has_work = self._pending and not self._is_held
-        if not self._fault_tolerance.hedge_factor or has_work or len(self._took_s) < _USUAL_GROUPS // 4:
+        if not self._fault_tolerance.hedge_factor or has_work:
             return
-        usual_s, now = median(self._took_s), time.monotonic()
+        now = time.monotonic()
         for flight in list(self._in_flight.values()):
-            takes_s = now - flight.sent_at
+            took_s = self._took_s[flight.request.num_trajectories]
+            if len(took_s) < _USUAL_GROUPS // 4:
+                continue
+            usual_s, takes_s = median(took_s), now - flight.sent_at
             if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
                 continue
             idle = next((r for r in self._runners if r.takes_requests and not r.num_in_flight), None)
@@ -467,7 +474,8 @@ class EnvRunnerGroup:
         if twin is not None:
             twin.is_abandoned, twin.twin = True, None
             ray.cancel(twin.summary)
-        self._took_s.append(time.monotonic() - flight.sent_at)
+        runner.num_hangs = 0
+        self._took_s[request.num_trajectories].append(time.monotonic() - flight.sent_at)
         self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, flight.batch)
 
@@ -497,10 +505,8 @@ class EnvRunnerGroup:
             self._note_death(runner, f"died ({last_line(error)})")
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
         if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
-            runner.is_lost = True
             again = " again" if runner.num_deaths else ""
-            self._last_loss = f"{runner.name} did not start{again}: {last_line(error)}"
-            logger.warning("%s; %d of %d go on", self._last_loss, self.num_healthy, len(self._runners))
+            self._give_up(runner, f"{runner.name} did not start{again}: {last_line(error)}")
 
     def _probe(self, *, can_fetch: bool) -> None:
         """Ping the healthy runners, and use new ones and those that came back once they have the newest weights."""
@@ -520,12 +526,29 @@ class EnvRunnerGroup:
             if runner.probe is not None:
                 self._read_probe(runner, now)
 
+    def _end_hung(self, runner: Runner, silent_s: float) -> None:
+        """End a runner that does not answer; its requests fail, and go to other runners."""
+        self.num_hangs += 1
+        runner.num_hangs += 1
+        is_last = runner.num_hangs == MAX_HANGS
+        ray.kill(runner.handle, no_restart=is_last)
+        self._note_death(runner, f"hangs: it has not answered for {silent_s:.0f} s")
+        if is_last:
+            self._give_up(
+                runner,
+                f"{runner.name} hung {MAX_HANGS} times without a group in between; if a pass of its engine takes "
+                f"longer than {self._fault_tolerance.hang_timeout_s:g} s, raise "
+                "debugging.fault_tolerance.hang_timeout_s",
+            )
+
+    def _give_up(self, runner: Runner, reason: str) -> None:
+        runner.is_lost, self._last_loss = True, reason
+        logger.warning("%s; %d of %d go on", reason, self.num_healthy, len(self._runners))
+
     def _read_probe(self, runner: Runner, now: float) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
             if runner.is_healthy and now - runner.probed_at > self._fault_tolerance.hang_timeout_s:
-                self.num_hangs += 1
-                ray.kill(runner.handle, no_restart=False)  # its requests fail, and go to other runners
-                self._note_death(runner, f"hangs: it has not answered for {now - runner.probed_at:.0f} s")
+                self._end_hung(runner, now - runner.probed_at)
             return
         probe, runner.probe = runner.probe, None
         try:

@@ -27,6 +27,8 @@ class Runner:
     died_at: float | None = None
     """None if it is healthy or was never."""
     num_failed_loads: int = 0
+    num_hangs: int = 0
+    """In a row, without a finished group in between."""
     num_in_flight: int = 0
     """Trajectories that it was asked for and has not returned."""
     probe: Any = None

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -149,10 +149,15 @@ class Algorithm:
         policy = place.share(workspace.policy_dir)
         if workspace.index_dir is not None and config.retrieval.num_retrievers:
             place.share(workspace.index_dir, INDEX)
-        placement = Placement(config, has_index=workspace.index_dir is not None)
-        sampler = Sampler(config, policy, workspace.index_dir, placement, place.share)
-        learners = LearnerGroup(config, placement.learner_options)
-        algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
+        with ExitStack() as started:
+            placement = Placement(config, has_index=workspace.index_dir is not None)
+            started.callback(placement.remove)
+            sampler = Sampler(config, policy, workspace.index_dir, placement, place.share)
+            started.callback(sampler.stop)
+            learners = LearnerGroup(config, placement.learner_options)
+            started.callback(learners.stop)
+            algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
+            started.pop_all()  # ``algorithm.stop`` ends them from now on
         try:
             if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
                 sampler.env_runners.wait_until_ready()
@@ -377,7 +382,7 @@ class Algorithm:
 
     def stop_profile(self) -> list[RankProfile]:
         """End the profiles and return them by rank; a rank that was restarted in between has none."""
-        return [found for found in self._learners.foreach_learner(stop_profile) if found is not None]
+        return [found for found in self._learners.foreach_learner(stop_profile, is_blocking=True) if found is not None]
 
     def measure_recall(self) -> dict[str, float]:
         """Return ``{"recall@3": 0.61, ...}`` of the evaluation questions; empty if their evidence is not known."""

@@ -35,12 +35,14 @@ from ragr1_actors.core.config import (
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.runs.places import Place
+from ragr1_actors.runs.places import Place, StoredPlace
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
 from ragr1_actors.runs.scaling import FleetName, ScalingDecision
 
 TICK_S = 1.0
 """Between two looks at the fleets and at the orders."""
+STORED_ORDER_S = 10.0
+"""Between two looks at the orders of a run at a URI."""
 NO_ROOM_AFTER_S = 60.0
 """After this time without a place for a new actor, the decision says so. Adding a node takes Ray about this long."""
 
@@ -175,7 +177,7 @@ class FleetController:
         self._fleets = {fleet.name: fleet for fleet in self._find_fleets(config, sampler)}
         self._decisions: list[ScalingDecision] = []
         self._order_id = ""
-        self._ticked_at = 0.0
+        self._ticked_at = self._ordered_at = 0.0
 
     def _find_fleets(self, config: RunConfig, sampler: Sampler) -> list[_Controlled]:
         runners, retrieval, found = config.env_runners, config.retrieval, []
@@ -250,6 +252,12 @@ class FleetController:
         logger.warning("%s: %s", controlled.name, reason)
 
     def _take_order(self) -> None:
+        if isinstance(
+            self._place, StoredPlace
+        ):  # each look is a request over the network, during which nothing is done
+            if time.monotonic() - self._ordered_at < STORED_ORDER_S:
+                return
+            self._ordered_at = time.monotonic()
         try:
             order = read_order(self._place)
             if order is None or order.order_id == self._order_id:
