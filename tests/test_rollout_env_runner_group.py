@@ -254,7 +254,7 @@ def test_groups_are_slow_beside_groups_of_their_size(
 
 
 def test_an_engine_that_refuses_a_call_is_one_sentence(group: EnvRunnerGroup) -> None:
-    with pytest.raises(FleetError, match=r"env runner \d failed in no_such_method: AttributeError"):
+    with pytest.raises(FleetError, match=r"env runner \d failed in no_such_method: .*AttributeError"):
         group.call_engines("no_such_method")
 
 
