@@ -26,10 +26,10 @@ train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 unit: .venv/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not ray and not engine and not integration and not slow and not vllm" $(ARGS)
 
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
