@@ -177,6 +177,8 @@ class JobClient:
                 job = await asyncio.to_thread(self.job, job_id)
                 answered = time.monotonic()
                 if job.exit_status is not None:
+                    with suppress(UserError), self._explained(job_id):  # Ray's tail may end before the last lines
+                        write((await asyncio.to_thread(self._client.get_job_logs, job_id))[num_shown:])
                     return job
             except (UserError, RuntimeError, aiohttp.ClientError) as error:  # RuntimeError: the connection is closed
                 if time.monotonic() - answered > LOST_AFTER_S:

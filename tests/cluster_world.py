@@ -73,6 +73,7 @@ def autoscaled_cluster(
         with contextlib.suppress(subprocess.TimeoutExpired):
             head.wait(30)
         _end_processes_of(directory)
+        head.wait(60)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -113,7 +114,7 @@ class NodeWatch:
 
 
 @contextmanager
-def watch_nodes(environment: Mapping[str, str], timeout_s: float = 300.0) -> Iterator[NodeWatch]:
+def watch_nodes(environment: Mapping[str, str], timeout_s: float = 900.0) -> Iterator[NodeWatch]:
     """Watch the nodes of a cluster from another process, which ends ``timeout_s`` after their last change."""
     command = [sys.executable, "-c", WATCH.replace("TIMEOUT_S", str(timeout_s))]
     watch = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
@@ -165,13 +166,17 @@ def _head_node_id() -> str:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a port that nothing listens on now, below those that the system gives to connections.
+
+    By ``secrets``: pytest-randomly seeds ``random`` alike in all test processes.
+    """
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(found.getsockname()[1])
 
 
-def _wait_for(holds: Any, head: subprocess.Popen[bytes], log: Path, timeout_s: float = 120.0) -> None:
+def _wait_for(holds: Any, head: subprocess.Popen[bytes], log: Path, timeout_s: float = 400.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert head.poll() is None and time.monotonic() < deadline, log.read_text()

@@ -38,6 +38,10 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's default of 15 leaves actors a thirtieth of a core beside the tests of another process
     "RAY_worker_niceness": "0",
+    # Ray gives its processes 30 to 60 s to start, and a busy machine takes longer
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "600",
     "RAGR1_CACHE": tempfile.mkdtemp(prefix="ragr1-cache-"),
 }
 atexit.register(shutil.rmtree, os.environ["RAGR1_CACHE"], ignore_errors=True)

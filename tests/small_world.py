@@ -79,7 +79,6 @@ def make_recipe(path: Path, files: Path, **training: Any) -> Path:
     """Write a recipe with one actor of each sort, two steps of SFT and a held-out task."""
     config = make_config(files, SHORT | {"num_steps": 2}, **training).model_dump()
     config["environment"]["eval_tasks"] = ""
-    config["debugging"]["fault_tolerance"] = {}
     config["env_runners"]["num_env_runners"] = config["retrieval"]["num_retrievers"] = 1
     config["learners"]["num_learners"] = 1
     config["retrieval"]["num_cpus_per_retriever"] = config["learners"]["num_cpus_per_learner"] = 0  # on two cores

@@ -390,7 +390,7 @@ def test_an_interrupt_during_imports_is_one_line_at_once_and_not_lost(
         env=a_persons_environment(),
         capture_output=True,
         text=True,
-        timeout=120,  # or an interrupt that is lost would let it train
+        timeout=240,  # or an interrupt that is lost would let it train
         check=False,
     )
     assert (done.returncode, done.stderr) == (128 + number, f"interrupted; {advice}\n")

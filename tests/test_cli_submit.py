@@ -176,7 +176,7 @@ def refusal(address: str) -> str:
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         JobClient(address)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # imports included
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -226,6 +226,11 @@ def test_a_head_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     address = f"http://127.0.0.1:{free_port()}"
     assert refusal(address).startswith(f"no Ray head answers at {address}; give the address of its dashboard")
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
     assert "no Ray head answers at http://no-such-host.invalid" in refusal("http://no-such-host.invalid:8265")
 
 
@@ -308,7 +313,7 @@ def test_the_bar_on_a_terminal_has_the_rate_and_the_time_left() -> None:
         for step in range(1, 4):
             report(step, "loss 0.5")
     text = console.export_text()
-    assert re.search(r"3/100 +[\d,]+/s ", text)
+    assert re.search(r"3/100 +[\d,.]+/(s|min) ", text)
     assert text.count(":") >= 4  # the time since the start, and the time left
 
 

@@ -111,7 +111,7 @@ def _wait_for_text(log: Path, pattern: str, process: subprocess.Popen[bytes]) ->
         found[:] = re.findall(pattern, log.read_text())
         return bool(found) or process.poll() is not None
 
-    assert wait_for(is_there, 120) and found, log.read_text()
+    assert wait_for(is_there, 400) and found, log.read_text()
     return found[0]
 
 

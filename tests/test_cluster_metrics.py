@@ -39,8 +39,11 @@ found, is_over = {}, threading.Event()
 
 def scrape():
     while not is_over.wait(1.0):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                lines = answer.read().decode().splitlines()
+        except OSError:  # the agent is busy, or not up yet
+            continue
         found.update((line.rpartition(" ")[0], line) for line in lines if line.startswith("ray_ragr1_"))
 
 scraper = threading.Thread(target=scrape)
@@ -51,7 +54,7 @@ create_run_directory(config, run_dir)
 write_order(find_place(run_dir), ScaleOrder(order_id="a second retriever", sizes={"retrievers": 2}))
 with (run_dir / "console.txt").open("w") as printed:
     TrainingRun(config, run_dir, Console(file=printed, width=200)).execute()
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 300
 while not all(any(line.startswith(name) for line in list(found)) for name in wanted) and time.monotonic() < deadline:
     time.sleep(0.5)
 is_over.set()

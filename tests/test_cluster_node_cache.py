@@ -72,7 +72,7 @@ def test_several_processes_ask_and_one_fetches(tmp_path: Path) -> None:
     Entry(tmp_path, "a")
     arguments = (GETS, tmp_path / "cache", tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 4)
     processes = [start_python(*arguments) for _ in range(4)]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert [output for output, _ in outputs] == ["True\n"] * 4, outputs
     assert (tmp_path / "log").read_text() == "fetched\n"
 
@@ -124,7 +124,7 @@ def test_a_damaged_entry_is_found_by_its_hash_and_fetched_again(tmp_path: Path) 
     entry = Entry(tmp_path, "a")
     directory = tmp_path / "cache"
     process = start_python(GETS, directory, tmp_path / "source_a", tmp_path / "log", 10 * SIZE, 1)
-    assert process.communicate(timeout=120)[0] == "True\n"
+    assert process.communicate(timeout=600)[0] == "True\n"
     (directory / entry.name / "weights").write_bytes(b"b" * SIZE)
     assert entry.get(NodeCache(directory, 10 * SIZE)) == b"a" * SIZE
 

@@ -18,7 +18,7 @@ CLUSTER = """
     from cluster_world import free_port
     from ray.cluster_utils import Cluster
 
-    def until(holds, timeout_s=180):
+    def until(holds, timeout_s=500):
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline
@@ -98,7 +98,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     retrievers = ActorFleet("retriever", Stub, [()], num_cpus=0.5)
     retrievers.scale_to(1)
     runners.wait_until_ready()
-    retrievers.wait_until_ready(60)
+    retrievers.wait_until_ready(500)
     until(lambda: retrievers.state().num_running == 1)
     before = find_actors(retrievers.name)
     runners.submit(request(0))

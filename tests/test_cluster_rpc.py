@@ -26,7 +26,7 @@ from zmq.utils import z85
 from cluster.rpc import RpcAddress, RpcClient, RpcServer, decode, encode
 from ragr1_actors.core.errors import RpcError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Panic(BaseException):
@@ -180,7 +180,7 @@ async def test_calls_that_arrived_are_answered_before_the_end(actor: Actor) -> N
     client = RpcClient(actor.address)
     calls = [asyncio.create_task(client.call("wait", number)) for number in range(4)]
     await until(actor.has_begun.is_set)
-    await asyncio.sleep(0.2)  # the others are sent; no state of the server shows it
+    await asyncio.sleep(1.0)  # the others are sent; no state of the server shows it
     draining = asyncio.create_task(asyncio.to_thread(actor.server.drain))
     await asyncio.sleep(0.05)  # no state shows that it waits
     assert not draining.done()
@@ -394,32 +394,33 @@ def process() -> Iterator[tuple["subprocess.Popen[str]", RpcAddress]]:
 
 
 async def test_a_peer_killed_in_a_call_is_noticed_at_once(
-    process: tuple["subprocess.Popen[str]", RpcAddress],
+    process: tuple["subprocess.Popen[str]", RpcAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cluster.rpc._DEAD_AFTER_S", 600.0)  # no heartbeat says it
     started, address = process
     client = RpcClient(address)
     assert await client.call("double", 2) == 4
-    calls = [asyncio.create_task(client.call("sleep", 50)) for _ in range(3)]
+    calls = [asyncio.create_task(client.call("sleep", 500)) for _ in range(3)]
     await asyncio.to_thread(started.stdout.readline)
     started.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     for failed in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(failed, RpcError) and "lost the connection to 127.0.0.1" in str(failed)
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 60
 
 
 @pytest.mark.slow
 async def test_a_peer_that_is_stopped_misses_its_heartbeats(
     process: tuple["subprocess.Popen[str]", RpcAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.rpc._DEAD_AFTER_S", 1.0)
+    monkeypatch.setattr("cluster.rpc._DEAD_AFTER_S", 5.0)
     started, address = process
     client = RpcClient(address)
-    call = asyncio.create_task(client.call("sleep", 50))
+    call = asyncio.create_task(client.call("sleep", 500))
     await asyncio.to_thread(started.stdout.readline)
     started.send_signal(signal.SIGSTOP)
     with pytest.raises(RpcError, match="lost the connection to"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await call
 
 

@@ -54,7 +54,7 @@ class Sleeper:
         time.sleep(60)
 with ray_session():
     import ray
-    for number in range(12):
+    for number in range(60):
         actor = ray.remote(num_cpus=0, max_restarts=-1)(Sleeper).remote()
         started = Path(sys.argv[1], str(number))
         call = actor.sleep.remote(str(started))
@@ -129,7 +129,7 @@ with ray_session():
 @pytest.mark.slow
 def test_a_ray_that_does_not_start_in_time_is_started_once_more() -> None:
     printed = run_python(LATE)
-    assert re.search(r"\b[4-9] of the first start, 0 left", printed)
+    assert re.search(r"\b([4-9]|[1-9]\d) of the first start, 0 left", printed)
 
 
 @pytest.mark.ray
@@ -170,6 +170,8 @@ def test_a_local_session_asks_for_a_token_that_no_other_user_can_read(tmp_path: 
 
 
 KILLED = """
+from cluster import leftovers
+leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import os, signal, sys, time
 from pathlib import Path
 from cluster.leftovers import processes_of
@@ -214,12 +216,14 @@ def end_session(*killed: str) -> tuple[Path, set[int]]:
 @pytest.mark.parametrize("killed", ["nothing", "driver", "watcher"])
 def test_nothing_of_a_session_is_left_at_its_end_or_if_its_driver_is_killed(killed: str) -> None:
     folder, pids = end_session(killed)
-    assert wait_for(lambda: not folder.exists(), 60)
+    assert wait_for(lambda: not folder.exists(), 300)
     assert processes_of(folder) == set()
-    assert wait_for(lambda: ended(pids), 60)
+    assert wait_for(lambda: ended(pids), 300)
 
 
 LIVING = """
+from cluster import leftovers
+leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import sys
 from cluster.session import ray_session
 with ray_session():
@@ -232,7 +236,11 @@ with ray_session():
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_doctor_removes_what_a_dead_session_left_and_nothing_else() -> None:
+def test_doctor_removes_what_a_dead_session_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.leftovers.PREFIX", "ragr1-own-")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of scratch folders
     with subprocess.Popen(
         [sys.executable, "-c", LIVING],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -254,7 +262,7 @@ def test_doctor_removes_what_a_dead_session_left_and_nothing_else() -> None:
         assert reads.returncode == 0  # a person may read the log
         assert re.fullmatch(rf" +ok  dead session: {left} removed, \d+ processes killed\n", printed), printed
         assert not left.exists()
-        assert wait_for(lambda: ended(pids), 60)
+        assert wait_for(lambda: ended(pids), 300)
         assert "none in /tmp" in invoke("doctor", "--clean")
         assert folder.is_dir()
         assert "works" in living.communicate("")[0]

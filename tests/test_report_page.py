@@ -284,6 +284,7 @@ async def test_a_browser_draws_it_offline(tmp_path: Path, scheme: str) -> None:
         # Chromium's own sandbox does not start as root, as in a container
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_default_timeout(120_000)
         problems: list[str] = []
         requested: list[str] = []
         page.on("console", lambda message: problems.append(message.text))

@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
     assert stderr.startswith("error: no room "), stderr
     assert stderr.count("\n") == 1  # one sentence, however long
     assert "--resume" in stderr
-    assert wait_for(lambda: ended(children), 30)
+    assert wait_for(lambda: ended(children), 120)
     assert CheckpointStore(run_dir / "checkpoints").latest() == checkpoint
     assert digests(checkpoint) == before
 

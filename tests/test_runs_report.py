@@ -4,24 +4,20 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from rich.console import Console
-from small_world import wait_for
 
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.runs.report import (
     EvalResult,
-    PeakMemory,
     RunReport,
     StageReport,
     TaskCounts,
     read_report,
     render_table,
-    tree_memory_bytes,
     write_report,
 )
 
@@ -83,18 +79,24 @@ def test_table() -> None:
         assert words in text
 
 
-def test_peak_memory_sees_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.runs.report.SAMPLE_INTERVAL_S", 0.05)
-    before = tree_memory_bytes()
-    assert before > 10 * 2**20
-    script = "import sys; block = bytearray(b'x' * (100 << 20)); print('up', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"]
-    with PeakMemory() as memory:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"
-        assert tree_memory_bytes() > before + 100 * 2**20
-        is_seen = wait_for(lambda: memory.peak_bytes > before + 100 * 2**20, 60, child)
-        child.communicate()
-    assert is_seen
-    assert tree_memory_bytes() < memory.peak_bytes
+PEAK = """
+import subprocess, sys, time
+from ragr1_actors.runs import report
+report.SAMPLE_INTERVAL_S = 0.05
+before = report.tree_memory_bytes()
+assert before > 10 * 2**20
+script = "import sys; block = bytearray(b'x' * (100 << 20)); print('up', flush=True); sys.stdin.read()"
+command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"]
+with report.PeakMemory() as memory:
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"up\\n"
+    assert report.tree_memory_bytes() > before + 100 * 2**20
+    while memory.peak_bytes <= before + 100 * 2**20:
+        time.sleep(0.05)
+    child.communicate()
+assert report.tree_memory_bytes() < memory.peak_bytes
+"""
+
+
+def test_peak_memory_sees_children() -> None:
+    run_python(PEAK)  # whose only children are those of the script

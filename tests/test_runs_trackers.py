@@ -42,7 +42,8 @@ def the_run(client: Any) -> Any:
 
 
 def history(client: Any, name: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in client.get_metric_history(the_run(client).info.run_id, name)]
+    points = client.get_metric_history(the_run(client).info.run_id, name)
+    return sorted((point.step, point.value) for point in points)  # which several threads sent
 
 
 def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, mlflow_client: Any) -> None:
@@ -121,7 +122,7 @@ def wandb_records(run_dir: Path) -> list[tuple[str, Any]]:
     """Return id and protobuf record of all that W&B wrote, in the order of its processes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    paths = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.parent.name)
     return [
         (path.stem.removeprefix("run-"), Record.FromString(data))
         for path in paths

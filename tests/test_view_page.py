@@ -27,6 +27,7 @@ from ragr1_actors.view.index import Index
 from ragr1_actors.view.server import ViewServer
 
 pytestmark = pytest.mark.integration
+expect.set_options(timeout=120_000)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -44,6 +45,7 @@ async def opened(url: str, scheme: str = "light") -> AsyncIterator[object]:
         # Chromium's own sandbox does not start as root, as in a container
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})  # type: ignore[arg-type]
+        page.set_default_timeout(120_000)
         page.problems = []  # type: ignore[attr-defined]
         page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" else None)  # type: ignore[attr-defined]
         page.on("pageerror", lambda error: page.problems.append(str(error)))  # type: ignore[attr-defined]
