@@ -172,10 +172,24 @@ def test_the_verdict_is_that_of_the_newest_iterations() -> None:
     assert facts.headline(alone, rows).title == "One process"
 
 
+def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> None:
+    books = {"tasks/issued": 24.0, "tasks/trained": 24.0, "tasks/lost": 0.0, "tasks/doubled": 0.0}
+    rows = [
+        one
+        for number in range(1, facts.NEWEST + 3)
+        for one in (row(number, **TIMES, **FLEET, **books), row(number, **EVALUATION, **{"eval/policy_version": 1.0}))
+    ]
+    shown = {tile.label: tile for tile in facts.tiles(CONFIG, rows, None)}
+    assert shown["iterations of RL"].value == str(facts.NEWEST + 2)
+    assert shown["tasks trained"].value == "24"
+    assert f"Iterations in the mean: {facts.NEWEST}." in facts.headline(CONFIG, rows).text
+    assert f"{facts.NEWEST + 2} iterations of RL so far" in render("run", CONFIG, rows, None)
+
+
 def test_counters_add_up_over_the_processes_of_a_run() -> None:
     assert facts.total_of_counter([0, 2, 2, 0, 1]) == 3
     assert facts.total_of_counter([2, 1]) == 3
-    rows = [row(n, **{"env_runners/num_hangs": float(n), "loop/learner_restarts": 0.0}) for n in (1, 2)]
+    rows = [row(n, **TIMES, **{"env_runners/num_hangs": float(n), "loop/learner_restarts": 0.0}) for n in (1, 2)]
     assert facts.failures(rows) == [("env runners that hung", 2)]
 
 

@@ -14,7 +14,7 @@ from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS
+from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -67,8 +67,8 @@ class Headline:
 
 
 def rl_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the lines of the iterations of RL."""
-    return [row for row in rows if row["stage"] == "rl"]
+    """Return the lines of the iterations of RL, without those of evaluations between two."""
+    return [row for row in rows if is_iteration(row)]
 
 
 def headline(config: RunConfig, rows: Sequence[Row]) -> Headline:
