@@ -193,6 +193,18 @@ def test_counters_add_up_over_the_processes_of_a_run() -> None:
     assert facts.failures(rows) == [("env runners that hung", 2)]
 
 
+def test_failures_of_encoders_and_trajectories_and_actors_that_do_not_answer() -> None:
+    lost = {"retrieval/retriever_lost": [0.0, 2.0, 0.0, 1.0], "retrieval/encoder_hangs": [0.0, 0.0, 1.0, 1.0]}
+    failed = {"env_runners/num_env_error": [0.0, 3.0, 3.0, 3.0], "retrieval/encoder_lost": [0.0] * 4}
+    rows = [row(n, **TIMES, **{name: values[n] for name, values in (lost | failed).items()}) for n in range(4)]
+    assert facts.failures(rows) == [
+        ("trajectories that failed in the environment", 3),
+        ("encoders that hung", 1),
+        ("retrievers that did not answer, most at a time", 2),
+    ]
+    assert "Nothing failed." not in render("run", CONFIG, rows, None)
+
+
 def test_ratios_have_goals_where_the_project_has_one() -> None:
     rows = [row(1, **TIMES, **{"learner/padding_waste": 0.02, "retrieval/cache_hit_rate": 0.5})]
     found = {one.name: one for one in facts.ratios(CONFIG, rows)}

@@ -280,7 +280,7 @@ def test_a_run_whose_curves_cannot_be_read_does_not_stay_in_use(tmp_path: Path) 
     (tmp_path / "run" / "tensorboard" / "events").write_text("1")
     place = StoredPlace(Storage(f"file://{tmp_path / 'run'}", retry_s=0))
     (place.path / "tensorboard").touch()  # a file where the folder should be
-    with pytest.raises(UserError, match="cannot read .*/tensorboard/events"), place:
+    with pytest.raises(UserError, match=r"cannot read .*/tensorboard/events"), place:
         pass
     assert LEASE_FILE not in place.storage.names()
 

@@ -25,9 +25,13 @@ COUNTERS = {
     "env_runners/num_hangs": "env runners that hung",
     "env_runners/num_lost": "env runners given up",
     "env_runners/num_hedged": "slow groups sampled a second time",
+    "env_runners/num_retrieval_failed": "trajectories that failed in a search",
+    "env_runners/num_engine_error": "trajectories that failed in the engine",
+    "env_runners/num_env_error": "trajectories that failed in the environment",
     "retrieval/retriever_restarts": "retrievers restarted",
     "retrieval/retriever_hangs": "retrievers that hung",
-    "retrieval/retriever_lost": "retrievers given up",
+    "retrieval/encoder_restarts": "encoders restarted",
+    "retrieval/encoder_hangs": "encoders that hung",
     "retrieval/failed_attempts": "batches of queries that a replica did not answer",
     "loop/learner_restarts": "learner group restarted",
     "loop/weight_fallbacks": "weight transfers that fell back to the object store",
@@ -36,6 +40,11 @@ COUNTERS = {
     "tasks/failed": "training tasks given up",
 }
 """Metrics that count since the start of a process or of the run, and what each counts."""
+MOST_AT_A_TIME = {
+    "retrieval/retriever_lost": "retrievers that did not answer, most at a time",
+    "retrieval/encoder_lost": "encoders that did not answer, most at a time",
+}
+"""Metrics that say how many there are now, and what of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +164,15 @@ def _ratio(name: str, value: float | None, goal: float | None) -> Ratio | None:
 
 
 def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return what failed and was mended, by kind, with its number over all processes of the run; none are left out."""
-    found = []
-    for name, what in COUNTERS.items():
-        values = [row[name] for row in rl_rows(rows) if name in row]
-        if total := total_of_counter(values):
-            found.append((what, total))
-    return found
+    """Return what failed and was mended, by kind, with its number over all processes of the run; zeros are left out."""
+    iterations = rl_rows(rows)
+
+    def values(name: str) -> list[float]:
+        return [row[name] for row in iterations if name in row]
+
+    found = [(what, total_of_counter(values(name))) for name, what in COUNTERS.items()]
+    found += [(what, round(max(values(name), default=0.0))) for name, what in MOST_AT_A_TIME.items()]
+    return [(what, number) for what, number in found if number]
 
 
 def total_of_counter(values: Sequence[float]) -> int:
