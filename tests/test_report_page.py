@@ -216,6 +216,15 @@ def test_ratios_have_goals_where_the_project_has_one() -> None:
     assert {one.name: one.is_met for one in facts.ratios(behind, rows)}["learner waits for samples"] is False
 
 
+@pytest.mark.parametrize(("waited_s", "value", "is_met"), [(0.5, "75.00%", False), (0.02, "99.00%", True)])
+def test_search_time_that_no_trajectory_waited_for_is_hidden(waited_s: float, value: str, is_met: bool) -> None:
+    times = {"time/retrieval_s": 2.0, "time/retrieval_waited_s": waited_s, "time/generation_s": 8.0}
+    (found,) = (one for one in facts.ratios(CONFIG, [row(1, **TIMES, **times)]) if "hidden" in one.name)
+    assert found == facts.Ratio("search time hidden behind generation", value, "at least 98%", is_met)
+    without = facts.ratios(CONFIG, [row(1, **TIMES, **dict.fromkeys(times, 0.0))])
+    assert not any("hidden" in one.name for one in without)
+
+
 def test_text_of_a_run_is_only_text_and_nothing_is_fetched(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     out = tmp_path / "page.html"

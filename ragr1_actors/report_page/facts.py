@@ -138,12 +138,14 @@ def ratios(config: RunConfig, rows: Sequence[Row]) -> list[Ratio]:
     seconds = mean("time/iteration_s")
     waits, publishes = mean("time/sample_s"), mean("time/publish_s")
     generates, searches = mean("time/generation_s"), mean("time/retrieval_waited_s")
+    waited = _share(searches, mean("time/retrieval_s"))
     has_lag = config.training.max_policy_lag > 0
     made = [
         _ratio("learner waits for samples", _share(waits, seconds), 0.03 if has_lag else None),
         _ratio("weights are published", _share(publishes, seconds), None),
         _ratio("trajectories and metrics are written", _share(mean("time/write_s"), seconds), 0.01),
         _ratio("a trajectory waits for searches", _share(searches, (generates or 0.0) + (searches or 0.0)), None),
+        _ratio("search time hidden behind generation", None if waited is None else 1 - waited, 0.98, at_least=True),
         _ratio("retrievers work", mean("retrieval/retriever_busy"), None),
         _ratio("searches from the cache", mean("retrieval/cache_hit_rate"), None),
         _ratio("padding in computed tokens", mean("learner/padding_waste"), 0.01),
@@ -156,11 +158,13 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _ratio(name: str, value: float | None, goal: float | None) -> Ratio | None:
+def _ratio(name: str, value: float | None, goal: float | None, *, at_least: bool = False) -> Ratio | None:
     if value is None:
         return None
-    met = None if goal is None else value <= goal
-    return Ratio(name, f"{value:.2%}", "" if goal is None else f"at most {goal:.0%}", met)
+    if goal is None:
+        return Ratio(name, f"{value:.2%}", "", None)
+    is_met = value >= goal if at_least else value <= goal
+    return Ratio(name, f"{value:.2%}", f"at {'least' if at_least else 'most'} {goal:.0%}", is_met)
 
 
 def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
