@@ -218,6 +218,22 @@ def test_glossary_of_metrics_is_complete() -> None:
     assert {text for text in strings() if _METRIC.fullmatch(text)} - documented == set()
 
 
+def test_names_of_rllib_are_in_rllib() -> None:
+    before, _, after = read("docs/metrics.md").partition("## RLlib's names")
+    table = after.partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    theirs = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    found = importlib.util.find_spec("ray")
+    assert found is not None and found.submodule_search_locations
+    rllib = Path(found.submodule_search_locations[0]) / "rllib"
+    files = ("utils/metrics/__init__.py", "core/learner/learner.py", "algorithms/algorithm.py")
+    source = "".join((rllib / file).read_text("utf-8") for file in files)
+    assert len(theirs) > 12
+    assert {name for name in theirs if f'"{name}"' not in source} == set()
+    ours = {name for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    assert ours - set(re.findall(r"`([^`\n]+)`", before)) == set()
+
+
 def quoted_messages() -> list[str]:
     """Return the messages in the first column of the tables of the troubleshooting page."""
     cells = re.findall(r"^\| (.+?) \|", read("docs/troubleshooting.md"), re.MULTILINE)

@@ -172,11 +172,37 @@ def test_the_verdict_is_that_of_the_newest_iterations() -> None:
     assert facts.headline(alone, rows).title == "One process"
 
 
+def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> None:
+    books = {"tasks/issued": 24.0, "tasks/trained": 24.0, "tasks/lost": 0.0, "tasks/doubled": 0.0}
+    rows = [
+        one
+        for number in range(1, facts.NEWEST + 3)
+        for one in (row(number, **TIMES, **FLEET, **books), row(number, **EVALUATION, **{"eval/policy_version": 1.0}))
+    ]
+    shown = {tile.label: tile for tile in facts.tiles(CONFIG, rows, None)}
+    assert shown["iterations of RL"].value == str(facts.NEWEST + 2)
+    assert shown["tasks trained"].value == "24"
+    assert f"Iterations in the mean: {facts.NEWEST}." in facts.headline(CONFIG, rows).text
+    assert f"{facts.NEWEST + 2} iterations of RL so far" in render("run", CONFIG, rows, None)
+
+
 def test_counters_add_up_over_the_processes_of_a_run() -> None:
     assert facts.total_of_counter([0, 2, 2, 0, 1]) == 3
     assert facts.total_of_counter([2, 1]) == 3
-    rows = [row(n, **{"env_runners/num_hangs": float(n), "loop/learner_restarts": 0.0}) for n in (1, 2)]
+    rows = [row(n, **TIMES, **{"env_runners/num_hangs": float(n), "loop/learner_restarts": 0.0}) for n in (1, 2)]
     assert facts.failures(rows) == [("env runners that hung", 2)]
+
+
+def test_failures_of_encoders_and_trajectories_and_actors_that_do_not_answer() -> None:
+    lost = {"retrieval/retriever_lost": [0.0, 2.0, 0.0, 1.0], "retrieval/encoder_hangs": [0.0, 0.0, 1.0, 1.0]}
+    failed = {"env_runners/num_env_error": [0.0, 3.0, 3.0, 3.0], "retrieval/encoder_lost": [0.0] * 4}
+    rows = [row(n, **TIMES, **{name: values[n] for name, values in (lost | failed).items()}) for n in range(4)]
+    assert facts.failures(rows) == [
+        ("trajectories that failed in the environment", 3),
+        ("encoders that hung", 1),
+        ("retrievers that did not answer, most at a time", 2),
+    ]
+    assert "Nothing failed." not in render("run", CONFIG, rows, None)
 
 
 def test_ratios_have_goals_where_the_project_has_one() -> None:
@@ -188,6 +214,14 @@ def test_ratios_have_goals_where_the_project_has_one() -> None:
     assert found["searches from the cache"].goal == ""
     behind = RunConfig.model_validate({"training": {"max_policy_lag": 1}})
     assert {one.name: one.is_met for one in facts.ratios(behind, rows)}["learner waits for samples"] is False
+
+
+def test_search_time_that_no_trajectory_waited_for_is_hidden() -> None:
+    times = {"time/retrieval_s": 2.0, "time/retrieval_waited_s": 0.5, "time/generation_s": 8.0}
+    (found,) = (one for one in facts.ratios(CONFIG, [row(1, **TIMES, **times)]) if "hidden" in one.name)
+    assert found == facts.Ratio("search time hidden from its trajectory", "75.00%", "", None)
+    without = facts.ratios(CONFIG, [row(1, **TIMES, **dict.fromkeys(times, 0.0))])
+    assert not any("hidden" in one.name for one in without)
 
 
 def test_text_of_a_run_is_only_text_and_nothing_is_fetched(tmp_path: Path) -> None:

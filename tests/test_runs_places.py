@@ -17,6 +17,7 @@ from recorded_run import PASSAGES, record
 from rich.console import Console
 from small_world import ROOT, SHORT, invoke, make_config, make_files, wait_for
 from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cluster import leftovers
 from cluster.storage import Storage, share
@@ -33,7 +34,7 @@ from ragr1_actors.runs.run_directory import (
     open_run_directory,
     removed_if_unused,
 )
-from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
@@ -251,6 +252,37 @@ def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyP
     assert place.storage.find("index") is not None, "a folder is stored whole"
     names = [name for name in place.storage.names() if not name.startswith("index")]
     assert names == ["metrics.jsonl", "report.html", "tensorboard/events"]
+
+
+def test_a_resumed_run_keeps_its_curves(uri: str) -> None:
+    for first, last in ((1, 5), (4, 7)):
+        place = StoredPlace(Storage(uri))
+        place.load()
+        with place:
+            logger = MetricsLogger(place.path)
+            for iteration in range(first, last + 1):
+                logger.log("rl", iteration, {"rollout/reward": float(10 * first + iteration), "learner/tokens": 2.0})
+            logger.close()
+    files = [name for name in place.storage.names("tensorboard") if "tfevents" in name]
+    assert len(files) == 2
+    events = EventAccumulator(str(place.path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("rollout/reward")]
+    assert found == [(1, 11), (2, 12), (3, 13), (4, 44), (5, 45), (6, 46), (7, 47)]
+    assert [event.step for event in events.Scalars("by_tokens/rollout/reward")] == [2, 4, 6, 8, 10, 12, 14]
+    reader = StoredPlace(Storage(uri))
+    reader.load()
+    assert not (reader.path / "tensorboard").exists(), "who only reads the run needs no curves"
+
+
+def test_a_run_whose_curves_cannot_be_read_does_not_stay_in_use(tmp_path: Path) -> None:
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard" / "events").write_text("1")
+    place = StoredPlace(Storage(f"file://{tmp_path / 'run'}", retry_s=0))
+    (place.path / "tensorboard").touch()  # a file where the folder should be
+    with pytest.raises(UserError, match=r"cannot read .*/tensorboard/events"), place:
+        pass
+    assert LEASE_FILE not in place.storage.names()
 
 
 def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:

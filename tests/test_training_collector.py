@@ -228,6 +228,19 @@ def test_a_group_is_refilled_or_shrunk(rule: str, num_sampled: int, num_failed: 
     assert collector.tasks.failed_tasks == []
 
 
+@pytest.mark.parametrize("rule", ["refill", "shrink"])
+def test_failures_are_counted_by_what_ended_the_trajectory(rule: str) -> None:
+    collector, group, _ = batch_of([[ENV, OK, SEARCH], [SEARCH, ENGINE, SEARCH], [OK, OK, SEARCH]], rule=rule)
+    found = {name: value for name, value in collector.metrics().items() if name.startswith("env_runners/")}
+    assert group.summary.num_failed == (rule == "shrink")
+    assert found == {
+        "env_runners/num_retrieval_failed": 4.0,
+        "env_runners/num_engine_error": 1.0,
+        "env_runners/num_env_error": 1.0,
+    }
+    assert collector.metrics()["tasks/trained"] == 1.0
+
+
 def test_a_group_is_shrunk_after_its_last_try() -> None:
     _, group, num_sampled = batch_of([[OK, ENV, OK]] * 9, retries=2)
     assert (num_sampled, group.summary.rewards) == (3, (0.0, 2.0))

@@ -377,6 +377,9 @@ def test_a_stop_ends_with_one_sentence_and_a_checkpoint(files: Path, pretrained:
     assert newest is not None
     stopped = read_state(newest)
     (alarm,) = stopped.extra["guard"]["alarms"]
+    page = (run_dir / "report.html").read_text()
+    assert "not finished: " in page and "rollout/well_formed is " in page
+    assert not (run_dir / "report.json").exists(), "it would be taken for finished"
     assert stopped.iteration == alarm["iteration"] < NUM_ITERATIONS
     assert stopped.sampler.counts.lost == 0
     one_more = drifting(files, only_format("stop"), num_iterations=stopped.iteration + 1)

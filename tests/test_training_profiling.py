@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from small_world import invoke, make_config, make_files
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
-from learners.profiling import RankProfile
+from learners.profiling import RankProfile, operators_s
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.profiling import FOLDER, Cost, largest_costs
 from ragr1_actors.training.stages import TrainingRun
@@ -38,6 +40,23 @@ def test_costs_are_the_phases_of_the_driver_and_the_operators_of_the_learner() -
         Cost("weights are published", 0.5, 0.025),
         Cost("learner: aten::add", 0.5, 0.025),
     ]
+
+
+def made_up(name: str, device: DeviceType, cpu_us: float, device_us: float) -> FunctionEventAvg:
+    event = FunctionEventAvg()
+    event.key, event.device_type = name, device
+    event.self_cpu_time_total, event.self_device_time_total = cpu_us, device_us
+    return event
+
+
+def test_a_kernel_is_no_cost_beside_the_operator_that_started_it() -> None:
+    events = [
+        made_up("aten::mm", DeviceType.CPU, 1e5, 6e6),
+        made_up("aten::linear", DeviceType.CPU, 2e5, 0.0),
+        made_up("ampere_sgemm_128x64_tn", DeviceType.CUDA, 0.0, 6e6),
+    ]
+    assert operators_s(events, on_gpu=True) == {"aten::mm": 6.0, "aten::linear": 0.0}
+    assert operators_s(events[:2], on_gpu=False) == {"aten::mm": 0.1, "aten::linear": 0.2}
 
 
 @pytest.mark.engine

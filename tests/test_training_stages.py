@@ -33,6 +33,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
+from ragr1_actors.report_page import facts
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -93,6 +94,38 @@ def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     with pytest.raises(FleetError, match=r"all of the last 3 tasks failed; the last one with: .*no library today"):
         algorithm.train()
     algorithm.stop()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("obstacle", ["", "directory", "bug"])
+def test_an_interrupted_run_has_its_page_and_ends_as_interrupted(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    run_dir, config = tmp_path / "run", make_config(files, {"num_steps": 0}, num_iterations=3)
+    if obstacle == "directory":  # a page cannot be written there
+        (run_dir / "report.html" / "mine").mkdir(parents=True)
+    if obstacle == "bug":
+        monkeypatch.setattr(facts, "tiles", lambda *arguments: 1 / 0)
+    train = Algorithm.train
+
+    def interrupted(algorithm: Algorithm, *arguments: Any) -> dict[str, float]:
+        metrics = train(algorithm, *arguments)
+        if algorithm.iteration == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(Algorithm, "train", interrupted)
+    create_run_directory(config, run_dir)
+    printed = io.StringIO()
+    with pytest.raises(TerminationError):
+        TrainingRun(config, run_dir, Console(file=printed, width=300)).execute()
+    assert CheckpointStore(run_dir / "checkpoints").latest() is not None
+    assert not (run_dir / "report.json").exists()
+    if obstacle:
+        assert "report.html was not written: " in printed.getvalue()
+    else:
+        page = (run_dir / "report.html").read_text()
+        assert "not finished: 2 iterations of RL so far" in page and "GiB at the peak" in page
 
 
 class SometimesUnsearchable(SearchEnv):
@@ -273,6 +306,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: 
     assert "--resume" in stderr
     assert "Traceback" not in stderr and "Stack" not in stderr, stderr
     assert CheckpointStore(run_dir / "checkpoints").latest() is not None
+    assert "not finished: " in (run_dir / "report.html").read_text()
     assert wait_for(lambda: ended(children), 120)
 
 

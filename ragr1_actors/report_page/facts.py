@@ -14,7 +14,7 @@ from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS
+from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -25,9 +25,13 @@ COUNTERS = {
     "env_runners/num_hangs": "env runners that hung",
     "env_runners/num_lost": "env runners given up",
     "env_runners/num_hedged": "slow groups sampled a second time",
+    "env_runners/num_retrieval_failed": "trajectories that failed in a search",
+    "env_runners/num_engine_error": "trajectories that failed in the engine",
+    "env_runners/num_env_error": "trajectories that failed in the environment",
     "retrieval/retriever_restarts": "retrievers restarted",
     "retrieval/retriever_hangs": "retrievers that hung",
-    "retrieval/retriever_lost": "retrievers given up",
+    "retrieval/encoder_restarts": "encoders restarted",
+    "retrieval/encoder_hangs": "encoders that hung",
     "retrieval/failed_attempts": "batches of queries that a replica did not answer",
     "loop/learner_restarts": "learner group restarted",
     "loop/weight_fallbacks": "weight transfers that fell back to the object store",
@@ -36,6 +40,11 @@ COUNTERS = {
     "tasks/failed": "training tasks given up",
 }
 """Metrics that count since the start of a process or of the run, and what each counts."""
+MOST_AT_A_TIME = {
+    "retrieval/retriever_lost": "retrievers that did not answer, most at a time",
+    "retrieval/encoder_lost": "encoders that did not answer, most at a time",
+}
+"""Metrics that say how many there are now, and what of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,8 @@ class Headline:
 
 
 def rl_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the lines of the iterations of RL."""
-    return [row for row in rows if row["stage"] == "rl"]
+    """Return the lines of the iterations of RL, without those of evaluations between two."""
+    return [row for row in rows if is_iteration(row)]
 
 
 def headline(config: RunConfig, rows: Sequence[Row]) -> Headline:
@@ -129,12 +138,14 @@ def ratios(config: RunConfig, rows: Sequence[Row]) -> list[Ratio]:
     seconds = mean("time/iteration_s")
     waits, publishes = mean("time/sample_s"), mean("time/publish_s")
     generates, searches = mean("time/generation_s"), mean("time/retrieval_waited_s")
+    waited = _share(searches, mean("time/retrieval_s"))
     has_lag = config.training.max_policy_lag > 0
     made = [
         _ratio("learner waits for samples", _share(waits, seconds), 0.03 if has_lag else None),
         _ratio("weights are published", _share(publishes, seconds), None),
         _ratio("trajectories and metrics are written", _share(mean("time/write_s"), seconds), 0.01),
         _ratio("a trajectory waits for searches", _share(searches, (generates or 0.0) + (searches or 0.0)), None),
+        _ratio("search time hidden from its trajectory", None if waited is None else 1 - waited, None),
         _ratio("retrievers work", mean("retrieval/retriever_busy"), None),
         _ratio("searches from the cache", mean("retrieval/cache_hit_rate"), None),
         _ratio("padding in computed tokens", mean("learner/padding_waste"), 0.01),
@@ -155,13 +166,15 @@ def _ratio(name: str, value: float | None, goal: float | None) -> Ratio | None:
 
 
 def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return what failed and was mended, by kind, with its number over all processes of the run; none are left out."""
-    found = []
-    for name, what in COUNTERS.items():
-        values = [row[name] for row in rl_rows(rows) if name in row]
-        if total := total_of_counter(values):
-            found.append((what, total))
-    return found
+    """Return what failed and was mended, by kind, with its number over all processes of the run; zeros are left out."""
+    iterations = rl_rows(rows)
+
+    def values(name: str) -> list[float]:
+        return [row[name] for row in iterations if name in row]
+
+    found = [(what, total_of_counter(values(name))) for name, what in COUNTERS.items()]
+    found += [(what, round(max(values(name), default=0.0))) for name, what in MOST_AT_A_TIME.items()]
+    return [(what, number) for what, number in found if number]
 
 
 def total_of_counter(values: Sequence[float]) -> int:

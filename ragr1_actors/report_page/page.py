@@ -25,21 +25,29 @@ from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, read_metrics
 _ASSETS = Path(__file__).parent / "assets"
 
 
-def write_page(out: Path, name: str, config: RunConfig, run_dir: Path, report: RunReport | None) -> None:
+def write_page(
+    out: Path, name: str, config: RunConfig, run_dir: Path, report: RunReport | None, *, is_finished: bool = True
+) -> None:
     """Write the page about the run ``name``, whose files are in ``run_dir``, to ``out``: whole or not at all.
 
-    ``report`` is None for a run that has not ended.
+    ``report`` is None for a run that has not ended, and ``is_finished`` False for the report of one that ended early.
 
     Raises:
         RunDirectoryError: a file of the run is damaged.
     """
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
-    page = render(name, config, rows, report, read_starts(run_dir))
+    page = render(name, config, rows, report, read_starts(run_dir), is_finished=is_finished)
     write_file(out, lambda writing: writing.write_text(page, encoding="utf-8"))
 
 
 def render(
-    name: str, config: RunConfig, rows: Sequence[Row], report: RunReport | None, starts: Sequence[Start] = ()
+    name: str,
+    config: RunConfig,
+    rows: Sequence[Row],
+    report: RunReport | None,
+    starts: Sequence[Start] = (),
+    *,
+    is_finished: bool = True,
 ) -> str:
     """Return the page."""
     loader = PackageLoader("ragr1_actors.report_page", "assets")
@@ -47,7 +55,7 @@ def render(
     assets = {asset: (_ASSETS / asset).read_text("utf-8") for asset in ("report.css", "report.js", _PLOTLY)}
     return environment.get_template("report.html.jinja").render(
         name=name,
-        state=_state(rows, report),
+        state=_state(rows, is_finished=is_finished and report is not None),
         made=time.strftime("%F %T %Z"),
         headline=facts.headline(config, rows),
         tiles=facts.tiles(config, rows, report),
@@ -71,8 +79,8 @@ def render(
 _PLOTLY = "plotly-basic.min.js"
 
 
-def _state(rows: Sequence[Row], report: RunReport | None) -> str:
-    if report is not None:
+def _state(rows: Sequence[Row], *, is_finished: bool) -> str:
+    if is_finished:
         return "finished"
     return f"not finished: {len(facts.rl_rows(rows)):,} iterations of RL so far" if rows else "nothing measured yet"
 

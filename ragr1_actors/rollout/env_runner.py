@@ -29,7 +29,16 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.core.types import Completion, Failure, OnText, Sampling, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import (
+    Completion,
+    Failure,
+    OnText,
+    Sampling,
+    StopReason,
+    TokenKind,
+    Trajectory,
+    TrajectoryGroup,
+)
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
@@ -92,6 +101,8 @@ class GroupSummary:
     """Over the trajectories that did not fail: em, rounds, queries, tokens, stop reasons, the environment's metrics."""
     data_errors: tuple[str, ...] = ()
     """Those of ``errors`` that are ``Failure.DATA``."""
+    stop_reasons: tuple[StopReason, ...] = ()
+    """Of the trajectories that failed."""
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Values whose histograms are drawn: per trajectory that did not fail, and per turn that searched."""
 
@@ -330,6 +341,7 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
         oldest_version=min(versions, default=-1),
         means={name: total / len(kept) for name, total in totals.items()},
         data_errors=tuple(t.error for t in group.trajectories if t.stop_reason.failure is Failure.DATA),
+        stop_reasons=tuple(t.stop_reason for t in group.trajectories if t.stop_reason.is_failure),
         samples={
             "turns": tuple(float(len(t.turns)) for t in kept),
             "queries_per_turn": tuple(float(len(turn.queries)) for t in kept for turn in t.turns if turn.queries),

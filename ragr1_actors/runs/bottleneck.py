@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.runs.telemetry.metrics import is_iteration
 
 Limit = Literal["learner", "retrieval", "batch", "rollout"]
 
@@ -48,11 +49,11 @@ class Verdict:
 
 
 def load_of_rows(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Load | None:
-    """Return the means of lines of ``metrics.jsonl``; None if none is of the stage ``rl``, or no runner sampled.
+    """Return the means of lines of ``metrics.jsonl``; None if none is of an iteration of RL, or no runner sampled.
 
     Without runners the policy samples in the driver, between two updates.
     """
-    found = [row for row in rows if row["stage"] == "rl" and "time/iteration_s" in row]
+    found = [row for row in rows if is_iteration(row)]
     if not found or not config.env_runners.num_env_runners:
         return None
 

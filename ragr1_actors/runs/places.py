@@ -41,6 +41,7 @@ from ragr1_actors.core.folders import AnyFolder, Sink
 from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.checkpoint import BEST, SCORE_FILE, Checkpoints, CheckpointStore, read_score
 from ragr1_actors.runs.lease import Lease
+from ragr1_actors.runs.telemetry.tensorboard import TENSORBOARD_DIRECTORY
 from ragr1_actors.runs.telemetry.trackers import TRACKERS_FILE
 
 UPLOAD_INTERVAL_S = 30.0
@@ -247,6 +248,11 @@ class StoredPlace:
     def __enter__(self) -> Self:
         """Upload in the background; ``RunDirectoryError`` if another machine works in the run."""
         self._lease.take()
+        try:
+            self._bring_curves()
+        except BaseException:
+            self._lease.give_back()
+            raise
         self._thread.start()
         return self
 
@@ -337,6 +343,16 @@ class StoredPlace:
             self._recorded = {file.name: file for file in found.files}
             self._listed = dict(self._recorded)
         self._is_loaded = True
+
+    def _bring_curves(self) -> None:
+        """Bring the event files of earlier processes, which TensorBoard would forget at the first of this one.
+
+        Only a process that works in the run needs them, so ``load`` does not bring them.
+        """
+        for name in self.storage.names(TENSORBOARD_DIRECTORY):
+            if WRITING not in name and name not in self._uploaded:
+                self.storage.download(name, self.path / name)
+                self._uploaded[name] = _version(self.path / name)
 
     def bring(self, name: str) -> Path:
         """Return where a folder of the run is on this machine, if the run has it."""

@@ -288,7 +288,7 @@ class Algorithm:
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
-                **{f"tasks/{name}": float(count) for name, count in self._collector.tasks.counts().items()},
+                **self._collector.metrics(),
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,
@@ -444,7 +444,9 @@ class Algorithm:
             while self._env_runners.num_unfinished:
                 self._env_runners.collect()
             self._fleet.evaluation, self._finish_evaluation = None, lambda: None
+            num_failed = self._collector.num_failed
             self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
+            self._collector.num_failed = num_failed
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint, self.policy_version)
             self._learners.foreach_learner(partial(_scale_lr, factor=lr_factor))

@@ -19,7 +19,7 @@ import numpy as np
 
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.types import Failure, Task
+from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
 from ragr1_actors.rollout.sampler import TaskSampling
@@ -109,6 +109,8 @@ class BatchCollector:
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._fault_tolerance = read_fault_tolerance(config.debugging)
         self._policy_version = 0
+        self.num_failed: Counter[StopReason] = Counter()
+        """Trajectories that failed, by what ended them; also those of groups that are sampled again."""
         self._in_flight: Counter[int] = Counter()
         """Groups that are not collected yet, by the policy version at which they were asked for."""
 
@@ -163,6 +165,14 @@ class BatchCollector:
             for group in self._fleet.collect():
                 self.sort(group)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the books of the tasks and the failures: ``{"tasks/lost": 0.0, ...}``."""
+        failures = {f"num_{reason}": self.num_failed[reason] for reason in StopReason if reason.is_failure}
+        return {
+            **{f"tasks/{name}": float(count) for name, count in self.tasks.counts().items()},
+            **{f"env_runners/{name}": float(count) for name, count in failures.items()},
+        }
+
     def _num_due(self) -> int:
         """Return the number of groups in flight that this batch is the last for, if the recipe waits for them."""
         if self._fault_tolerance.stale_groups == "drop":
@@ -178,6 +188,7 @@ class BatchCollector:
         """
         summary, rules = group.summary, self._fault_tolerance
         self._in_flight[group.request.policy_version] -= 1
+        self.num_failed.update(summary.stop_reasons)
         if not summary.num_failed:
             self._keep(group)
             return

@@ -6,8 +6,9 @@ This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decid
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance, read_guard
-from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.report_page.page import write_page
@@ -39,7 +40,13 @@ from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_decisions, read_incidents, read_metrics
+from ragr1_actors.runs.telemetry.metrics import (
+    METRICS_FILE,
+    MetricsLogger,
+    read_decisions,
+    read_incidents,
+    read_metrics,
+)
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock
@@ -120,32 +127,56 @@ class TrainingRun:
                 self._held = interrupts.held
                 algorithm = Algorithm.start(self._config, self._place, workspace, self._held)
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
-            try:
-                self._restore(algorithm)  # an interrupt saves nothing: the newest checkpoint is newer than the state
-                recall = algorithm.measure_recall()
+            with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
-                    self._describe(workspace, recall)
-                    self._run_stages(algorithm, logger)
-                except KeyboardInterrupt:
-                    if not interrupts.is_torn:  # else learner and task sampler differ; the checkpoint before is valid
-                        self._save(algorithm)
-                    raise
-            finally:
-                algorithm.stop()
-        report = RunReport(
-            stages=tuple(self._stages),
-            wall_s=self._wall_s(),
-            peak_rss_bytes=memory.peak_bytes,
-            tasks=TaskCounts(**algorithm.task_counts()),
-            failed_tasks=algorithm.failed_tasks(),
-            ratios=recall,
-            decisions=read_decisions(self._run_dir),
-            incidents=read_incidents(self._run_dir),
-            alarms=tuple(self._guard.state.alarms),
-        )
-        write_page(self._run_dir / REPORT_HTML, self._run_dir.name, self._config, self._run_dir, report)
+                    self._restore(
+                        algorithm
+                    )  # an interrupt saves nothing: the newest checkpoint is newer than the state
+                    recall = algorithm.measure_recall()
+                    try:
+                        self._describe(workspace, recall)
+                        self._run_stages(algorithm, logger)
+                    except KeyboardInterrupt:
+                        if not interrupts.is_torn:  # else learner and task sampler differ; the one before is valid
+                            self._save(algorithm)
+                        raise
+                finally:
+                    algorithm.stop()
+        decisions, incidents = read_decisions(self._run_dir), read_incidents(self._run_dir)
+        report = self._report(algorithm, memory.peak_bytes)
+        report = replace(report, ratios=recall, decisions=decisions, incidents=incidents)
+        self._write_page(report)
         write_report(self._run_dir, report)
         return report
+
+    def _report(self, algorithm: Algorithm, peak_rss_bytes: int) -> RunReport:
+        """Return the report so far, without what is in the files of the run."""
+        return RunReport(
+            stages=tuple(self._stages),
+            wall_s=self._wall_s(),
+            peak_rss_bytes=peak_rss_bytes,
+            tasks=TaskCounts(**algorithm.task_counts()),
+            failed_tasks=algorithm.failed_tasks(),
+            alarms=tuple(self._guard.state.alarms),
+        )
+
+    def _write_page(self, report: RunReport, *, is_finished: bool = True) -> None:
+        page = self._run_dir / REPORT_HTML
+        write_page(page, self._run_dir.name, self._config, self._run_dir, report, is_finished=is_finished)
+
+    @contextmanager
+    def _page_of_early_end(self, report: Callable[[], RunReport]) -> Iterator[None]:
+        """Write ``report.html`` if the block raises, be it an interrupt; what hinders that is printed, and no more."""
+        try:
+            yield
+        except BaseException:
+            try:
+                if (self._run_dir / METRICS_FILE).stat().st_size:  # else nothing was measured
+                    self._write_page(report(), is_finished=False)
+            except Exception as error:  # a boundary of the process: why the run ended must not be lost
+                if not is_no_room(error):
+                    self._print(f"{REPORT_HTML} was not written: {one_line(error)}")
+            raise
 
     def _show_placement(self, plan: PlacementPlan) -> None:
         table = Table("actors", "number", "each", "nodes", box=None, pad_edge=False)

@@ -172,6 +172,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def is_iteration(row: Mapping[str, Any]) -> bool:
+    """Return whether a line is of an iteration of RL: those of evaluations between two have the stage ``rl``, too."""
+    return row["stage"] == "rl" and "time/iteration_s" in row
+
+
 def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:
     """Return the decisions about the fleets' sizes in ``metrics.jsonl``; ``RunDirectoryError`` on a damaged line."""
     return tuple(ScalingDecision(**made) for row in read_metrics(run_dir) for made in row.get(DECISIONS, ()))

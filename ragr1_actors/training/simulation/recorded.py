@@ -18,7 +18,7 @@ from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import open_run_directory
-from ragr1_actors.runs.telemetry.metrics import read_metrics
+from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.planning.plan import START_S
 from ragr1_actors.training.simulation.workload import Attempt, TurnShape
@@ -65,7 +65,7 @@ def read_recording(run_dir: str | Path) -> Recording:
     """
     place = find_place(run_dir)
     config = open_run_directory(place)
-    rows = [row for row in read_metrics(place.path) if row["stage"] == "rl" and _GENERATION in row][-NUM_ITERATIONS:]
+    rows = [row for row in read_metrics(place.path) if is_iteration(row) and _GENERATION in row][-NUM_ITERATIONS:]
     kept: list[dict[str, Any]] = []
     groups: list[list[Trajectory]] = []
     names = [f"iteration_{int(row['iteration']):05d}.arrow" for row in rows]
