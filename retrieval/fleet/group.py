@@ -207,8 +207,7 @@ class _Shared:
 
     @classmethod
     def of(cls, index_dir: str, manifest: Manifest, settings: RetrievalSettings, share: Share) -> _Shared:
-        is_inside = (Path(index_dir) / manifest.encoder).is_dir()
-        encoder = "" if is_inside else share(manifest.encoder)
+        encoder = "" if manifest.encoder in ("", ENCODER_FOLDER) else share(manifest.encoder)
         return cls(share(index_dir), encoder, share(settings.reranker) if settings.reranker else "")
 
     def index_with(self, manifest: Manifest, shards: Sequence[int]) -> AnyFolder:
