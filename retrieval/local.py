@@ -49,14 +49,19 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
 def named_index(settings: RetrievalSettings) -> Path:
     """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder."""
     manifest = Manifest.read(settings.index)
-    saved_with_index = "static" if manifest.encoder == ENCODER_FOLDER else ""
-    same_encoder = (manifest.encoder, Path(manifest.encoder).name, saved_with_index)
-    if manifest.is_dense and settings.encoder not in same_encoder:
+    if manifest.is_dense and not _is_encoder_of(manifest, settings.encoder):
         raise DataError(
             f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
             f"{settings.encoder!r}; name the same encoder, or build another index"
         )
     return Path(settings.index)
+
+
+def _is_encoder_of(manifest: Manifest, name: str) -> bool:
+    """Whether an index was built with an encoder; a folder may have been given by any path or link to it."""
+    if manifest.encoder == ENCODER_FOLDER:
+        return name in ("static", ENCODER_FOLDER)
+    return name == manifest.encoder or Path(name).resolve().name == Path(manifest.encoder).name
 
 
 class LocalRetriever:
