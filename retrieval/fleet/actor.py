@@ -130,7 +130,7 @@ class RpcActor(RpcServer):
             self._busy_s,
             self._num_queries,
             self._num_batches,
-            {client: (now - at, report) for client, (at, report) in self._reports.items()},
+            {client: (now - at, report) for client, (at, report) in self._reports.copy().items()},
             ray.get_runtime_context().get_node_id(),
         )
 
