@@ -82,6 +82,7 @@ class LocalRetriever:
         shards: Sequence[int] | None = None,
         load_encoder: bool = True,
         encoder_dir: str = "",
+        shards_dir: str = "",
     ) -> None:
         """Open an index: vectors, inverted index or both, as its manifest says.
 
@@ -95,6 +96,7 @@ class LocalRetriever:
             shards: numbers of the shards to search, by default all.
             load_encoder: without one, queries need vectors.
             encoder_dir: of an index with an encoder elsewhere, where it is on this node; by default where it was.
+            shards_dir: where the files of the shards are, by default in ``index_dir``.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
@@ -107,6 +109,7 @@ class LocalRetriever:
             "shards": None if shards is None else tuple(shards),
             "load_encoder": load_encoder,
             "encoder_dir": encoder_dir,
+            "shards_dir": shards_dir,
         }
         self._directory = Path(index_dir)
         self._reranker_name = reranker

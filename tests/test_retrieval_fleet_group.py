@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from retrieval.fleet.actor_fleet import find_actors
 from retrieval.fleet.batching import PoolSettings
 from retrieval.fleet.client import RetrieverClient
 from retrieval.fleet.group import RetrieverGroup
+from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
@@ -355,11 +357,11 @@ def test_what_an_index_cannot_do_is_said_before_any_actor_starts(ray_local: Modu
 
 
 @pytest.mark.ray
-async def test_an_encoder_outside_the_index_reaches_nodes_that_do_not_see_it(
+async def test_a_node_without_the_drivers_disk_gets_an_encoder_outside_the_index_and_one_corpus_for_all_shards(
     ray_local: ModuleType, tmp_path: Path
 ) -> None:
     encoder = make_static_encoder(tmp_path / "encoder-of-mine", [passage.text for passage in PASSAGES])
-    index = build_index(PASSAGES, tmp_path / "index", encoder=str(encoder), progress=False)
+    index = build_index(PASSAGES, tmp_path / "index", encoder=str(encoder), num_shards=2, progress=False)
     expected = LocalRetriever(index).search_batch(NAMES[:5], 2)
     storage = Storage(f"file://{tmp_path / 'storage'}")
 
@@ -367,14 +369,18 @@ async def test_an_encoder_outside_the_index_reaches_nodes_that_do_not_see_it(
         stored = storage.put(Path(folder))
         if Path(folder) == index:  # which is shared last
             encoder.rename(tmp_path / "gone")  # as on a node with another disk
-        return stored
+        return replace(stored, path="")
 
-    group = RetrieverGroup(index, RetrievalSettings(num_cpus_per_retriever=0.1), share)
+    group = RetrieverGroup(index, RetrievalSettings(num_cpus_per_retriever=0.1, num_shards=2), share)
     try:
         group.wait_until_ready()
         assert await group.retriever().search(NAMES[:5], 2) == expected
     finally:
         group.stop()
+    version = Manifest.read(index).version
+    fetched = [path for path in Path(os.environ["RAGR1_CACHE"]).glob("*/*") if path.name == "manifest.json"]
+    (common,) = [path.parent for path in fetched if Manifest.read(path.parent).version == version]
+    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow"}
 
 
 @pytest.mark.ray
