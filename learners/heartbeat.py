@@ -56,7 +56,7 @@ class Heartbeat:
             call, self._call = self._call, None
             try:
                 self._note(ray.get(call))
-            except RayError:  # it died: whoever waits for its result learns of it
+            except RayError:  # it died: the caller that waits for its result learns of it
                 return ""
         if self._call is None and now - self._asked_s >= INTERVAL_S:
             self._call, self._asked_s = self.ask(), now
