@@ -95,7 +95,10 @@ class PolicyTokenizer:
 
     @cached_property
     def _plain_backend(self) -> Any:
-        """A copy that knows no special tokens; it takes a second to make, and few texts name one."""
+        """A copy that knows no special tokens; it takes a second to make, and few texts name one.
+
+        This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
+        """
         plain = deepcopy(self._backend)
         plain.encode_special_tokens = True  # as text
         return plain
