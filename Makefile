@@ -55,7 +55,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # Only the rollout benchmark needs vLLM.
-BENCH_ENV := $(if $(filter learner retrieval gpu,$(NAME)),.venv/.installed-dev,.venv-vllm/.installed)
+BENCH_ENV := $(if $(filter rollout,$(NAME)),.venv-vllm/.installed,.venv/.installed-dev)
 bench: $(BENCH_ENV)
 	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 

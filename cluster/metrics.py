@@ -99,11 +99,6 @@ class GaugeExport:
                 _gauge(name).set(value, {"run": self._run})
 
 
-def exported_name(metric: str) -> str:
-    """Return the name of a driver's metric in Prometheus: ``ray_ragr1_env_runners_load`` for ``env_runners/load``."""
-    return f"ray_{PREFIX}{_plain(metric)}"
-
-
 def _plain(metric: str) -> str:
     return re.sub(r"\W", "_", metric, flags=re.ASCII)
 

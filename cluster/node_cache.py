@@ -115,7 +115,7 @@ class NodeCache:
             raise UserError(f"{BYTES_VARIABLE}: got {given!r}, expected a whole number of bytes")
         try:
             directory = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ragr1")
-        except RuntimeError as error:  # as in a container that runs as a user of its own
+        except RuntimeError as error:  # as in a container whose user has no entry in /etc/passwd
             raise UserError(
                 f"user {os.getuid()} of node {socket.gethostname()} has no home directory for the cache; set "
                 f"{CACHE_VARIABLE} to a local folder"
@@ -195,7 +195,8 @@ class NodeCache:
         for leftover in self.directory.glob(f"{WRITING}*.*"):
             self._if_free([f"{leftover.name.removeprefix(WRITING).rpartition('.')[0]}.fetch"], leftover)
         entries = [path for path in self.directory.iterdir() if not path.name.startswith(".")]
-        room = self._max_bytes - sum(self._size(path) for path in self.directory.iterdir())
+        kept = [path for path in self.directory.iterdir() if path.name != _LOCKS]  # there files vanish meanwhile
+        room = self._max_bytes - sum(map(self._size, kept))
         for entry in sorted(entries, key=self._last_use):
             if room >= num_bytes:
                 return

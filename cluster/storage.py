@@ -197,7 +197,12 @@ class Storage:
         found = self.find(name)
         if found is None or found.files != files:
             sink = self.sink(name)
-            self.deliver(sink.prefix, "driver", folder, files)
+            try:
+                self.deliver(sink.prefix, "driver", folder, files)
+            except BaseException:
+                with suppress(OSError, pa.ArrowException):  # once: the storage may be what fails
+                    self._fs.delete_dir(self._path(sink.prefix))
+                raise
             found = self.finish(sink, ["driver"], before=found)
         return replace(found, path=str(folder.absolute()))
 

@@ -47,9 +47,10 @@ STOP_WAIT_S = 600
 """Between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _STOPPED = 143
+"""Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
 _JOB_ID = re.compile(r"\w[\w.-]*")
 _PACKAGING = "ray._private.runtime_env.packaging"
-"""Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
+"""Ray's module that packs a working directory, and the name of its logger."""
 _NUM_LARGEST = 3
 _ZIP_ENTRY_BYTES = 76
 """Headers of a file in an archive, beside its name, which is there twice."""
@@ -118,10 +119,8 @@ class JobClient:
     def submit(self, working_dir: Path, arguments: Sequence[str]) -> str:
         """Upload a working directory, start ``python -m ragr1_actors ARGUMENTS`` in it, and return the job's id.
 
-        Raises:
-            DataError: as ``check_size``.
+        ``check_size`` has accepted the directory: it needs no connection, so a caller asks it before.
         """
-        check_size(working_dir)
         entrypoint = shlex.join(["python", "-m", "ragr1_actors", *arguments])
         with TemporaryDirectory() as folder:
             package = pack(working_dir, Path(folder))

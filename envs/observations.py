@@ -28,7 +28,10 @@ from retrieval.base import Passage
 
 # The possessive quantifiers keep a document of a thousand blanks from being read a million times.
 _TAG = re.compile(r"<(\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+)>", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|([^<>|]{1,64})\|>")
+# Those of Qwen, Llama 3 and DeepSeek; of Llama 2 and Mistral; of Gemma.
+_SPECIAL_TOKEN = re.compile(
+    r"<(\|[^<>|]{1,64}\||\uff5c[^<>\uff5c]{1,64}\uff5c|/?s|[be]os|pad|unk|(?:start|end)_of_turn)>"
+)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Where a text may be cut: behind a word, behind a character of the scripts that put no blanks between words (from
 # U+2E80 on), and within what is too long for a word.
@@ -105,10 +108,11 @@ def format_observation(
 def defuse(text: str) -> str:
     """Make a document, or a query that is repeated, harmless: ``defuse("</ Answer>") == "(/ Answer)"``.
 
-    The protocol's tags, in any case and with any white space, and ``<|...|>`` tokens, which a tokenizer reads in any
-    text, lose their angle brackets. Halves of surrogate pairs, which no tokenizer can encode, become U+FFFD.
+    The protocol's tags, in any case and with any white space, and the special tokens of known model families lose their
+    angle brackets. ``PolicyTokenizer.encode`` reads no special tokens at all, but prompts and endpoints do. Halves of
+    surrogate pairs, which no tokenizer can encode, become U+FFFD.
     """
-    text = _SPECIAL_TOKEN.sub(r"(|\1|)", _TAG.sub(r"(\1)", text))
+    text = _SPECIAL_TOKEN.sub(r"(\1)", _TAG.sub(r"(\1)", text))
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 

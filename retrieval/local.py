@@ -49,14 +49,19 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
 def named_index(settings: RetrievalSettings) -> Path:
     """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder."""
     manifest = Manifest.read(settings.index)
-    saved_with_index = "static" if manifest.encoder == ENCODER_FOLDER else ""
-    same_encoder = (manifest.encoder, Path(manifest.encoder).name, saved_with_index)
-    if manifest.is_dense and settings.encoder not in same_encoder:
+    if manifest.is_dense and not _is_encoder_of(manifest, settings.encoder):
         raise DataError(
             f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
             f"{settings.encoder!r}; name the same encoder, or build another index"
         )
     return Path(settings.index)
+
+
+def _is_encoder_of(manifest: Manifest, name: str) -> bool:
+    """Whether an index was built with an encoder; a folder may have been given by any path or link to it."""
+    if manifest.encoder == ENCODER_FOLDER:
+        return name in ("static", ENCODER_FOLDER)
+    return name == manifest.encoder or Path(name).resolve().name == Path(manifest.encoder).name
 
 
 class LocalRetriever:
@@ -77,6 +82,7 @@ class LocalRetriever:
         shards: Sequence[int] | None = None,
         load_encoder: bool = True,
         encoder_dir: str = "",
+        shards_dir: str = "",
     ) -> None:
         """Open an index: vectors, inverted index or both, as its manifest says.
 
@@ -90,6 +96,7 @@ class LocalRetriever:
             shards: numbers of the shards to search, by default all.
             load_encoder: without one, queries need vectors.
             encoder_dir: of an index with an encoder elsewhere, where it is on this node; by default where it was.
+            shards_dir: where the files of the shards are, by default in ``index_dir``.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
@@ -102,6 +109,7 @@ class LocalRetriever:
             "shards": None if shards is None else tuple(shards),
             "load_encoder": load_encoder,
             "encoder_dir": encoder_dir,
+            "shards_dir": shards_dir,
         }
         self._directory = Path(index_dir)
         self._reranker_name = reranker

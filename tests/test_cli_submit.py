@@ -85,6 +85,8 @@ def test_a_directory_above_rays_limit_names_its_largest_entries(tmp_path: Path) 
         check_size(tmp_path)
     assert "in a .rayignore file" in str(caught.value)
     assert "largest entries are data (101.0 MiB), model.bin (8.0 MiB), the packages of ragr1 (" in str(caught.value)
+    said = invoke("submit", "quickstart", "--working-dir", str(tmp_path), "--address", "http://127.0.0.1:1")
+    assert "Ray uploads less than 100.0 MiB" in said, "before anything connects"
     (tmp_path / ".rayignore").write_text("data/a\n")
     assert check_size(tmp_path) < TOO_LARGE
     (tmp_path / ".rayignore").write_bytes(b"data/\xff\n")

@@ -158,6 +158,11 @@ def test_the_job_trains_a_recipe_with_these_labels() -> None:
     assert config.env_runners.label_selector == {"ragr1": "runner"}
     assert config.retrieval.label_selector == {"ragr1": "retriever"}
     assert config.learners.label_selector == {"ragr1": "learner"}
+    assert "--auto-resume" in command, "the comment says that it goes on"
+    volume = manifest("storage.yaml")["metadata"]["name"]
+    mounted = {mount["mountPath"] for pod in pods().values() for mount in pod["containers"][0]["volumeMounts"]}
+    for path in (command[command.index("--run-dir") + 1], config.environment.tasks, config.retrieval.index):
+        assert any(path.startswith(f"{folder}/") for folder in mounted), f"{path} is not in the image, nor on {volume}"
 
 
 def test_the_launcher_takes_its_configuration_and_the_published_recipes_fit() -> None:

@@ -13,7 +13,7 @@ from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from small_world import make_files, make_recipe
 
-from cluster.metrics import RECORDED, exported_name
+from cluster.metrics import RECORDED
 
 ROOT = Path(__file__).resolve().parent.parent
 DASHBOARD = ROOT / "cluster" / "deploy" / "grafana" / "ragr1.json"
@@ -61,6 +61,11 @@ is_over.set()
 scraper.join()
 print("\\n".join(found.values()))
 """
+
+
+def exported_name(metric: str) -> str:
+    """Return the name of a driver's metric in Prometheus: ``ray_ragr1_env_runners_load`` for ``env_runners/load``."""
+    return f"ray_ragr1_{metric.replace('/', '_')}"
 
 
 def dashboard() -> dict[str, Any]:

@@ -139,6 +139,12 @@ def test_what_came_with_another_content_gets_no_name(tmp_path: Path) -> None:
         entry.get(NodeCache(tmp_path / "cache", 100))
 
 
+def test_the_files_of_locks_take_no_room(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path / "cache", SIZE)
+    (cache.directory / ".locks" / "other.fetch").write_bytes(bytes(SIZE))
+    assert Entry(tmp_path, "a").get(cache) == b"a" * SIZE
+
+
 def test_a_process_that_has_an_entry_looks_no_more(tmp_path: Path) -> None:
     entry = Entry(tmp_path, "a")
     cache = NodeCache(tmp_path / "cache", 10 * SIZE)

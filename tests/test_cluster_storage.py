@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from storage_world import KEY, SECRET, CutConnection, Mender, options, s3_server, s3_uri
 
-from cluster.storage import Artifact, Storage, StorageSink, is_uri, share, without_secrets
+from cluster.storage import Artifact, Storage, StorageSink, is_uri, read_contents, share, without_secrets
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.folders import Folder, Sink, on_this_node
 
@@ -232,6 +232,20 @@ def test_a_file_is_replaced_as_a_whole(storage: Storage, tmp_path: Path) -> None
             storage.upload(name, CutFile(tmp_path / "file"))
     assert storage.names() == ["metrics.jsonl"]
     assert storage.read("metrics.jsonl") == b"old"
+
+
+def test_an_upload_that_fails_leaves_nothing(storage: Storage, tmp_path: Path) -> None:
+    class Folder(PosixPath):
+        def open(self, *arguments: Any, **options: Any) -> Any:
+            if self.name == "weights" and storage.names():  # the other file was uploaded
+                raise KeyboardInterrupt
+            return super().open(*arguments, **options)
+
+    folder = make_folder(tmp_path / "policy")
+    with pytest.raises(KeyboardInterrupt):
+        storage.put(Folder(folder), "policy")
+    assert storage.names() == []
+    assert storage.put(folder, "policy").files == read_contents(folder)
 
 
 def test_what_is_gone_already_is_removed(storage: Storage) -> None:

@@ -286,7 +286,7 @@ def test_em_and_f1_on_real_answers_are_the_official_ones_to_the_last_digit(name:
 def official_normal(text: str, instead: str) -> str:
     """What SQuAD's and HotpotQA's scripts do to an answer, step by step and independent of the project's code.
 
-    ``instead`` is what stands for punctuation afterwards: nothing there, a space in RAG-R1's evaluation.
+    ``instead`` replaces punctuation: nothing there, a space in RAG-R1's evaluation.
     """
     lowered = text.lower()
     bare = "".join(instead if char in set(string.punctuation) else char for char in lowered)

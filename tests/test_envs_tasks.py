@@ -174,6 +174,8 @@ GOOD = '{"question": "q?", "answer": "a"}'
         (f"[\n{GOOD}\n{GOOD}\n]", "line 3: not valid JSON"),
         (f"[\n{GOOD},\n]", "line 3: not valid JSON"),
         (f"[\n{GOOD},", "line 2: not valid JSON"),
+        (f"[\n{GOOD}]\n[{GOOD}]", "line 3: not valid JSON (more text after its end)"),
+        (f'{{"Data": [{GOOD}]}}\n{{"Data": [{GOOD}]}}', "line 2: not valid JSON (more text after its end)"),
         (f"[\n{GOOD}\n", "line 3: not valid JSON"),
         (f'[\n{GOOD},\n{{"answer": "a"}}]', "line 3: got the keys answer, expected a question"),
         ('{"question": "q?"}', "line 1: no answer; expected one of the keys golden_answers"),

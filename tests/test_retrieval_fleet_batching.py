@@ -195,6 +195,27 @@ async def test_the_last_failure_has_the_attempts_and_the_cause() -> None:
     assert await search(["q"], 1) == [answer("q", 1)]
 
 
+async def test_a_fleet_that_is_down_is_given_up_in_time_while_its_list_is_read_again() -> None:
+    replica = FakeReplica()
+    replica.hangs = True
+    pool = batcher(replica, timeout_s=0.3, max_retries=0)
+    with pytest.raises(RetrievalError, match=r"no answer within 0\.3 s"):
+        await pool.search(["first"], 1)
+
+    async def read_again() -> None:
+        while True:
+            pool.batcher.set_replicas({"replica 0": replica})
+            await asyncio.sleep(0.05)
+
+    reader = asyncio.create_task(read_again())
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(RetrievalError, match=r"no replica was up for 0\.3 s"):
+                await pool.search(["second"], 1)
+    finally:
+        reader.cancel()
+
+
 async def test_no_retry_when_none_is_asked_for() -> None:
     replicas = [FakeReplica(), FakeReplica()]
     for replica in replicas:

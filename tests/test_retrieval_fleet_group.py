@@ -8,21 +8,25 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from cluster.storage import Artifact, Storage
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
+from retrieval.encoders.encoder import make_static_encoder
 from retrieval.fleet.actor_fleet import find_actors
 from retrieval.fleet.batching import PoolSettings
 from retrieval.fleet.client import RetrieverClient
 from retrieval.fleet.group import RetrieverGroup
+from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
@@ -350,6 +354,33 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
 def test_what_an_index_cannot_do_is_said_before_any_actor_starts(ray_local: ModuleType, index_dir: Path) -> None:
     with pytest.raises(ConfigError, match="got 4, but the index has 3"):
         RetrieverGroup(index_dir, RetrievalSettings(num_shards=4))
+
+
+@pytest.mark.ray
+async def test_a_node_without_the_drivers_disk_gets_an_encoder_outside_the_index_and_one_corpus_for_all_shards(
+    ray_local: ModuleType, tmp_path: Path
+) -> None:
+    encoder = make_static_encoder(tmp_path / "encoder-of-mine", [passage.text for passage in PASSAGES])
+    index = build_index(PASSAGES, tmp_path / "index", encoder=str(encoder), num_shards=2, progress=False)
+    expected = LocalRetriever(index).search_batch(NAMES[:5], 2)
+    storage = Storage(f"file://{tmp_path / 'storage'}")
+
+    def share(folder: str | Path) -> Artifact:
+        stored = storage.put(Path(folder))
+        if Path(folder) == index:  # which is shared last
+            encoder.rename(tmp_path / "gone")  # as on a node with another disk
+        return replace(stored, path="")
+
+    group = RetrieverGroup(index, RetrievalSettings(num_cpus_per_retriever=0.1, num_shards=2), share)
+    try:
+        group.wait_until_ready()
+        assert await group.retriever().search(NAMES[:5], 2) == expected
+    finally:
+        group.stop()
+    version = Manifest.read(index).version
+    fetched = [path for path in Path(os.environ["RAGR1_CACHE"]).glob("*/*") if path.name == "manifest.json"]
+    (common,) = [path.parent for path in fetched if Manifest.read(path.parent).version == version]
+    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow"}
 
 
 @pytest.mark.ray

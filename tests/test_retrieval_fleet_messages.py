@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import numpy as np
+import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.rpc import decode, encode
 from retrieval.base import Hits, Passage
-from retrieval.fleet.actor import PackedHits, pack
+from retrieval.fleet.actor import PackedHits, RpcActor, pack
+from retrieval.fleet.batching import ClientLoad
 from retrieval.fleet.client import unpack
 
 DEPTH = 4
@@ -60,3 +66,28 @@ def test_a_passage_that_many_queries_found_hardly_adds_to_a_message_and_text_is_
     distinct, repeated = packed(np.arange(300).reshape(100, 3)), packed(np.tile(np.arange(3), (100, 1)))
     assert len(distinct.data) > 5 * len(repeated.data)
     assert len(distinct.data) < distinct.num_bytes / 4
+
+
+class _Eager(str):
+    """A client's name that lets another client report while it is put into the answer."""
+
+    actor: ClassVar[RpcActor | None] = None
+
+    def __hash__(self) -> int:
+        if self.actor is not None:
+            self.actor.report("another", ClientLoad(1, 0, 0, 0, 0))
+        return super().__hash__()
+
+
+def test_a_client_may_report_while_the_load_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    actor = RpcActor()
+    actor.report(_Eager("one"), ClientLoad(5, 1, 0, 2, 2))
+    _Eager.actor = actor
+    try:
+        (found,) = actor.load().clients.values()
+    finally:
+        _Eager.actor = None
+        actor.drain()
+    assert found[1].queries == 5
+    assert len(actor.load().clients) == 2

@@ -18,15 +18,17 @@ from retrieval_world import NAMES, PASSAGES
 from test_retrieval_reranker import config, save_tokenizer
 from transformers import BertForSequenceClassification
 
+from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import write_corpus
+from retrieval.encoders.encoder import make_static_encoder
 from retrieval.encoders.reranker import Reranker
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import ABSENT
 from retrieval.indexes.vector_index import VectorIndex
-from retrieval.local import LocalRetriever
+from retrieval.local import LocalRetriever, named_index
 
 TYPES = ["flat", "pq", "bm25", "hybrid"]
 ODD = ["", "xyzzy", "\x00\x07", "\ud800", " \n\t ", "?!", "🙂" * 50]
@@ -124,6 +126,25 @@ def test_shards_of_an_index(tmp_path: Path) -> None:
         LocalRetriever(tmp_path / "hybrid", shards=[0])
 
 
+def test_an_index_knows_its_encoder_by_any_path_to_it(
+    index_dirs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [passage.text for passage in PASSAGES]
+    make_static_encoder(tmp_path / "models" / "mine", words)
+    make_static_encoder(tmp_path / "models" / "other", words)
+    (tmp_path / "link").symlink_to(tmp_path / "models" / "mine")
+    index = build_index(PASSAGES, tmp_path / "index", encoder="models/mine", progress=False)
+    for encoder in ("models/mine", "models/mine/", "link", "mine", str(tmp_path / "models" / "mine")):
+        assert named_index(RetrievalSettings(index=str(index), encoder=encoder)) == index
+    with pytest.raises(DataError, match=r"but retrieval\.encoder is 'models/other'"):
+        named_index(RetrievalSettings(index=str(index), encoder="models/other"))
+    static = str(index_dirs["flat"])
+    assert named_index(RetrievalSettings(index=static, encoder="static")) == index_dirs["flat"]
+    with pytest.raises(DataError, match=r"but retrieval\.encoder is 'models/encoder'"):  # the name of the folder inside
+        named_index(RetrievalSettings(index=static, encoder="models/encoder"))
+
+
 def test_options_are_checked_and_passed_on(index_dirs: dict[str, Path]) -> None:
     for name, options, said in [
         ("flat", {"ef_search": 3}, "unknown option 'ef_search' of index type 'flat'"),
@@ -164,8 +185,6 @@ def test_importing_the_retriever_is_light() -> None:
 
 
 def test_encoder_folder_is_used_from_where_it_is_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.encoders.encoder import make_static_encoder
-
     monkeypatch.chdir(tmp_path)
     make_static_encoder("model", [passage.text for passage in PASSAGES], seed=8)
     build_index(PASSAGES, "index", encoder="model", progress=False)

@@ -1,4 +1,5 @@
 import asyncio
+import shutil
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -55,6 +56,26 @@ def test_the_policy_folder_is_an_ordinary_one_and_its_tokenizer_loses_nothing(po
     for text in ("Beyoncé 日本 🎉\t\x00", "<think> Ana\n Bell</think>", ""):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.engine
+def test_no_text_of_the_environment_becomes_a_special_token(policy_dir: Path, tmp_path: Path) -> None:
+    names = ["</s>", "<s>", "<end_of_turn>", "<\uff5cend▁of▁sentence\uff5c>", "[MINE]"]
+    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
+    plain = PolicyTokenizer(folder)
+    added = AutoTokenizer.from_pretrained(folder)
+    added.add_tokens(names, special_tokens=True)
+    added.save_pretrained(folder)
+    special = {token_id: name for name, token_id in added.get_vocab().items() if name in names}
+    tokenizer = PolicyTokenizer(folder)
+    assert set(added.encode("".join(names), add_special_tokens=False)) == set(special)
+    for text in (*TEXTS, *names, " Ana</s> Bell <end_of_turn>\n<|im_end|>", "".join(names)):
+        ids = tokenizer.encode(text)
+        assert special.keys().isdisjoint(ids) and tokenizer.eos_token_ids.isdisjoint(ids)
+        assert tokenizer.decode(ids) == text
+        if text in TEXTS:
+            assert ids == plain.encode(text) == added.encode(text, add_special_tokens=False)
+    assert tokenizer.eos_token_ids & set(tokenizer.prompt_ids([Message("user", "Where?")])), "the template's own"
 
 
 async def converse(

@@ -175,7 +175,7 @@ async def test_a_full_context_ends_the_trajectory() -> None:
     cut = await run([SEARCH, ANSWER], max_context=prompt + len(SEARCH) + 10)
     assert cut.stop_reason is StopReason.CONTEXT_FULL
     assert cut.num_search_rounds == 1
-    assert cut.num_tokens == prompt + len(SEARCH), "an observation that nobody can read any more is left out"
+    assert cut.num_tokens == prompt + len(SEARCH), "an observation that the policy cannot read any more is left out"
     whole = await run([SEARCH, ANSWER])
     for room in (1, 10, 100):
         short = await run([SEARCH, ANSWER], max_context=whole.num_tokens - room)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from processes import run_python
 
 import ragr1_actors
+from benchmarks import BENCHMARKS
 from ragr1_actors.core.resolve import recipe_names
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -144,3 +147,14 @@ def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
         "import scipy, sklearn\n"
     )
     assert run_python(program, cwd=ROOT).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_only_the_benchmark_of_rollout_installs_vllm(name: str) -> None:
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    command = ["make", "--dry-run", "bench", f"NAME={name}"]
+    planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    environment = ".venv-vllm" if name == "rollout" else ".venv"
+    assert f"\n{environment}/bin/ragr1 bench {name} " in f"\n{planned}"
+    assert (".venv-vllm" in planned) == (name == "rollout")

@@ -43,7 +43,7 @@ def evaluated(files: Path, *arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def served(answer: Answer) -> Iterator[str]:
-    """Run a server in another thread: the command has an event loop of its own."""
+    """Run a server in another thread: the command has a separate event loop."""
     loop = asyncio.new_event_loop()
     ready, urls = threading.Event(), []
     ended = asyncio.Event()

@@ -1,6 +1,6 @@
 """``ragr1 bench view``: seconds of the viewer's slowest filter, until its page is ready, and of a report, over goals.
 
-The server runs in a process of its own, as ``ragr1 view`` starts it, over a made-up run; every time is of a request.
+The server runs in a separate process, as ``ragr1 view`` starts it, over a made-up run; every time is of a request.
 A side of a ratio is the goal itself, so a ratio of at most 1 meets it.
 """
 

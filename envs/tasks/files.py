@@ -230,12 +230,13 @@ def _read(path: Path) -> str:
 def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
     """Return the entries of an object with a list ``Data``, as TriviaQA's files are; None for any other file."""
     try:
-        first, _ = json.JSONDecoder().raw_decode(text.lstrip())
+        first, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):
         return None  # the reader of lines says which line is wrong
     data = first.get("Data") if isinstance(first, dict) else None
     if not isinstance(data, list):
         return None
+    _check_end(text, end, path)
     return ((entry, f"{path}, entry {number} of Data") for number, entry in enumerate(data, start=1))
 
 
@@ -273,6 +274,14 @@ def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             if text[position : position + 1] == "]":
                 line += text.count("\n", counted_to, position)
                 raise DataError(f"{path}, line {line}: not valid JSON (a comma before the end of the list)")
+    _check_end(text, position + 1, path)
+
+
+def _check_end(text: str, position: int, path: Path) -> None:
+    """Refuse text behind the one JSON value of a file: nothing would read it."""
+    if rest := text[position:].lstrip():
+        line = 1 + text.count("\n", 0, len(text) - len(rest))
+        raise DataError(f"{path}, line {line}: not valid JSON (more text after its end); keep one list in a file")
 
 
 def _skip_space(text: str, position: int) -> int:

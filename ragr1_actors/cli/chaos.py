@@ -222,7 +222,7 @@ def _kinds(config: RunConfig) -> list[str]:
 
 
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
-    """Order a run under way to kill actors of its own; its driver and other runs are left alone."""
+    """Order a run under way to kill some of its actors; its driver and other runs are left alone."""
     from ragr1_actors.cli.scale import check_under_way, give_order
     from ragr1_actors.runs.places import find_place
 

@@ -160,7 +160,7 @@ def draw(chart: Chart, rows: Sequence[Row]) -> Figure | None:
 def draw_evaluations(rows: Sequence[Row]) -> Figure | None:
     """Return held-out EM with its 95 % Wilson interval, and F1, over the iterations; None without an evaluation.
 
-    The evaluation before SFT is a mark of its own at iteration 0, where that after SFT is, too.
+    The evaluation before SFT is a separate mark at iteration 0, where that after SFT is, too.
     """
     found = [row for row in rows if "eval/em" in row and math.isfinite(row["eval/em"]) and row.get("eval/num_tasks")]
     if not found:

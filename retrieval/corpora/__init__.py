@@ -1,1 +1,1 @@
-"""Passages: reading corpus files, splitting, the memory-mapped corpus, auditing it against tasks."""
+"""Passages: reading corpus files, splitting and normalising text, and the memory-mapped corpus."""

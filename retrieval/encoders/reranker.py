@@ -109,7 +109,10 @@ class Reranker:
         for chosen in batch_by_length(lengths, _BATCH_TOKENS[kind], _SPARE_TOKENS[kind]):
             scores[chosen] = self._score_batch({name: [rows[i] for i in chosen] for name, rows in tokens.items()})
         if not np.isfinite(scores).all():
-            raise RetrievalError("the reranker's scores hold NaN or infinity; check its files, or load it as float32")
+            raise RetrievalError(
+                "the reranker's scores hold NaN or infinity; check its files, or set retrieval.num_gpus_per_retriever "
+                "to 0 (on a CPU it is float32)"
+            )
         return scores
 
     @torch.inference_mode()

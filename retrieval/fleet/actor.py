@@ -40,6 +40,8 @@ class ActorSettings:
     """Numbers of the index's shards that this actor holds; None is all."""
     encodes: bool = True
     """Whether the actor encodes queries itself."""
+    shard_files: AnyFolder = ""
+    """The folder of the files of these shards, apart from the rest of the index, which the actors of a node share."""
 
 
 class RowHits(NamedTuple):
@@ -130,7 +132,7 @@ class RpcActor(RpcServer):
             self._busy_s,
             self._num_queries,
             self._num_batches,
-            {client: (now - at, report) for client, (at, report) in self._reports.items()},
+            {client: (now - at, report) for client, (at, report) in self._reports.copy().items()},
             ray.get_runtime_context().get_node_id(),
         )
 
@@ -181,6 +183,7 @@ class RetrieverActor(RpcActor):
             options=settings.options,
             shards=settings.shards,
             load_encoder=settings.encodes,
+            shards_dir=_path_or_name(settings.shard_files),
         )
         manifest = self._retriever.manifest
         vectors = None

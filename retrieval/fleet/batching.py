@@ -321,6 +321,7 @@ class Batcher(Generic[A]):
         Batches that failed before come first: their callers have waited longest.
         """
         self._num_waiting_again += bool(avoid)
+        gives_up_at: float | None = None  # on the loop's clock; None while a replica is up
         try:
             while True:
                 up = [slots for slots in self._slots.values() if slots.is_up]
@@ -335,7 +336,11 @@ class Batcher(Generic[A]):
                     chosen.num_queries += num_queries
                     return chosen
                 # While replicas are up this wait ends: the batches that hold their slots time out.
-                async with asyncio.timeout(None if up else self._timeout_s):
+                if up:
+                    gives_up_at = None
+                elif gives_up_at is None:  # announcements that bring no replica do not prolong the wait
+                    gives_up_at = asyncio.get_running_loop().time() + self._timeout_s
+                async with asyncio.timeout_at(gives_up_at):
                     await self._changed.wait()
         except TimeoutError:
             return None

@@ -207,15 +207,17 @@ class _Shared:
 
     @classmethod
     def of(cls, index_dir: str, manifest: Manifest, settings: RetrievalSettings, share: Share) -> _Shared:
-        is_inside = (Path(index_dir) / manifest.encoder).is_dir()
-        encoder = "" if is_inside else share(manifest.encoder)
+        encoder = "" if manifest.encoder in ("", ENCODER_FOLDER) else share(manifest.encoder)
         return cls(share(index_dir), encoder, share(settings.reranker) if settings.reranker else "")
 
-    def index_with(self, manifest: Manifest, shards: Sequence[int]) -> AnyFolder:
-        """Return the index with some of its shards, so that no node fetches more."""
-        files = [manifest.shards[number].file.name for number in shards]
-        rest = (MANIFEST_FILE, manifest.corpus.name, *(file.name for file in manifest.files), f"{ENCODER_FOLDER}/")
-        return part_of(self.index, *rest, *files)
+    def common(self, manifest: Manifest) -> AnyFolder:
+        """Return the index without its shards: what all actors need, and a node fetches once."""
+        rest = (file.name for file in manifest.files)
+        return part_of(self.index, MANIFEST_FILE, manifest.corpus.name, *rest, f"{ENCODER_FOLDER}/")
+
+    def shard_files(self, manifest: Manifest, shards: Sequence[int]) -> AnyFolder:
+        """Return some shards of the index; empty for an index without vectors."""
+        return part_of(self.index, *(manifest.shards[number].file.name for number in shards)) if shards else ""
 
 
 def _start_retrievers(
@@ -226,7 +228,7 @@ def _start_retrievers(
     for number in range(settings.num_shards):
         shards = tuple(range(number, len(manifest.shards), settings.num_shards))
         made = ActorSettings(
-            shared.index_with(manifest, shards),
+            shared.common(manifest),
             _num_threads(num_cpus),
             _device(num_gpus),
             shared.encoder,
@@ -234,6 +236,7 @@ def _start_retrievers(
             settings.options,
             shards if settings.num_shards > 1 else None,
             encodes=manifest.is_dense and not settings.num_encoders,
+            shard_files=shared.shard_files(manifest, shards),
         )
         arguments.append((made,))
     fleet = ActorFleet(

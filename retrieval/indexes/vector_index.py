@@ -352,6 +352,7 @@ class DenseRanker:
         shards: Sequence[int] | None = None,
         load_encoder: bool = True,
         encoder_dir: str = "",
+        shards_dir: str = "",
     ) -> None:
         """Open shards, and the encoder the index was built with.
 
@@ -363,6 +364,7 @@ class DenseRanker:
             shards: numbers of the shards to open; by default all.
             load_encoder: without one, ``rank`` needs vectors.
             encoder_dir: see ``open_encoder``.
+            shards_dir: where the files of the shards are, by default in ``directory``.
 
         Raises:
             DataError: a shard or the encoder is missing, damaged or replaced.
@@ -379,11 +381,12 @@ class DenseRanker:
             raise DataError(f"{directory}: its shards do not hold {manifest.count} vectors; build the index again")
         self._num_threads = num_threads
         self._dimension = manifest.dimension
+        folder = Path(shards_dir or directory)
         self._shards = [
             (
                 shard.start,
                 VectorIndex.load(
-                    directory, shard, manifest.vector_type, manifest.dimension, device=device, options=options
+                    folder, shard, manifest.vector_type, manifest.dimension, device=device, options=options
                 ),
             )
             for shard in (manifest.shards[number] for number in numbers)

@@ -1,6 +1,6 @@
 """The files of a policy's folder: damaged ones, and weights of another model than the configuration's, are refused.
 
-transformers reads each kind of file with another library, each with exceptions of its own. Weights that are missing it
+transformers reads each kind of file with another library, and each has other exceptions. Weights that are missing it
 makes up, and weights for which the model has no place it leaves out.
 """
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -67,6 +69,8 @@ class PolicyTokenizer:
             ) from error
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         eos: list[int | None] = [self._tokenizer.eos_token_id]
@@ -78,9 +82,26 @@ class PolicyTokenizer:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; nothing is added before or after it."""
+        """Return the token ids of a text; nothing is added, and the names of special tokens in it are plain text."""
+        ids = self._encode(text)
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        plain: list[int] = self._plain_backend.encode(text, add_special_tokens=False).ids
+        return plain
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    @cached_property
+    def _plain_backend(self) -> Any:
+        """A copy that knows no special tokens; it takes a second to make, and few texts name one.
+
+        This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
+        """
+        plain = deepcopy(self._backend)
+        plain.encode_special_tokens = True  # as text
+        return plain
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens (end of sequence)."""
@@ -88,9 +109,12 @@ class PolicyTokenizer:
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents."""
+        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents.
+
+        Special tokens in the contents count: a recipe's prompt may hold them.
+        """
         if self._tokenizer.chat_template is None:
-            return self.encode("\n".join(message.content for message in messages) + "\n")
+            return self._encode("\n".join(message.content for message in messages) + "\n")
         chat = [{"role": message.role, "content": message.content} for message in messages]
         # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
         ids: Any = self._tokenizer.apply_chat_template(
