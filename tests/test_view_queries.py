@@ -12,6 +12,7 @@ import pytest
 from view_world import TASK, attempt, every_outcome, keep, learned_from
 
 from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.runs.scores import score
 from ragr1_actors.view.index import Index, Snapshot
 from ragr1_actors.view.payloads import TokenPieces, find_row, row_payloads, trajectory_payload
 from ragr1_actors.view.queries import OUTCOMES, Query, Scope, Searcher
@@ -81,6 +82,28 @@ def test_evidence_is_a_golden_answer_where_no_passages_are_named(tmp_path: Path)
     ]
     keep(tmp_path, "iteration_00001", group)
     assert names(index_of(tmp_path).snapshot, Query(outcome="ignored")) == ["seen"]
+
+
+@pytest.mark.parametrize(
+    ("passages", "supporting_ids", "gold", "has_all"),
+    [
+        (("8113", "17"), ("Title of 8113",), [True, False], True),  # as in wiki-18: ids are numbers
+        (("Riga#3", "Bonn"), ("Riga", "Bonn"), [True, True], True),  # a piece of a passage
+        (("8113", "17"), ("Title of 8113", "Oslo"), [True, False], False),
+        (("8113", "17"), (), [True, True], True),  # every document has the golden answer
+    ],
+)
+def test_evidence_is_what_recall_counts(
+    tmp_path: Path, passages: tuple[str, ...], supporting_ids: tuple[str, ...], gold: list[bool], has_all: bool
+) -> None:
+    wrong = attempt("wrong", answer="Bo", passages=passages, task=replace(TASK, supporting_ids=supporting_ids))
+    keep(tmp_path, "iteration_00001", [wrong])
+    snapshot = index_of(tmp_path).snapshot
+    assert names(snapshot, Query(outcome="ignored")) == ["wrong"] * has_all
+    recall = score(wrong).recall
+    assert recall is None or (recall == 1.0) is has_all
+    shown = trajectory_payload(snapshot, 0, TokenPieces([]))
+    assert shown["turns"][0]["retrievals"][0]["gold"] == gold
 
 
 def test_pages_and_orders(tmp_path: Path) -> None:

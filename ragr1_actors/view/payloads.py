@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
-from ragr1_actors.core.types import TokenKind, Trajectory
+from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
 from ragr1_actors.view.index import Snapshot
-from ragr1_actors.view.parts import STAGES, is_correct
+from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct
 from ragr1_actors.view.queries import OUTCOMES, Found
 
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
@@ -99,7 +99,7 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
     return {
         "summary": row_payloads(snapshot, [row])[0],
         "task": asdict(trajectory.task),
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [_turn(trajectory.task, turn) for turn in trajectory.turns],
         "answer": trajectory.answer,
         "error": trajectory.error,
         "is_correct": is_correct(trajectory.answer, trajectory.task.golden_answers),
@@ -115,6 +115,14 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
             **{name: _spread(values, trajectory) for name, values in learned.items()},
         },
     }
+
+
+def _turn(task: Task, turn: Turn) -> dict[str, Any]:
+    """Return a turn with ``gold`` in each of its searches: whether a document is evidence."""
+    shown = asdict(turn)
+    for found, record in zip(shown["retrievals"], turn.retrievals, strict=True):
+        found["gold"] = evidence_flags(task, record)
+    return shown
 
 
 def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:

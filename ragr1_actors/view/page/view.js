@@ -157,12 +157,11 @@ function tokens(given) {
   return box;
 }
 function turn(given, index) {
-  const gold = new Set(detail.task.supporting_ids);
   return node("div", { class: "turn" }, node("p", { class: "soft" }, `turn ${index + 1}: ${given.action}, ${given.num_model_tokens} tokens`), node("pre", {}, given.completion_text),
     ...given.retrievals.map((found) => node("details", { open: "" }, node("summary", {}, node("b", {}, found.query),
       ` · ${number(found.latency_s * 1000, 0)} ms, waited ${number(found.waited_s * 1000, 0)} ms · ${found.is_cached ? "from the cache" : "searched"} · ${found.texts.length} of ${found.k} documents`),
-    ...found.texts.map((text, place) => node("div", { class: "doc" }, node("span", { class: gold.has(found.passage_ids[place]) ? "gold" : "soft" },
-      `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${gold.has(found.passage_ids[place]) ? " · evidence" : ""}`), node("p", {}, text))))));
+    ...found.texts.map((text, place) => node("div", { class: "doc" }, node("span", { class: found.gold[place] ? "gold" : "soft" },
+      `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${found.gold[place] ? " · evidence" : ""}`), node("p", {}, text))))));
 }
 async function siblings() {
   const all = await Promise.all(detail.siblings.slice(0, 16).map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
