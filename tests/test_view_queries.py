@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from view_world import TASK, attempt, every_outcome, keep, learned_from
 
+from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.runs.scores import score
 from ragr1_actors.view.index import Index, Snapshot
@@ -82,6 +83,18 @@ def test_evidence_is_a_golden_answer_where_no_passages_are_named(tmp_path: Path)
     ]
     keep(tmp_path, "iteration_00001", group)
     assert names(index_of(tmp_path).snapshot, Query(outcome="ignored")) == ["seen"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "golden_answers"),
+    [("The U.S.", ("us",)), ("", ("",)), (" ", ("the",)), ("a", ("the",)), ("Bo", ("Ana", "Bo")), ("Bo", ())],
+)
+def test_an_answer_is_correct_where_exact_match_has_it(
+    tmp_path: Path, answer: str, golden_answers: tuple[str, ...]
+) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a", answer=answer, task=replace(TASK, golden_answers=golden_answers))])
+    expected = ["a"] if exact_match(answer, golden_answers) else []
+    assert names(index_of(tmp_path).snapshot, Query(outcome="correct")) == expected
 
 
 @pytest.mark.parametrize(

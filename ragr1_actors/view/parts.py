@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.schema import TRAJECTORY_SCHEMA
@@ -210,7 +211,7 @@ def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
 @lru_cache(100_000)
 def is_correct(answer: str, golden_answers: tuple[str, ...]) -> bool:
     """Return whether an answer is exactly a golden one after normalisation, whatever the run's reward was."""
-    return bool(answer.strip()) and normalize_answer(answer) in {normalize_answer(gold) for gold in golden_answers}
+    return bool(exact_match(answer, golden_answers))
 
 
 def _evidence(
