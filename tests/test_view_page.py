@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -17,13 +19,16 @@ import yaml
 from playwright.async_api import async_playwright, expect
 from small_world import a_persons_environment
 from typer.testing import CliRunner
-from view_world import HOSTILE, TASK, attempt, every_outcome, keep, learned_from
+from view_world import HOSTILE, TASK, attempt, every_outcome, keep, keep_tokenizer, learned_from
 from waits import until
 
 from ragr1_actors.cli import main as cli
+from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.view.index import Index
+from ragr1_actors.view.payloads import TokenPieces
 from ragr1_actors.view.server import ViewServer
 
 pytestmark = pytest.mark.integration
@@ -34,7 +39,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: ap
 @asynccontextmanager
 async def served(run_dir: Path) -> AsyncIterator[ViewServer]:
     index = Index(run_dir / "trajectories", run_dir / "view")
-    async with ViewServer(index, "my <b>run</b>", [run_dir / "policy"]) as server:
+    async with ViewServer(index, "my <b>run</b>", partial(tokenizer_folders, find_place(run_dir), "a-model")) as server:
         yield server
 
 
@@ -186,6 +191,37 @@ async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         assert (await get("/api/trajectory?id=none"))[0] == 404
         async with session.post("/api/run") as answer:
             assert answer.status == 405
+
+
+async def test_tokens_become_text_with_the_first_checkpoint(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    async with served(tmp_path) as server, aiohttp.ClientSession(server.url) as session:
+
+        async def pieces() -> list[str]:
+            async with session.get("/api/trajectory", params={"id": "a"}) as answer:
+                return (await answer.json())["tokens"]["pieces"] if answer.status == 200 else []
+
+        async def shown(expected: str) -> None:
+            while (await pieces())[:1] != [expected]:
+                await asyncio.sleep(0.05)
+
+        await asyncio.wait_for(shown("5"), 30)
+        keep_tokenizer(tmp_path / "checkpoints" / "step_10" / "policy")
+        await asyncio.wait_for(shown("five"), 30)
+
+
+def test_the_tokenizer_is_that_of_the_model_or_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keep_tokenizer(tmp_path / "model")
+    assert TokenPieces(tokenizer_folders(find_place(run), str(tmp_path / "model"))).of([5]) == ["five"]
+    assert TokenPieces(tokenizer_folders(find_place(run), "a-model")).of([5]) == ["5"]
+    keep_tokenizer(tmp_path / "step" / "policy")
+    (tmp_path / "step" / "policy" / "model.safetensors").write_bytes(b"weights")
+    stored = find_place(run.as_uri())
+    assert isinstance(stored, StoredPlace)
+    stored.storage.put(tmp_path / "step", "checkpoints/step_10")
+    *_, folder = tokenizer_folders(stored, "a-model")
+    assert TokenPieces([folder]).is_text and not (folder / "model.safetensors").exists()
 
 
 async def test_the_server_listens_on_loopback_only(tmp_path: Path) -> None:
