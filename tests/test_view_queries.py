@@ -167,6 +167,33 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     assert "iteration_00002.arrow cannot be read" in snapshot.problems[0]
 
 
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_damaged_file_is_no_problem_once_it_is_restored_or_removed(tmp_path: Path, is_restored: bool) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    damaged = tmp_path / "trajectories" / "iteration_00002.arrow"
+    damaged.write_bytes(b"half a file")
+    index = index_of(tmp_path)
+    assert len(index.snapshot.problems) == 1 and not index.refresh()
+    damaged.unlink()
+    if is_restored:
+        keep(tmp_path, "iteration_00002", [attempt("b")])
+    assert index.refresh() and index.snapshot.problems == ()
+    assert index.snapshot.num_rows == index.snapshot.num_files == 1 + is_restored
+    assert not index.refresh()
+
+
+def test_a_file_that_is_put_back_as_it_was_is_no_problem(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    index = index_of(tmp_path)
+    path = tmp_path / "trajectories" / "iteration_00001.arrow"
+    path.rename(tmp_path / "backup")
+    path.write_bytes(b"half a file")
+    assert index.refresh() and len(index.snapshot.problems) == 1
+    (tmp_path / "backup").replace(path)
+    assert index.refresh() and index.snapshot.problems == ()
+    assert names(index.snapshot, Query()) == ["a"]
+
+
 def test_counts_are_of_the_scope(tmp_path: Path) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
     searcher = Searcher()

@@ -104,8 +104,10 @@ class Index:
             gone = self._parts.keys() - {source.path for source in sources}
             for path in gone:
                 del self._parts[path]
+            refused = {source: self._refused[source] for source in sources if source in self._refused}
+            is_mended, self._refused = len(refused) < len(self._refused), refused
             new = [s for s in sources if s not in self._refused and not self._holds(s)]
-            if not new and not gone and len(sources) == self.snapshot.num_files:
+            if not new and not gone and not is_mended and len(sources) == self.snapshot.num_files:
                 return False
             missing = [source for source in new if not self._map(source)]
             if missing:
