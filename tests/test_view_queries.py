@@ -135,6 +135,15 @@ def test_pages_and_orders(tmp_path: Path) -> None:
     assert names(snapshot, Query(order="reward"))[0] == "end"
 
 
+def test_the_evaluation_at_the_end_counts_as_the_last_iteration(tmp_path: Path) -> None:
+    for name in ("eval_start", "iteration_00001", "iteration_00060", "eval_iteration_00060", "eval_rl"):
+        keep(tmp_path, name, [attempt(name)])
+    snapshot = index_of(tmp_path).snapshot
+    assert names(snapshot, Query(Scope(first=40))) == ["eval_rl", "eval_iteration_00060", "iteration_00060"]
+    assert names(snapshot, Query(Scope(last=59))) == ["iteration_00001", "eval_start"]
+    assert row_payloads(snapshot, [find_row(snapshot, "eval_rl", "eval_rl")])[0]["iteration"] == 60
+
+
 def test_the_index_follows_the_run(tmp_path: Path) -> None:
     index = Index(tmp_path / "trajectories", tmp_path / "view")
     assert not index.refresh() and not index.snapshot.num_rows

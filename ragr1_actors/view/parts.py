@@ -86,6 +86,11 @@ class Origin:
         return cls(phase, 0, int(name.startswith("eval_")), name)
 
     @property
+    def is_after_training(self) -> bool:
+        """Whether it is the evaluation at the end of the run."""
+        return self.phase == 4
+
+    @property
     def stage(self) -> str:
         """One of ``STAGES``."""
         if self.is_evaluation:

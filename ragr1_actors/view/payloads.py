@@ -55,14 +55,15 @@ def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
     texts = strings.take(pa.array(rows, pa.int64())).to_pylist()
     shown = []
     for row, text in zip(rows, texts, strict=True):
-        origin = snapshot.parts[int(columns["part"][row])].origin
+        part = int(columns["part"][row])
+        origin = snapshot.parts[part].origin
         shown.append(
             text
             | {name: bool(columns[name][row]) for name in _SHOWN}
             | {name: int(columns[name][row]) for name in _COUNTED}
             | {"question": text["question"][:_MAX_QUESTION_CHARS], "answer": text["answer"][:_MAX_QUESTION_CHARS]}
             | {"reward": float(columns["reward"][row]), "latency_s": float(columns["latency_s"][row])}
-            | {"file": origin.name, "stage": origin.stage, "iteration": origin.iteration}
+            | {"file": origin.name, "stage": origin.stage, "iteration": snapshot.iterations[part]}
         )
     return shown
 
