@@ -173,6 +173,26 @@ async def test_new_files_appear_and_what_is_open_stays(tmp_path: Path) -> None:
         assert page.problems == []
 
 
+@needs_chromium
+async def test_a_viewer_that_answers_again_is_shown_as_one(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("first")])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.route("**/api/**", lambda route: route.abort())
+        await expect(page.locator("#state")).to_contain_text("the viewer does not answer", timeout=30_000)
+        await page.keyboard.press("j")
+        await expect(page.locator("#detail")).to_contain_text("the viewer does not answer")
+        await page.unroute("**/api/**")
+        await expect(page.locator("#state")).to_have_text("1 trajectories in 1 files", timeout=30_000)
+        await expect(page.locator("#state")).to_have_class("")
+        await page.wait_for_selector("h2.question")
+        await page.locator("#first").fill("x")  # what the server refuses stays until it is corrected
+        await expect(page.locator("#state")).to_contain_text("expected a whole number")
+        for _ in range(2):  # the page has dealt with the first once it asks again
+            async with page.expect_response("**/api/run*"):
+                pass
+        await expect(page.locator("#state")).to_have_class("bad")
+
+
 async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
     async with served(tmp_path) as server, aiohttp.ClientSession(server.url) as session:

@@ -7,7 +7,7 @@ const COLOURS = ["kind", "logprob", "version", "advantage", "ratio"];
 const LEARNED = { advantage: "advantages", ratio: "ratios" }; // only of tokens that a learner trained on
 const LEGENDS = { logprob: "model tokens: the stronger, the less likely (full at -4 nats)", version: "model tokens: the stronger, the newer the policy version",
   advantage: "model tokens: green above 0, red below (full at 2)", ratio: "model tokens, newest policy to the one that sampled: green above 1, red below (full at 1.2 and 1/1.2)" };
-let run = null, rows = [], total = 0, chosen = -1, asked = 0, opened = 0, detail = null, colour = "kind", side = "one", timer = 0;
+let run = null, rows = [], total = 0, chosen = -1, asked = 0, opened = 0, detail = null, colour = "kind", side = "one", timer = 0, lost = false;
 let filter = { outcome: "all", order: "newest", offset: 0 };
 
 function node(tag, options = {}, ...children) {
@@ -22,8 +22,11 @@ function node(tag, options = {}, ...children) {
 const number = (value, digits = 2) => (value === null || value === undefined ? "-" : Number(value).toFixed(digits));
 
 async function get(path, parameters = {}) {
-  const answer = await fetch(path + "?" + new URLSearchParams(parameters));
-  const body = await answer.json();
+  let answer, body;
+  try {
+    answer = await fetch(path + "?" + new URLSearchParams(parameters));
+    body = await answer.json();
+  } catch (error) { lost = true; throw new Error("the viewer does not answer: " + error.message); }
   if (!answer.ok) throw new Error(body.error);
   return body;
 }
@@ -192,16 +195,17 @@ function showState() {
 async function look() {
   try {
     const found = await get("api/run");
-    const changed = !run || run.version !== found.version;
-    run = found;
-    if (changed) {
+    const changed = !run || run.version !== found.version, isBack = lost;
+    run = found; lost = false;
+    if (changed || isBack) {
       $("run").textContent = run.name; document.title = "ragr1 view " + run.name;
       const stage = filter.stage;
       $("stage").replaceChildren(node("option", { value: "" }, "every stage"), ...run.stages.map((name) => node("option", { value: name }, name)));
       $("stage").value = stage;
       await refresh(true);
+      if (isBack && !detail) await open();
     }
-  } catch (error) { say(new Error("the viewer does not answer: " + error.message)); }
+  } catch (error) { say(error); }
   setTimeout(look, 2000);
 }
 function changed(event) {
