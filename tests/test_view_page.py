@@ -174,6 +174,19 @@ async def test_new_files_appear_and_what_is_open_stays(tmp_path: Path) -> None:
 
 
 @needs_chromium
+async def test_all_siblings_of_a_large_group_are_shown(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt(f"g/{number}") for number in range(64)])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.keyboard.press("j")
+        await page.wait_for_selector("h2.question")
+        await page.keyboard.press("s")
+        await page.wait_for_selector(".side")
+        assert await page.locator(".side").count() == 64
+        assert "attempts of this group: 64" in await page.locator("#detail").inner_text()
+        await look(page, "siblings_64")
+
+
+@needs_chromium
 async def test_a_viewer_that_answers_again_is_shown_as_one(tmp_path: Path) -> None:
     keep(tmp_path, "iteration_00001", [attempt("first")])
     async with served(tmp_path) as server, opened(server.url) as page:

@@ -167,7 +167,7 @@ function turn(given, index) {
       `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${found.gold[place] ? " · evidence" : ""}`), node("p", {}, text))))));
 }
 async function siblings() {
-  const all = await Promise.all(detail.siblings.slice(0, 16).map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
+  const all = await Promise.all(detail.siblings.map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
   return node("div", {}, node("h2", {}, `attempts of this group: ${detail.siblings.length}`), node("div", { class: "sides" }, ...all.map((found, index) => {
     const row = detail.siblings[index];
     return node("div", { class: "side" + (row.trajectory_id === detail.summary.trajectory_id ? " this" : "") }, node("p", {}, node("a", { href: link(row) }, row.trajectory_id)),
