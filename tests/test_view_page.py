@@ -74,6 +74,9 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
         keep(tmp_path, f"iteration_{iteration:05d}", every_outcome())
     async with served(tmp_path) as server, opened(server.url) as page:
         await page.wait_for_selector("#rows li:nth-child(21)")
+        first = page.locator("#rows li").first
+        assert "correctTom Moss · reward 1.00 · 1 queries" in (await first.text_content() or "")
+        await expect(page.locator("#next")).to_have_css("opacity", "0.45")  # there is no next page
         await page.keyboard.press("5")  # ignored
         await expect(page.locator("#rows li")).to_have_count(3)
         await page.keyboard.press("j")
@@ -192,6 +195,7 @@ async def test_a_viewer_that_answers_again_is_shown_as_one(tmp_path: Path) -> No
     async with served(tmp_path) as server, opened(server.url) as page:
         await page.route("**/api/**", lambda route: route.abort())
         await expect(page.locator("#state")).to_contain_text("the viewer does not answer", timeout=30_000)
+        await expect(page.locator("#state")).to_have_css("color", "rgb(179, 38, 30)")
         await page.keyboard.press("j")
         await expect(page.locator("#detail")).to_contain_text("the viewer does not answer")
         await page.unroute("**/api/**")

@@ -59,7 +59,7 @@ async function refresh(keep = false) {
     $("previous").disabled = !filter.offset; $("next").disabled = filter.offset + rows.length >= total;
     history.replaceState(null, "", address());
     document.documentElement.dataset.ready = String(Math.round(performance.now() - started));
-    $("state").className = ""; showState();
+    showState();
   } catch (error) { if (mine === asked) say(error); }
 }
 function badges(row) {
@@ -73,7 +73,7 @@ function badges(row) {
 function showRows() {
   $("rows").replaceChildren(...rows.map((row, index) => node("li", { role: "option", id: "row" + index, "aria-selected": String(index === chosen), onclick: () => choose(index) },
     node("div", {}, row.question || row.trajectory_id),
-    node("div", { class: "soft" }, ...badges(row), `${row.file} · reward ${number(row.reward)} · ${row.num_queries} queries · ${row.num_model_tokens} tokens · ${row.answer || "no answer"}`))));
+    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_queries} queries · ${row.num_model_tokens} tokens · ${row.file}`))));
 }
 function showOutcomes(counts) {
   const focused = document.activeElement && document.activeElement.dataset.outcome;
@@ -190,6 +190,7 @@ async function overIterations() {
 // -- the run, live
 function showState() {
   const making = run.num_indexed < run.num_files - run.problems.length ? `, indexing: ${run.num_indexed} of ${run.num_files} files` : "";
+  $("state").className = run.problems.length ? "bad" : "";
   $("state").textContent = `${run.num_trajectories.toLocaleString("en")} trajectories in ${run.num_indexed} files${making}` + (run.problems.length ? `; ${run.problems[0]}` : "");
 }
 async function look() {
