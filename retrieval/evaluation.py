@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage, Retriever
 from retrieval.corpora.corpus import Corpus
-from retrieval.corpora.text import whole_id
+from retrieval.corpora.text import found_evidence
 from retrieval.indexes.manifest import FLAT
 from retrieval.indexes.ranking import Ranking, merge_rankings
 from retrieval.local import LocalRetriever
@@ -73,7 +73,7 @@ def evaluate_index(
 async def supporting_recall(retriever: Retriever, corpus: Corpus, tasks: Iterable[Task]) -> dict[str, float]:
     """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
 
-    The question is the query; ``retriever`` finds passages of ``corpus``. Any piece of a passage that was split counts.
+    The question is the query; ``retriever`` finds passages of ``corpus``. See ``found_evidence`` for what counts.
     Tasks without ``supporting_ids`` do not count; if none has them, the result is empty.
     """
     known = [task for task in tasks if task.supporting_ids]
@@ -81,18 +81,18 @@ async def supporting_recall(retriever: Retriever, corpus: Corpus, tasks: Iterabl
         return {}
     questions = [task.question for task in known]
     found = [
-        [passage.id for passage in passages]
+        [(passage.id, passage.title) for passage in passages]
         for start in range(0, len(known), _QUERIES_AT_ONCE)
         for passages in await retriever.search(questions[start : start + _QUERIES_AT_ONCE], max(_KS))
     ]
     # "Riga#2" is a piece of "Riga", which tasks know it by, unless "Riga" is there too: another passage of this title.
-    present = corpus.known({whole_id(passage_id) for ids in found for passage_id in ids})
+    present = corpus.known({name for task in known for name in task.supporting_ids})
     recalls: dict[int, list[float]] = {k: [] for k in _KS}
-    for task, ids in zip(known, found, strict=True):
+    for task, passages in zip(known, found, strict=True):
         gold = set(task.supporting_ids)
-        evidence = [passage_id if whole_id(passage_id) in present else whole_id(passage_id) for passage_id in ids]
+        ids, titles = [passage_id for passage_id, _ in passages], [title for _, title in passages]
         for k in _KS:
-            recalls[k].append(len(gold & set(evidence[:k])) / len(gold))
+            recalls[k].append(len(found_evidence(gold, ids[:k], titles[:k], present)) / len(gold))
     return {f"recall@{k}": float(np.mean(shares)) for k, shares in recalls.items()}
 
 
@@ -174,7 +174,7 @@ class MissingTask:
     task_id: str
     question: str
     missing: tuple[str, ...]
-    """Its gold answers, or the passage ids that are not in the corpus."""
+    """Its gold answers, or the ids or titles of passages that are not in the corpus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Audit:
     """Tasks with a gold answer in the title or the text of a passage."""
     num_answers_missing: int = 0
     num_support_all: int = 0
-    """Tasks whose ``supporting_ids`` are all ids of passages; the next two: some of them, none of them."""
+    """Tasks whose ``supporting_ids`` are all in the corpus; the next two: some of them, none of them."""
     num_support_partly: int = 0
     num_support_none: int = 0
     num_support_unknown: int = 0
@@ -221,7 +221,7 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
 
     Answers and passages are normalised as for exact match (``normalize_answer``), and a passage contains
     an answer if it has all its words in order: "party" does not contain "art". A passage that contains an answer need
-    not answer the question: many passages contain a short answer. A supporting passage that was split counts as found.
+    not answer the question: many passages contain a short answer. Evidence is found as ``found_evidence`` has it.
     """
     answers = {answer for task in tasks for answer in _answers(task) - _YES_NO}
     wanted_ids = {passage_id for task in tasks for passage_id in task.supporting_ids}
@@ -233,7 +233,7 @@ def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
         lengths[first].add(1 + len(others))
     for passage in corpus:
         num_passages += 1
-        found_ids |= wanted_ids & {passage.id, whole_id(passage.id)}
+        found_ids |= found_evidence(wanted_ids, (passage.id,), (passage.title,))
         words = normalize_answer(f"{passage.title}{_BARRIER}{passage.text}").split()
         for start, word in enumerate(words):
             for length in lengths.get(word, ()):

@@ -14,7 +14,7 @@ from retrieval import evaluation
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.corpora.text import split_passages
-from retrieval.evaluation import evaluate_index, supporting_recall
+from retrieval.evaluation import audit_corpus, evaluate_index, supporting_recall
 from retrieval.local import LocalRetriever
 
 TASKS = [
@@ -60,6 +60,14 @@ def test_any_piece_of_a_split_passage_is_its_evidence(tmp_path: Path) -> None:
     index_dir = build_index(passages, tmp_path / "index", index_type="bm25", progress=False)
     assert recalls(index_dir, [Task("a", "town0", ("x",), supporting_ids=("p0",))])["recall@2"] == 1
     assert recalls(index_dir, [Task("b", "the hills", ("x",), supporting_ids=("Ana",))])["recall@2"] == 0
+
+
+def test_evidence_may_be_named_by_its_title(tmp_path: Path) -> None:
+    passages = [Passage("8113", "Riga", "one in town0"), Passage("17", "Oslo", "two")]  # as in wiki-18
+    index_dir = build_index(passages, tmp_path / "index", index_type="bm25", progress=False)
+    task = Task("a", "town0", ("x",), supporting_ids=("Riga", "Bonn"))
+    assert recalls(index_dir, [task])["recall@2"] == 0.5
+    assert audit_corpus(passages, [task]).missing_support[0].missing == ("Bonn",)
 
 
 def test_recall_against_exact_search_says_where_the_vectors_are_from(towns: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -17,13 +19,16 @@ import yaml
 from playwright.async_api import async_playwright, expect
 from small_world import a_persons_environment
 from typer.testing import CliRunner
-from view_world import HOSTILE, TASK, attempt, every_outcome, keep, learned_from
+from view_world import HOSTILE, TASK, attempt, every_outcome, keep, keep_tokenizer, learned_from
 from waits import until
 
 from ragr1_actors.cli import main as cli
+from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.view.index import Index
+from ragr1_actors.view.payloads import TokenPieces
 from ragr1_actors.view.server import ViewServer
 
 pytestmark = pytest.mark.integration
@@ -35,7 +40,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: ap
 @asynccontextmanager
 async def served(run_dir: Path) -> AsyncIterator[ViewServer]:
     index = Index(run_dir / "trajectories", run_dir / "view")
-    async with ViewServer(index, "my <b>run</b>", [run_dir / "policy"]) as server:
+    async with ViewServer(index, "my <b>run</b>", partial(tokenizer_folders, find_place(run_dir), "a-model")) as server:
         yield server
 
 
@@ -71,6 +76,9 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
         keep(tmp_path, f"iteration_{iteration:05d}", every_outcome())
     async with served(tmp_path) as server, opened(server.url) as page:
         await page.wait_for_selector("#rows li:nth-child(21)")
+        first = page.locator("#rows li").first
+        assert "correctTom Moss · reward 1.00 · 1 queries" in (await first.text_content() or "")
+        await expect(page.locator("#next")).to_have_css("opacity", "0.45")  # there is no next page
         await page.keyboard.press("5")  # ignored
         await expect(page.locator("#rows li")).to_have_count(3)
         await page.keyboard.press("j")
@@ -170,6 +178,40 @@ async def test_new_files_appear_and_what_is_open_stays(tmp_path: Path) -> None:
         assert page.problems == []
 
 
+@needs_chromium
+async def test_all_siblings_of_a_large_group_are_shown(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt(f"g/{number}") for number in range(64)])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.keyboard.press("j")
+        await page.wait_for_selector("h2.question")
+        await page.keyboard.press("s")
+        await page.wait_for_selector(".side")
+        assert await page.locator(".side").count() == 64
+        assert "attempts of this group: 64" in await page.locator("#detail").inner_text()
+        await look(page, "siblings_64")
+
+
+@needs_chromium
+async def test_a_viewer_that_answers_again_is_shown_as_one(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("first")])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.route("**/api/**", lambda route: route.abort())
+        await expect(page.locator("#state")).to_contain_text("the viewer does not answer", timeout=30_000)
+        await expect(page.locator("#state")).to_have_css("color", "rgb(179, 38, 30)")
+        await page.keyboard.press("j")
+        await expect(page.locator("#detail")).to_contain_text("the viewer does not answer")
+        await page.unroute("**/api/**")
+        await expect(page.locator("#state")).to_have_text("1 trajectories in 1 files", timeout=30_000)
+        await expect(page.locator("#state")).to_have_class("")
+        await page.wait_for_selector("h2.question")
+        await page.locator("#first").fill("x")  # what the server refuses stays until it is corrected
+        await expect(page.locator("#state")).to_contain_text("expected a whole number")
+        for _ in range(2):  # the page has dealt with the first once it asks again
+            async with page.expect_response("**/api/run*"):
+                pass
+        await expect(page.locator("#state")).to_have_class("bad")
+
+
 async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
     async with served(tmp_path) as server, aiohttp.ClientSession(server.url) as session:
@@ -188,6 +230,37 @@ async def test_the_server_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         assert (await get("/api/trajectory?id=none"))[0] == 404
         async with session.post("/api/run") as answer:
             assert answer.status == 405
+
+
+async def test_tokens_become_text_with_the_first_checkpoint(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    async with served(tmp_path) as server, aiohttp.ClientSession(server.url) as session:
+
+        async def pieces() -> list[str]:
+            async with session.get("/api/trajectory", params={"id": "a"}) as answer:
+                return (await answer.json())["tokens"]["pieces"] if answer.status == 200 else []
+
+        async def shown(expected: str) -> None:
+            while (await pieces())[:1] != [expected]:
+                await asyncio.sleep(0.05)
+
+        await asyncio.wait_for(shown("5"), 30)
+        keep_tokenizer(tmp_path / "checkpoints" / "step_10" / "policy")
+        await asyncio.wait_for(shown("five"), 30)
+
+
+def test_the_tokenizer_is_that_of_the_model_or_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keep_tokenizer(tmp_path / "model")
+    assert TokenPieces(tokenizer_folders(find_place(run), str(tmp_path / "model"))).of([5]) == ["five"]
+    assert TokenPieces(tokenizer_folders(find_place(run), "a-model")).of([5]) == ["5"]
+    keep_tokenizer(tmp_path / "step" / "policy")
+    (tmp_path / "step" / "policy" / "model.safetensors").write_bytes(b"weights")
+    stored = find_place(run.as_uri())
+    assert isinstance(stored, StoredPlace)
+    stored.storage.put(tmp_path / "step", "checkpoints/step_10")
+    *_, folder = tokenizer_folders(stored, "a-model")
+    assert TokenPieces([folder]).is_text and not (folder / "model.safetensors").exists()
 
 
 async def test_the_server_listens_on_loopback_only(tmp_path: Path) -> None:

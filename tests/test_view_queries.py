@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from view_world import TASK, attempt, every_outcome, keep, learned_from
 
+from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.runs.scores import score
 from ragr1_actors.view.index import Index, Snapshot
 from ragr1_actors.view.payloads import TokenPieces, find_row, row_payloads, trajectory_payload
 from ragr1_actors.view.queries import OUTCOMES, Query, Scope, Searcher
@@ -83,6 +85,40 @@ def test_evidence_is_a_golden_answer_where_no_passages_are_named(tmp_path: Path)
     assert names(index_of(tmp_path).snapshot, Query(outcome="ignored")) == ["seen"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "golden_answers"),
+    [("The U.S.", ("us",)), ("", ("",)), (" ", ("the",)), ("a", ("the",)), ("Bo", ("Ana", "Bo")), ("Bo", ())],
+)
+def test_an_answer_is_correct_where_exact_match_has_it(
+    tmp_path: Path, answer: str, golden_answers: tuple[str, ...]
+) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a", answer=answer, task=replace(TASK, golden_answers=golden_answers))])
+    expected = ["a"] if exact_match(answer, golden_answers) else []
+    assert names(index_of(tmp_path).snapshot, Query(outcome="correct")) == expected
+
+
+@pytest.mark.parametrize(
+    ("passages", "supporting_ids", "gold", "has_all"),
+    [
+        (("8113", "17"), ("Title of 8113",), [True, False], True),  # as in wiki-18: ids are numbers
+        (("Riga#3", "Bonn"), ("Riga", "Bonn"), [True, True], True),  # a piece of a passage
+        (("8113", "17"), ("Title of 8113", "Oslo"), [True, False], False),
+        (("8113", "17"), (), [True, True], True),  # every document has the golden answer
+    ],
+)
+def test_evidence_is_what_recall_counts(
+    tmp_path: Path, passages: tuple[str, ...], supporting_ids: tuple[str, ...], gold: list[bool], has_all: bool
+) -> None:
+    wrong = attempt("wrong", answer="Bo", passages=passages, task=replace(TASK, supporting_ids=supporting_ids))
+    keep(tmp_path, "iteration_00001", [wrong])
+    snapshot = index_of(tmp_path).snapshot
+    assert names(snapshot, Query(outcome="ignored")) == ["wrong"] * has_all
+    recall = score(wrong).recall
+    assert recall is None or (recall == 1.0) is has_all
+    shown = trajectory_payload(snapshot, 0, TokenPieces([]))
+    assert shown["turns"][0]["retrievals"][0]["gold"] == gold
+
+
 def test_pages_and_orders(tmp_path: Path) -> None:
     for iteration in (1, 2, 10):
         keep(
@@ -97,6 +133,15 @@ def test_pages_and_orders(tmp_path: Path) -> None:
     assert names(snapshot, Query(offset=2, limit=2)) == ["b", "c"]
     assert names(snapshot, Query(order="oldest"))[-1] == "end"
     assert names(snapshot, Query(order="reward"))[0] == "end"
+
+
+def test_the_evaluation_at_the_end_counts_as_the_last_iteration(tmp_path: Path) -> None:
+    for name in ("eval_start", "iteration_00001", "iteration_00060", "eval_iteration_00060", "eval_rl"):
+        keep(tmp_path, name, [attempt(name)])
+    snapshot = index_of(tmp_path).snapshot
+    assert names(snapshot, Query(Scope(first=40))) == ["eval_rl", "eval_iteration_00060", "iteration_00060"]
+    assert names(snapshot, Query(Scope(last=59))) == ["iteration_00001", "eval_start"]
+    assert row_payloads(snapshot, [find_row(snapshot, "eval_rl", "eval_rl")])[0]["iteration"] == 60
 
 
 def test_the_index_follows_the_run(tmp_path: Path) -> None:
@@ -129,6 +174,33 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     snapshot = index_of(tmp_path).snapshot
     assert snapshot.num_rows == 7 and len(snapshot.problems) == 1
     assert "iteration_00002.arrow cannot be read" in snapshot.problems[0]
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_damaged_file_is_no_problem_once_it_is_restored_or_removed(tmp_path: Path, is_restored: bool) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    damaged = tmp_path / "trajectories" / "iteration_00002.arrow"
+    damaged.write_bytes(b"half a file")
+    index = index_of(tmp_path)
+    assert len(index.snapshot.problems) == 1 and not index.refresh()
+    damaged.unlink()
+    if is_restored:
+        keep(tmp_path, "iteration_00002", [attempt("b")])
+    assert index.refresh() and index.snapshot.problems == ()
+    assert index.snapshot.num_rows == index.snapshot.num_files == 1 + is_restored
+    assert not index.refresh()
+
+
+def test_a_file_that_is_put_back_as_it_was_is_no_problem(tmp_path: Path) -> None:
+    keep(tmp_path, "iteration_00001", [attempt("a")])
+    index = index_of(tmp_path)
+    path = tmp_path / "trajectories" / "iteration_00001.arrow"
+    path.rename(tmp_path / "backup")
+    path.write_bytes(b"half a file")
+    assert index.refresh() and len(index.snapshot.problems) == 1
+    (tmp_path / "backup").replace(path)
+    assert index.refresh() and index.snapshot.problems == ()
+    assert names(index.snapshot, Query()) == ["a"]
 
 
 def test_counts_are_of_the_scope(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_to_record_batch
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
@@ -69,6 +71,12 @@ def keep(run_dir: Path, name: str, *groups: list[Trajectory], learned: pa.Record
     run_dir.mkdir(exist_ok=True)
     batches = [groups_to_record_batch([TrajectoryGroup(group[0].task, tuple(group))]) for group in groups]
     keep_trajectories(run_dir, name, batches, learned)
+
+
+def keep_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of which token 5 is "five"."""
+    folder.mkdir(parents=True)
+    Tokenizer(WordLevel({"five": 5, "six": 6}, unk_token="six")).save(str(folder / "tokenizer.json"))
 
 
 def learned_from(name: str, advantages: list[float], ratios: list[float]) -> pa.RecordBatch:

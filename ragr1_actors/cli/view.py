@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import resource
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragr1_actors.cli import print_line
+
+if TYPE_CHECKING:
+    from ragr1_actors.runs.places import Place
 
 
 def view(
@@ -30,15 +35,28 @@ def view(
     from ragr1_actors.view.server import ViewServer, run_view
 
     place = find_place(run)
-    open_run_directory(place)
+    model = open_run_directory(place).policy.model
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != most:  # every mapped file holds a descriptor, and a long run has thousands
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with scratch_folder() as folder:
         parts = folder if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
-        policies = [place.bring(name) for name in ("policy", "policy_sft")]
-        server = ViewServer(Index(place.bring(TRAJECTORIES), parts), str(place), policies, port=port)
+        tokenizers: Callable[[], Iterable[Path]] = partial(tokenizer_folders, place, model)
+        if is_uri(run):  # asked once
+            tokenizers = partial(list, list(tokenizers()))
+        server = ViewServer(Index(place.bring(TRAJECTORIES), parts), str(place), tokenizers, port=port)
         run_view(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))
+
+
+def tokenizer_folders(place: Place, model: str) -> Iterator[Path]:
+    """Yield the folders of a run that may hold its tokenizer; ``model`` is its ``policy.model``."""
+    from ragr1_actors.core.files import POLICY_FOLDER
+    from ragr1_actors.core.folders import on_this_node, part_of
+    from ragr1_actors.runs.places import POLICY, SFT_POLICY
+
+    yield from (place.bring(POLICY), place.bring(SFT_POLICY), Path(model))
+    if (newest := place.checkpoints().latest()) is not None:
+        yield Path(on_this_node(part_of(newest, f"{POLICY_FOLDER}/tokenizer"))) / POLICY_FOLDER
 
 
 def _is_writable(folder: Path) -> bool:

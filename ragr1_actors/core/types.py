@@ -108,7 +108,7 @@ class Task:
     category: str = ""
     """What sort of question (``comparison``, ``two_hop``), for metrics only."""
     supporting_ids: tuple[str, ...] = ()
-    """Passage ids that hold the evidence, where known; recall is measured against them."""
+    """Ids or titles of the passages that hold the evidence, where known; recall is measured against them."""
     plan: tuple[tuple[str, ...], ...] = ()
     """The queries a perfect searcher asks, a tuple per round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
 

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from envs.base import exact_match, token_f1
 from ragr1_actors.core.errors import DataError, first_problem
 from ragr1_actors.core.types import Task, Trajectory
-from retrieval.corpora.text import whole_id
+from retrieval.corpora.text import found_evidence
 
 T = TypeVar("T")
 _PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation, " "))
@@ -142,9 +142,9 @@ def score(trajectory: Trajectory) -> TaskScore:
     """Return the measures of a finished trajectory."""
     task, answer = trajectory.task, trajectory.answer
     records = [record for turn in trajectory.turns for record in turn.retrievals]
-    found = {name for record in records for name in (*record.passage_ids, *record.titles)}
-    found |= {whole_id(name) for name in found}  # a piece of a passage counts
     gold = set(task.supporting_ids)
+    ids = [passage_id for record in records for passage_id in record.passage_ids]
+    titles = [title for record in records for title in record.titles]
     return TaskScore(
         task_id=task.task_id,
         answer=answer,
@@ -153,7 +153,7 @@ def score(trajectory: Trajectory) -> TaskScore:
         f1=token_f1(answer, task.golden_answers),
         em_rag_r1=exact_match_rag_r1(answer, task.golden_answers),
         f1_rag_r1=token_f1(answer, task.golden_answers, normalize_rag_r1),
-        recall=len(gold & found) / len(gold) if gold else None,
+        recall=len(found_evidence(gold, ids, titles)) / len(gold) if gold else None,
         rounds=trajectory.num_search_rounds,
         queries=trajectory.num_queries,
         tokens=trajectory.num_model_tokens,

@@ -56,6 +56,12 @@ class Snapshot:
         return int(self.starts[-1])
 
     @cached_property
+    def iterations(self) -> list[int]:  # [num_parts]
+        """Return the iteration of each part; what was evaluated after training counts as the last iteration."""
+        last = max((part.origin.iteration for part in self.parts), default=0)
+        return [last if part.origin.is_after_training else part.origin.iteration for part in self.parts]
+
+    @cached_property
     def scalars(self) -> dict[str, NDArray[Any]]:  # [num_rows] each
         """Return the columns without text, and ``iteration``, ``stage`` (of ``STAGES``) and ``part`` of each row."""
         table = self._concatenated(_SCALARS)
@@ -64,7 +70,7 @@ class Snapshot:
         columns = {name: table.column(name).to_numpy() for name in _SCALARS}
         counts = np.diff(self.starts)
         origins = [part.origin for part in self.parts]
-        columns["iteration"] = np.repeat(np.array([o.iteration for o in origins], np.int32), counts)
+        columns["iteration"] = np.repeat(np.array(self.iterations, np.int32), counts)
         columns["stage"] = np.repeat(np.array([STAGES.index(o.stage) for o in origins], np.int8), counts)
         columns["part"] = np.repeat(np.arange(len(origins), dtype=np.int32), counts)
         return columns
@@ -104,8 +110,10 @@ class Index:
             gone = self._parts.keys() - {source.path for source in sources}
             for path in gone:
                 del self._parts[path]
+            refused = {source: self._refused[source] for source in sources if source in self._refused}
+            is_mended, self._refused = len(refused) < len(self._refused), refused
             new = [s for s in sources if s not in self._refused and not self._holds(s)]
-            if not new and not gone and len(sources) == self.snapshot.num_files:
+            if not new and not gone and not is_mended and len(sources) == self.snapshot.num_files:
                 return False
             missing = [source for source in new if not self._map(source)]
             if missing:

@@ -11,6 +11,7 @@ the size and the time of the file that it was made from, and is made again when 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,12 +21,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.schema import TRAJECTORY_SCHEMA
-from ragr1_actors.core.types import StopReason, normalize_answer
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, normalize_answer
+from retrieval.corpora.text import found_evidence
 
-FORMAT = "1"
+FORMAT = "2"
 """Raise it when the columns of a part change; parts of another format are made again."""
 _FORMAT_KEY, _SOURCE_KEY = b"ragr1_actors.view", b"ragr1_actors.view.source"
 PART_SCHEMA = pa.schema(
@@ -81,6 +84,11 @@ class Origin:
             return cls(3, int(found[2]), int(bool(found[1])), name)
         phase = {"demonstrations": 0, "eval_start": 1, "eval_sft": 2, "eval_rl": 4}.get(name, 5)
         return cls(phase, 0, int(name.startswith("eval_")), name)
+
+    @property
+    def is_after_training(self) -> bool:
+        """Whether it is the evaluation at the end of the run."""
+        return self.phase == 4
 
     @property
     def stage(self) -> str:
@@ -208,7 +216,7 @@ def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
 @lru_cache(100_000)
 def is_correct(answer: str, golden_answers: tuple[str, ...]) -> bool:
     """Return whether an answer is exactly a golden one after normalisation, whatever the run's reward was."""
-    return bool(answer.strip()) and normalize_answer(answer) in {normalize_answer(gold) for gold in golden_answers}
+    return bool(exact_match(answer, golden_answers))
 
 
 def _evidence(
@@ -219,19 +227,34 @@ def _evidence(
     The evidence is all supporting passages where the task names them, else a document with a golden answer in it.
     """
     passage_offsets, passages = _flat(search.field("passage_ids"))
-    found = passages.to_pylist()
+    ids, titles = passages.to_pylist(), search.field("titles").flatten().to_pylist()
     texts = search.field("texts").flatten().to_pylist() if not all(supporting) else []
     bounds = passage_offsets[row_searches].tolist()
     rows: list[bool | None] = []
     for row, (wanted, answers) in enumerate(zip(supporting, golden, strict=True)):
         start, end = bounds[row], bounds[row + 1]
         if wanted:
-            rows.append(set(wanted) <= set(found[start:end]))
+            gold = set(wanted)
+            rows.append(found_evidence(gold, ids[start:end], titles[start:end]) == gold)
             continue
-        named = [gold for gold in map(normalize_answer, answers) if gold not in _TOO_COMMON]
-        documents = [_words(text) for text in texts[start:end]]
-        rows.append(any(f" {gold} " in text for gold in named for text in documents) if named else None)
+        named = _named(answers)
+        rows.append(any(_holds(text, named) for text in texts[start:end]) if named else None)
     return rows
+
+
+def evidence_flags(task: Task, record: RetrievalRecord) -> list[bool]:
+    """Return for each document of a search whether it is evidence, by the rule of ``has_evidence``."""
+    gold, named = set(task.supporting_ids), _named(task.golden_answers)
+    documents = zip(record.passage_ids, record.titles, record.texts, strict=True)
+    return [bool(found_evidence(gold, (i,), (title,))) if gold else _holds(text, named) for i, title, text in documents]
+
+
+def _named(golden_answers: Iterable[str]) -> list[str]:
+    return [f" {gold} " for gold in map(normalize_answer, golden_answers) if gold not in _TOO_COMMON]
+
+
+def _holds(text: str, named: list[str]) -> bool:
+    return any(gold in _words(text) for gold in named)
 
 
 @lru_cache(20_000)

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
-from ragr1_actors.core.types import TokenKind, Trajectory
+from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
 from ragr1_actors.view.index import Snapshot
-from ragr1_actors.view.parts import STAGES, is_correct
+from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct
 from ragr1_actors.view.queries import OUTCOMES, Found
 
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
@@ -55,14 +55,15 @@ def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
     texts = strings.take(pa.array(rows, pa.int64())).to_pylist()
     shown = []
     for row, text in zip(rows, texts, strict=True):
-        origin = snapshot.parts[int(columns["part"][row])].origin
+        part = int(columns["part"][row])
+        origin = snapshot.parts[part].origin
         shown.append(
             text
             | {name: bool(columns[name][row]) for name in _SHOWN}
             | {name: int(columns[name][row]) for name in _COUNTED}
             | {"question": text["question"][:_MAX_QUESTION_CHARS], "answer": text["answer"][:_MAX_QUESTION_CHARS]}
             | {"reward": float(columns["reward"][row]), "latency_s": float(columns["latency_s"][row])}
-            | {"file": origin.name, "stage": origin.stage, "iteration": origin.iteration}
+            | {"file": origin.name, "stage": origin.stage, "iteration": snapshot.iterations[part]}
         )
     return shown
 
@@ -99,7 +100,7 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
     return {
         "summary": row_payloads(snapshot, [row])[0],
         "task": asdict(trajectory.task),
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [_turn(trajectory.task, turn) for turn in trajectory.turns],
         "answer": trajectory.answer,
         "error": trajectory.error,
         "is_correct": is_correct(trajectory.answer, trajectory.task.golden_answers),
@@ -115,6 +116,14 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
             **{name: _spread(values, trajectory) for name, values in learned.items()},
         },
     }
+
+
+def _turn(task: Task, turn: Turn) -> dict[str, Any]:
+    """Return a turn with ``gold`` in each of its searches: whether a document is evidence."""
+    shown = asdict(turn)
+    for found, record in zip(shown["retrievals"], turn.retrievals, strict=True):
+        found["gold"] = evidence_flags(task, record)
+    return shown
 
 
 def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -60,21 +60,22 @@ class ViewServer:
 
     ::
 
-        async with ViewServer(Index(run / "trajectories", run / "view"), "mine", [run / "policy"]) as server:
+        async with ViewServer(Index(run / "trajectories", run / "view"), "mine", lambda: [run / "policy"]) as server:
             print(server.url)          # http://127.0.0.1:40123
     """
 
-    def __init__(self, index: Index, name: str, tokenizers: list[Path], *, port: int = 0) -> None:
+    def __init__(self, index: Index, name: str, tokenizers: Callable[[], Iterable[Path]], *, port: int = 0) -> None:
         """Serve ``index`` under the ``name`` of its run.
 
         Args:
             index: of the run.
             name: what the page calls it.
-            tokenizers: folders of which the first with a ``tokenizer.json`` gives the text of tokens.
+            tokenizers: returns folders of which the first with a ``tokenizer.json`` gives the text of tokens; it is
+                called again until there is one.
             port: 0 takes a free one.
         """
         self._index, self._name, self._tokenizers, self._port = index, name, tokenizers, port
-        self._pieces = TokenPieces(tokenizers)
+        self._pieces = TokenPieces(tokenizers())
         self._searcher = Searcher()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="view")
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="index")
@@ -122,7 +123,7 @@ class ViewServer:
             except OSError as error:  # a full disk: what is indexed can be seen all the same
                 logger.warning("the index cannot be written: %s; free some space", error)
             if not self._pieces.is_text:
-                self._pieces = TokenPieces(self._tokenizers)
+                self._pieces = TokenPieces(self._tokenizers())
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     @web.middleware

@@ -152,7 +152,24 @@ def split_passages(passages: Iterable[Passage], num_words: int) -> Iterator[Pass
 
 def whole_id(passage_id: str) -> str:
     """Return the id that a piece's passage had: ``"Riga"`` for ``"Riga#1"``; any other id as it is."""
-    return _NUMBERED.sub("", passage_id)
+    return _NUMBERED.sub("", passage_id) if "#" in passage_id else passage_id
+
+
+def found_evidence(
+    gold: set[str],
+    passage_ids: Iterable[str],
+    titles: Iterable[str],
+    corpus_ids: set[str] | frozenset[str] = frozenset(),
+) -> set[str]:
+    """Return those of a task's ``supporting_ids`` that some passages are: by id, by title, or as a piece of a passage.
+
+    ``found_evidence({"Riga", "17", "Bonn"}, ["Riga#2", "17"], ["Riga", "Oslo"]) == {"Riga", "17"}``
+
+    ``corpus_ids`` are ids of the corpus, where they are known: a name among them is the passage of that id, and no
+    other of that title.
+    """
+    ids = set(passage_ids)
+    return gold & (ids | ({*titles, *map(whole_id, ids)} - corpus_ids))
 
 
 def _pieces(passage: Passage, run: re.Pattern[str]) -> Iterator[Passage]:

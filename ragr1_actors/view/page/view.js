@@ -7,7 +7,7 @@ const COLOURS = ["kind", "logprob", "version", "advantage", "ratio"];
 const LEARNED = { advantage: "advantages", ratio: "ratios" }; // only of tokens that a learner trained on
 const LEGENDS = { logprob: "model tokens: the stronger, the less likely (full at -4 nats)", version: "model tokens: the stronger, the newer the policy version",
   advantage: "model tokens: green above 0, red below (full at 2)", ratio: "model tokens, newest policy to the one that sampled: green above 1, red below (full at 1.2 and 1/1.2)" };
-let run = null, rows = [], total = 0, chosen = -1, asked = 0, opened = 0, detail = null, colour = "kind", side = "one", timer = 0;
+let run = null, rows = [], total = 0, chosen = -1, asked = 0, opened = 0, detail = null, colour = "kind", side = "one", timer = 0, lost = false;
 let filter = { outcome: "all", order: "newest", offset: 0 };
 
 function node(tag, options = {}, ...children) {
@@ -22,8 +22,11 @@ function node(tag, options = {}, ...children) {
 const number = (value, digits = 2) => (value === null || value === undefined ? "-" : Number(value).toFixed(digits));
 
 async function get(path, parameters = {}) {
-  const answer = await fetch(path + "?" + new URLSearchParams(parameters));
-  const body = await answer.json();
+  let answer, body;
+  try {
+    answer = await fetch(path + "?" + new URLSearchParams(parameters));
+    body = await answer.json();
+  } catch (error) { lost = true; throw new Error("the viewer does not answer: " + error.message); }
   if (!answer.ok) throw new Error(body.error);
   return body;
 }
@@ -56,7 +59,7 @@ async function refresh(keep = false) {
     $("previous").disabled = !filter.offset; $("next").disabled = filter.offset + rows.length >= total;
     history.replaceState(null, "", address());
     document.documentElement.dataset.ready = String(Math.round(performance.now() - started));
-    $("state").className = ""; showState();
+    showState();
   } catch (error) { if (mine === asked) say(error); }
 }
 function badges(row) {
@@ -70,7 +73,7 @@ function badges(row) {
 function showRows() {
   $("rows").replaceChildren(...rows.map((row, index) => node("li", { role: "option", id: "row" + index, "aria-selected": String(index === chosen), onclick: () => choose(index) },
     node("div", {}, row.question || row.trajectory_id),
-    node("div", { class: "soft" }, ...badges(row), `${row.file} · reward ${number(row.reward)} · ${row.num_queries} queries · ${row.num_model_tokens} tokens · ${row.answer || "no answer"}`))));
+    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_queries} queries · ${row.num_model_tokens} tokens · ${row.file}`))));
 }
 function showOutcomes(counts) {
   const focused = document.activeElement && document.activeElement.dataset.outcome;
@@ -157,15 +160,14 @@ function tokens(given) {
   return box;
 }
 function turn(given, index) {
-  const gold = new Set(detail.task.supporting_ids);
   return node("div", { class: "turn" }, node("p", { class: "soft" }, `turn ${index + 1}: ${given.action}, ${given.num_model_tokens} tokens`), node("pre", {}, given.completion_text),
     ...given.retrievals.map((found) => node("details", { open: "" }, node("summary", {}, node("b", {}, found.query),
       ` · ${number(found.latency_s * 1000, 0)} ms, waited ${number(found.waited_s * 1000, 0)} ms · ${found.is_cached ? "from the cache" : "searched"} · ${found.texts.length} of ${found.k} documents`),
-    ...found.texts.map((text, place) => node("div", { class: "doc" }, node("span", { class: gold.has(found.passage_ids[place]) ? "gold" : "soft" },
-      `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${gold.has(found.passage_ids[place]) ? " · evidence" : ""}`), node("p", {}, text))))));
+    ...found.texts.map((text, place) => node("div", { class: "doc" }, node("span", { class: found.gold[place] ? "gold" : "soft" },
+      `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${found.gold[place] ? " · evidence" : ""}`), node("p", {}, text))))));
 }
 async function siblings() {
-  const all = await Promise.all(detail.siblings.slice(0, 16).map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
+  const all = await Promise.all(detail.siblings.map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
   return node("div", {}, node("h2", {}, `attempts of this group: ${detail.siblings.length}`), node("div", { class: "sides" }, ...all.map((found, index) => {
     const row = detail.siblings[index];
     return node("div", { class: "side" + (row.trajectory_id === detail.summary.trajectory_id ? " this" : "") }, node("p", {}, node("a", { href: link(row) }, row.trajectory_id)),
@@ -188,21 +190,23 @@ async function overIterations() {
 // -- the run, live
 function showState() {
   const making = run.num_indexed < run.num_files - run.problems.length ? `, indexing: ${run.num_indexed} of ${run.num_files} files` : "";
+  $("state").className = run.problems.length ? "bad" : "";
   $("state").textContent = `${run.num_trajectories.toLocaleString("en")} trajectories in ${run.num_indexed} files${making}` + (run.problems.length ? `; ${run.problems[0]}` : "");
 }
 async function look() {
   try {
     const found = await get("api/run");
-    const changed = !run || run.version !== found.version;
-    run = found;
-    if (changed) {
+    const changed = !run || run.version !== found.version, isBack = lost;
+    run = found; lost = false;
+    if (changed || isBack) {
       $("run").textContent = run.name; document.title = "ragr1 view " + run.name;
       const stage = filter.stage;
       $("stage").replaceChildren(node("option", { value: "" }, "every stage"), ...run.stages.map((name) => node("option", { value: name }, name)));
       $("stage").value = stage;
       await refresh(true);
+      if (isBack && !detail) await open();
     }
-  } catch (error) { say(new Error("the viewer does not answer: " + error.message)); }
+  } catch (error) { say(error); }
   setTimeout(look, 2000);
 }
 function changed(event) {
