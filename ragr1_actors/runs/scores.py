@@ -174,9 +174,15 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
         DataError: the file is of another evaluation or damaged, or cannot be written.
     """
     try:
-        if not path.exists() or b"\n" not in path.read_bytes():  # a crash may have cut the first line off
-            path.write_text(_line(asdict(settings)), encoding="utf-8")
+        content, first_line = path.read_bytes() if path.exists() else b"", _line(asdict(settings)).encode()
+        if first_line.startswith(content):  # a crash may have cut the first line off
+            path.write_bytes(first_line)
             return []
+        if b"\n" not in content:
+            raise DataError(
+                f"{path} holds something else than the scores of this evaluation, and is left as it is; name another "
+                "--out, or delete the file"
+            )
         found, scores = read_scores(path)
         if found != settings:
             there, here = asdict(found), asdict(settings)
@@ -184,7 +190,6 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
                 f"{name} {there[name]!r} there, {here[name]!r} here" for name in here if there[name] != here[name]
             ]
             raise DataError(f"{path} is of another evaluation ({'; '.join(different)}); name another --out")
-        content = path.read_bytes()
         os.truncate(path, content.rindex(b"\n") + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
