@@ -103,7 +103,10 @@ def evaluate(
     against: AgainstOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer tasks greedily with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches."""
+    """Answer tasks with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches.
+
+    Answers are greedy unless env_runners.temperature=T is given.
+    """
     from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 
     words = [word for word in (source, *(overrides or [])) if word]
@@ -129,6 +132,7 @@ def evaluate(
             request, which, out, lambda done, total: progress.update(bar, completed=done, total=total)
         )
     details = summarise(found.scores, against, tasks)
+    details["decoding"] = found.decoding
     details["latency"] = [asdict(one) for one in found.latency]
     if tasks is not None:
         details["num_trained_on"] = found.num_trained_on
@@ -255,7 +259,9 @@ def print_evaluation(result: dict[str, Any], details: Mapping[str, Any]) -> None
 
 
 def print_details(details: Mapping[str, Any]) -> None:
-    """Print what there is beside the measures: comparison, latency, overlap with training, published figures."""
+    """Print what there is beside the measures: decoding, comparison, latency, overlap, published figures."""
+    if decoding := details.get("decoding"):
+        print_values({"decoding": decoding})
     if compared := details.get("against"):
         em, f1 = compared["em_difference"], compared["f1_difference"]
         print_line(f"against the other policy, on {compared['num_tasks']:,} tasks that both answered:")

@@ -78,6 +78,8 @@ class EvalSettings:
     """Digest of what else shapes an answer: prompt, formats, limits, retrieval."""
     concurrency: int
     """Trajectories at the same time, at most."""
+    decoding: str = "greedy"
+    """``greedy``, or temperature, top_p and seed."""
 
 
 @dataclass(frozen=True, slots=True)

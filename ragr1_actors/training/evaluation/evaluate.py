@@ -53,6 +53,8 @@ class Evaluation:
     policy: str
     method: str
     """``search``, or the baseline."""
+    decoding: str
+    """``greedy``, or temperature, top_p and seed."""
     result: EvalResult
     scores: tuple[TaskScore, ...]
     latency: tuple[Latency, ...]
@@ -99,7 +101,9 @@ def evaluate_policy(
     out: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Answer tasks greedily with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+    """Answer tasks with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+
+    The answers are greedy, unless ``request.overrides`` set ``env_runners.temperature``.
 
     ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
     ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
@@ -130,6 +134,7 @@ def evaluate_policy(
     return Evaluation(
         policy=subject.name,
         method=subject.method,
+        decoding=subject.decoding,
         result=_result(whole),
         scores=tuple(whole.scores),
         latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
@@ -153,7 +158,9 @@ class _Pass:
             subject.index,
             subject.digest(),
             concurrency,
+            subject.decoding,
         )
+        self._temperature = subject.temperature
         self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
         self.num_failed = 0
 
@@ -177,11 +184,11 @@ class _Pass:
         sampler.env_runners.on_finished = on_group  # and not when all that were asked for at once have finished
         left = self.left
         if self.concurrency > 1:
-            self.num_failed = sampler.sample_tasks(left, 1, 0.0, lambda group: None) if left else 0
+            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, lambda group: None) if left else 0
             return
         for number, task in enumerate(left, start=1):
             try:
-                sampler.sample_tasks([task], 1, 0.0, lambda group: None)
+                sampler.sample_tasks([task], 1, self._temperature, lambda group: None)
             except FleetError:  # this task; it is raised below if there is no other
                 self.num_failed += 1
                 if number == len(left) and not self.scores:
