@@ -18,7 +18,7 @@ from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
-from ragr1_actors.runs.scores import read_scores
+from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open_scores, read_scores
 from ragr1_actors.training.data import prepare_policy
 from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.planning.preflight import check_names
@@ -221,6 +221,20 @@ def test_sampled_answers_are_told_from_greedy_ones(files: Path, tmp_path: Path) 
         reader.bodies.clear()
         assert "            decoding  greedy\n" in invoke("evaluate", *command[:-2], *task)
         assert {(body["temperature"], "top_p" in body) for body in reader.bodies} == {(0.0, False)}
+
+
+@pytest.mark.integration
+def test_a_wrong_against_is_noticed_before_anything_is_asked(files: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other.jsonl", tmp_path / "out.jsonl"
+    open_scores(other, EvalSettings("policy", "musique", 1, "0f", "search", "indexes/mine", "1a", 8))
+    append_score(other, TaskScore("musique/1", "Riga", "answered", 1.0, 1.0, 1.0, 1.0, None, 1, 1, 6, 0.1))
+    reader = Reader()
+    with served(reader.answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--out", str(out), "--against", str(other)]
+        task = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", *command, *task)
+    assert refused.startswith(f"error: --against: {other} has scores of 1 tasks of musique, and none of the 8 tasks")
+    assert (reader.bodies, out.exists()) == ([], False)
 
 
 @pytest.mark.integration

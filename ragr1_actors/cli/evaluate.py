@@ -125,7 +125,7 @@ def evaluate(
     from ragr1_actors.core.progress_bar import progress_bar
     from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
-    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0)
+    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0, against)
     with progress_bar(errors) as progress:
         bar = progress.add_task("answering", total=None)
         found = evaluate_policy(

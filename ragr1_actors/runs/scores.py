@@ -217,6 +217,20 @@ def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
     return settings, [_parsed(_SCORE, line, f"{path}, line {number}") for number, line in enumerate(lines[1:], start=2)]
 
 
+def check_shared(path: Path, tasks: Sequence[Task]) -> None:
+    """Check that a results file has one of the tasks at least.
+
+    Raises:
+        DataError: it has none, or cannot be read.
+    """
+    settings, scores = read_scores(path)
+    if {one.task_id for one in scores}.isdisjoint(task.task_id for task in tasks):
+        raise DataError(
+            f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the {len(tasks):,} "
+            "tasks asked for; evaluate both policies on the same --tasks"
+        )
+
+
 def _parsed(kind: TypeAdapter[T], line: bytes, where: str) -> T:
     try:
         return kind.validate_json(line)

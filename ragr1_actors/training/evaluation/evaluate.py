@@ -28,6 +28,7 @@ from ragr1_actors.runs.scores import (
     Latency,
     TaskScore,
     append_score,
+    check_shared,
     latency,
     open_scores,
     score,
@@ -75,6 +76,8 @@ class EvalTasks:
     """The first ones only; None is all."""
     num_alone: int = 0
     """How many of the first tasks are answered one at a time besides, for their latency."""
+    against: Path | None = None
+    """Scores of another policy, which must have one of these tasks."""
 
 
 def evaluate(
@@ -119,6 +122,8 @@ def evaluate_policy(
         subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
     _check_subject(subject, which)
     found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
+    if which.against is not None:
+        check_shared(which.against, found)
     load = subject.config.env_runners.max_concurrent_trajectories
     passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
     if which.num_alone:
