@@ -104,6 +104,19 @@ def test_a_model_folder_with_the_settings_of_a_recipe(files: Path) -> None:
 
 
 @pytest.mark.engine
+def test_the_overlap_with_training_is_of_the_tasks_that_are_asked(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = [str(files / "policy"), "env_runners.max_new_tokens_per_turn=5", "--num-tasks", "2"]
+    assert evaluated(files, *short)["num_trained_on"] == 2
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": \n')
+    found = evaluated(files, *short, f"environment.tasks={broken}", "--out", str(tmp_path / "out.jsonl"))
+    assert (found["num_tasks"], found["num_trained_on"]) == (2, None)
+    assert "how many of these questions were trained on is not known" in caplog.text
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(("baseline", "rounds"), [("direct", 0.0), ("rag", 1.0)])
 def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) -> None:
     short = "environment.prompt=Q {question}"  # the model has few positions

@@ -226,8 +226,8 @@ def check_shared(path: Path, tasks: Sequence[Task]) -> None:
     settings, scores = read_scores(path)
     if {one.task_id for one in scores}.isdisjoint(task.task_id for task in tasks):
         raise DataError(
-            f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the {len(tasks):,} "
-            "tasks asked for; evaluate both policies on the same --tasks"
+            f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the "
+            f"{len(tasks):,} tasks asked for; evaluate both policies on the same --tasks"
         )
 
 

@@ -6,6 +6,7 @@ A ``Sampler`` answers, in this process, with what ``evaluated_policy.py`` opens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
 from ragr1_actors.training.planning.preflight import check_sampler
 from retrieval.base import needs_index
 
+logger = logging.getLogger(__name__)
 _IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
 
 
@@ -61,7 +63,7 @@ class Evaluation:
     latency: tuple[Latency, ...]
     """One question at a time, then all at load; empty unless it was asked for."""
     num_trained_on: int | None
-    """Questions that are in the training file of run or recipe; None if it is unknown, or there is no such file."""
+    """Questions of these tasks that are in the training file of run or recipe; None if this is not known."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def evaluate_policy(
     found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
     if which.against is not None:
         check_shared(which.against, found)
+    num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
     load = subject.config.env_runners.max_concurrent_trajectories
     passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
     if which.num_alone:
@@ -143,7 +146,7 @@ def evaluate_policy(
         result=_result(whole),
         scores=tuple(whole.scores),
         latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
-        num_trained_on=_num_trained_on(subject, which),
+        num_trained_on=num_trained_on,
     )
 
 
@@ -232,20 +235,24 @@ def _result(whole: _Pass) -> EvalResult:
     return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=num_tasks, num_failed=num_failed)
 
 
-def _num_trained_on(subject: EvaluatedPolicy, which: EvalTasks) -> int | None:
-    """Return how many questions of a file or published set are in the training file; None if this is not known.
+def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
+    """Return how many of the questions are in the training file; None if this is not known, or the file is broken.
 
     A run trained on all questions of its training file that are not in its ``environment.eval_tasks``.
     """
     environment = subject.run.environment
-    if which.tasks is None or not subject.folder:
+    if not subject.folder:
         return None
     if environment.tasks == WORLD or not Path(environment.tasks).is_file():
         return None
-    trained = load_tasks(environment.tasks).tasks
-    if environment.eval_tasks and Path(environment.eval_tasks).is_file():
-        trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
-    return len(overlap(trained, load_set(which.tasks, which.data).tasks))
+    try:
+        trained = load_tasks(environment.tasks).tasks
+        if environment.eval_tasks and Path(environment.eval_tasks).is_file():
+            trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
+    except DataError as error:  # the evaluation does not need the file
+        logger.warning("how many of these questions were trained on is not known: %s", error)
+        return None
+    return len(overlap(trained, tasks))
 
 
 def evaluation_tasks(
