@@ -1,6 +1,7 @@
 """``ragr1 ask``: text as it is sampled, documents, answers for programs, and several questions with one policy."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from processes import run_python
 from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.testing import CliRunner
 
-from ragr1_actors.cli import command_name
 from ragr1_actors.cli.ask import Shown
 from ragr1_actors.cli.main import app
+from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Turn
@@ -167,6 +168,8 @@ def test_a_command_that_is_advised_can_be_copied(
     monkeypatch.setattr(sys, "argv", [called, "train"])
     monkeypatch.setattr(shutil, "which", lambda name: found)
     assert command_name() == expected
+    words = ("ask", "my runs/a", 'Who said "$HOME" in `Riga`, and who didn\'t?')
+    assert shlex.split(advised(*words)) == [expected, *words]
 
 
 SLOW_ANSWER = """

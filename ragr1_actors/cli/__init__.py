@@ -6,7 +6,6 @@ The modules of this package import only typer and rich at the top, so that ``rag
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,12 +43,6 @@ RerankerOption = Annotated[
     str, typer.Option("--reranker", help="A cross-encoder (folder or hub name) that ranks the passages again.")
 ]
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
-
-
-def command_name() -> str:
-    """Return how this shell finds the command that runs: ``ragr1``, or its path, such as ``.venv/bin/ragr1``."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "ragr1" and shutil.which("ragr1") is None else "ragr1"
 
 
 def print_line(text: str) -> None:
