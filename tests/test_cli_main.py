@@ -192,6 +192,13 @@ def test_index_commands(tmp_path: Path, corpus: Path) -> None:
     assert "supporting" in invoke("index", "eval", str(index), "--tasks", str(tasks))
 
 
+def test_a_passage_that_is_found_gives_the_terminal_no_orders(tmp_path: Path, corpus: Path) -> None:
+    corpus.write_text(json.dumps([{"title": "Riga", "text": "Riga\x1b]0;owned\x07 lies in Latvia."}]))
+    invoke("index", "build", "--corpus", str(corpus), "--out", str(tmp_path / "index"))
+    printed = invoke("index", "search", str(tmp_path / "index"), "where is riga")
+    assert "Riga\ufffd]0;owned\ufffd lies" in printed
+
+
 def test_duplicate_passage_ids_are_named(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "a", "title": "x", "text": "y"}\n{"id": "a", "title": "z", "text": "w"}\n')
