@@ -132,12 +132,16 @@ def evaluate_policy(
     if which.num_alone:
         beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
         passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
-    total, done = sum(len(one.tasks) for one in passes), sum(len(one.scores) for one in passes)
-    on_task(done, total)
+    total = sum(len(one.tasks) for one in passes)
+
+    def report() -> None:
+        on_task(sum(len(one.scores) for one in passes), total)
+
     if any(one.left for one in passes):
         with _sampler_of(subject) as sampler:
+            report()
             for one in passes:
-                one.answer(sampler, lambda: on_task(sum(len(each.scores) for each in passes), total))
+                one.answer(sampler, report)
     whole = passes[-1]
     return Evaluation(
         policy=subject.name,
