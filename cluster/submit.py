@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
 
@@ -183,7 +184,7 @@ class JobClient:
                 if time.monotonic() - answered > LOST_AFTER_S:
                     raise UserError(
                         f"the log of job {job_id} cannot be read ({one_line(error)}); the job goes on: follow it with "
-                        f"ragr1 submit --logs {job_id} --address {self._address}"
+                        f"{advised('submit', '--logs', job_id, '--address', self._address)}"
                     ) from error
             await asyncio.sleep(1)
 
@@ -238,7 +239,8 @@ class JobClient:
         except RuntimeError as error:
             if job_id and "404" in str(error):
                 raise UserError(
-                    f"the cluster at {self._address} has no job {job_id}; ragr1 submit --list shows the jobs"
+                    f"the cluster at {self._address} has no job {job_id}; "
+                    f"{advised('submit', '--list', '--address', self._address)} shows the jobs"
                 ) from error
             raise UserError(f"the cluster at {self._address} refused the request: {one_line(error)}") from error
 

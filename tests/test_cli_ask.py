@@ -1,6 +1,7 @@
 """``ragr1 ask``: text as it is sampled, documents, answers for programs, and several questions with one policy."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from processes import run_python
 from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.testing import CliRunner
 
-from ragr1_actors.cli import command_name
+from ragr1_actors.cli import print_line
 from ragr1_actors.cli.ask import Shown
 from ragr1_actors.cli.main import app
+from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.types import Turn
+from ragr1_actors.core.types import RetrievalRecord, Turn
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.training.evaluation import asking
@@ -167,6 +169,8 @@ def test_a_command_that_is_advised_can_be_copied(
     monkeypatch.setattr(sys, "argv", [called, "train"])
     monkeypatch.setattr(shutil, "which", lambda name: found)
     assert command_name() == expected
+    words = ("ask", "my runs/a", 'Who said "$HOME" in `Riga`, and who didn\'t?')
+    assert shlex.split(advised(*words)) == [expected, *words]
 
 
 SLOW_ANSWER = """
@@ -212,6 +216,18 @@ def test_what_an_environment_says_is_shown(capsys: pytest.CaptureFixture[str]) -
     turn = Turn("<think> no", 3, "malformed", observation="\nWrite a query.\n")
     Shown().turn(turn)
     assert capsys.readouterr().out == "<think> no\nWrite a query.\n"
+
+
+def test_a_passage_gives_the_terminal_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    orders = "\x1b]0;owned\x07\x1b[2J\x9b31m\b"
+    found = RetrievalRecord(f"q{orders}", 1, ("1",), (0.5,), (f"Riga{orders}",), (f"It lies\r\n\there{orders}",), 0.1)
+    Shown().turn(Turn(f"<search> q{orders}", 3, "search", ("q",), (found,)))
+    Shown().turn(Turn("", 3, "malformed", observation=f"Write{orders}"))
+    print_line(f"Riga{orders}")
+    printed = capsys.readouterr().out
+    assert not [sign for sign in printed if (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160]
+    assert "It lies\n" in printed
+    assert printed.count("\ufffd]0;owned\ufffd\ufffd[2J\ufffd31m\ufffd") == 6
 
 
 HELP = """

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,10 +63,14 @@ def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
     settings["evaluation"] |= {"interval": 1}
     settings["environment"] |= {"eval_tasks": "", "query_format": "json"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
+    asked = (tmp_path / "tasks.json").read_text().replace("Where is the", r"Where is \"$the\"")
+    (tmp_path / "tasks.json").write_text(asked)
     done = ragr1("train", "recipe.yaml", "--run-dir", "run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Held-out tasks, greedy (1 tasks)" in done.stdout
     assert "WARNING" not in done.stdout
+    *command, question = shlex.split(done.stdout.splitlines()[-1].removeprefix("try: "))
+    assert (command, question[:15]) == (["ragr1", "ask", "run"], 'Where is "$the"')
     logged = [row for row in read_metrics(tmp_path / "run") if row["stage"] == "rl"]
     assert [(row["iteration"], "eval/em" in row) for row in logged] == [(1, False), (2, False), (1, True)]
     asked = json.loads(invoke("ask", str(tmp_path / "run"), "Where is the lamp ?", "--json"))
@@ -103,6 +108,12 @@ def test_a_run_directory_of_an_unknown_scheme_is_no_damage(option: tuple[str, ..
 
 def test_how_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["my env/bin/ragr1"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert how_to_continue("my recipe.yaml", "runs/a", lasts=True, repeats=False) == (
+        "go on with: 'my env/bin/ragr1' train 'my recipe.yaml' --run-dir runs/a --resume"
+    )
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     assert how_to_continue("mine.yaml", "s3://b/r?region=eu", lasts=True, repeats=False) == (
         "go on with: ragr1 train mine.yaml --run-dir 's3://b/r?region=eu' --resume"
     )
@@ -179,6 +190,13 @@ def test_index_commands(tmp_path: Path, corpus: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"question": "Where is Riga?", "answer": "Latvia"}\n')
     assert "supporting" in invoke("index", "eval", str(index), "--tasks", str(tasks))
+
+
+def test_a_passage_that_is_found_gives_the_terminal_no_orders(tmp_path: Path, corpus: Path) -> None:
+    corpus.write_text(json.dumps([{"title": "Riga", "text": "Riga\x1b]0;owned\x07 lies in Latvia."}]))
+    invoke("index", "build", "--corpus", str(corpus), "--out", str(tmp_path / "index"))
+    printed = invoke("index", "search", str(tmp_path / "index"), "where is riga")
+    assert "Riga\ufffd]0;owned\ufffd lies" in printed
 
 
 def test_duplicate_passage_ids_are_named(tmp_path: Path) -> None:

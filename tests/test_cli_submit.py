@@ -30,7 +30,7 @@ from small_world import invoke
 from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.progress_bar import RateColumn
+from ragr1_actors.core.progress_bar import RateColumn, counted_bar
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
@@ -317,6 +317,16 @@ def test_the_bar_on_a_terminal_has_the_rate_and_the_time_left() -> None:
     text = console.export_text()
     assert re.search(r"3/100 +[\d,.]+/(s|min) ", text)
     assert text.count(":") >= 4  # the time since the start, and the time left
+
+
+def test_a_counted_bar_appears_with_its_first_count() -> None:
+    for is_terminal in (True, False):
+        output = io.StringIO()
+        with counted_bar(Console(file=output, width=150, force_terminal=is_terminal), "answering") as on_task:
+            assert output.getvalue() == ""
+            on_task(0, 4)
+            on_task(3, 4)
+        assert ("3/4" in output.getvalue()) is is_terminal
 
 
 def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None:

@@ -109,6 +109,17 @@ def test_a_file_of_another_evaluation_is_refused_and_left_alone(tmp_path: Path) 
         read_scores(tmp_path / "none.jsonl")
 
 
+def test_a_users_file_of_one_line_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text('[{"question": "Where?", "answer": "Riga"}]')  # as json.dump writes it
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"tasks\.json holds something else .* name another --out, or delete the file"):
+        open_scores(path, SETTINGS)
+    assert path.read_bytes() == before
+    path.write_bytes(b"")
+    assert open_scores(path, SETTINGS) == []
+
+
 def test_the_digest_tells_tasks_apart() -> None:
     task = Task("t/1", "Who?", ("Ana",))
     digests = {

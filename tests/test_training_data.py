@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import StopReason
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, split_tasks
+from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluate import evaluation_tasks
 from ragr1_actors.training.tiny_policy import train_tokenizer
 
@@ -143,3 +144,18 @@ def test_a_teachers_file_is_demonstrated_without_evaluation_questions(config: Ru
     assert {turns for _, turns in drawn} == {("<think> a</think><answer> Riga</answer>",)}
     assert "teacher.json: 3 tasks of 3 records" in workspace.notes[-1]
     assert "1 of evaluation questions left out" in workspace.notes[-1]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_index_that_is_built_on_the_way_has_a_bar_on_a_terminal(
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    retrieval = config.retrieval.model_copy(update={"index": "", "corpus": "world", "type": "flat"})
+    assert prepare_index(config.model_copy(update={"retrieval": retrieval}), tmp_path) == tmp_path / "index"
+    assert ("encoding passages" in capsys.readouterr().out) is is_terminal

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
-from ragr1_actors.runs.scores import read_scores
+from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open_scores, read_scores
 from ragr1_actors.training.data import prepare_policy
 from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.planning.preflight import check_names
+
+RECIPE = ("--recipe", "quickstart")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,19 @@ def test_a_model_folder_with_the_settings_of_a_recipe(files: Path) -> None:
 
 
 @pytest.mark.engine
+def test_the_overlap_with_training_is_of_the_tasks_that_are_asked(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = [str(files / "policy"), "env_runners.max_new_tokens_per_turn=5", "--num-tasks", "2"]
+    assert evaluated(files, *short)["num_trained_on"] == 2
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": \n')
+    found = evaluated(files, *short, f"environment.tasks={broken}", "--out", str(tmp_path / "out.jsonl"))
+    assert (found["num_tasks"], found["num_trained_on"]) == (2, None)
+    assert "how many of these questions were trained on is not known" in caplog.text
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(("baseline", "rounds"), [("direct", 0.0), ("rag", 1.0)])
 def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) -> None:
     short = "environment.prompt=Q {question}"  # the model has few positions
@@ -145,6 +161,24 @@ def test_an_endpoint_has_its_own_engine_options(files: Path) -> None:
     assert (runners.engine_options, runners.max_concurrent_trajectories) == ({"timeout_s": 900} | usual, 2)
 
 
+def test_a_temperature_counts_only_if_it_is_asked_for(files: Path) -> None:
+    (files / "warm.yaml").write_text("env_runners: {temperature: 0.7, top_p: 0.9}")
+    policy, recipe = str(files / "policy"), str(files / "warm.yaml")
+    assert open_policy(EvalRequest(policy, recipe)).decoding == "greedy"
+    warm = open_policy(EvalRequest(policy, recipe, ("env_runners.temperature=0.5", "debugging.seed=3")))
+    assert (warm.temperature, warm.decoding) == (0.5, "temperature 0.5, top_p 0.9, seed 3")
+
+
+def test_an_override_counts_beside_an_endpoint(files: Path) -> None:
+    endpoint, own = Endpoint("http://host/v1", "big", ""), ("env_runners.max_concurrent_trajectories=3",)
+    request = EvalRequest(overrides=own, endpoint=endpoint)
+    assert open_policy(request).config.env_runners.max_concurrent_trajectories == 3
+    with pytest.raises(
+        ConfigError, match=r"got env_runners\.max_concurrent_trajectories=3, which evaluate replaces by 2"
+    ):
+        open_policy(replace(request, concurrency=2))
+
+
 @pytest.mark.parametrize("recipe", ["search_r1_7b", "search_r1_grpo_7b", "ragr1_sq_7b", "ragr1_mq_7b"])
 def test_published_checkpoints_have_their_formats(files: Path, recipe: str) -> None:
     environment = open_policy(
@@ -184,6 +218,36 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert reader.bodies == []
         refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
         assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+@pytest.mark.integration
+def test_sampled_answers_are_told_from_greedy_ones(files: Path, tmp_path: Path) -> None:
+    reader, out = Reader(), tmp_path / "out.jsonl"
+    with served(reader.answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--out", str(out)]
+        sampled = ["env_runners.temperature=0.7", "env_runners.top_p=0.9", *command]
+        assert evaluated(files, *sampled)["decoding"] == "temperature 0.7, top_p 0.9, seed 0"
+        assert {(body["temperature"], body["top_p"]) for body in reader.bodies[1:]} == {(0.7, 0.9)}
+        task = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", *command, *task)
+        assert "decoding 'temperature 0.7, top_p 0.9, seed 0' there, 'greedy' here" in refused
+        reader.bodies.clear()
+        assert "            decoding  greedy\n" in invoke("evaluate", *command[:-2], *task)
+        assert {(body["temperature"], "top_p" in body) for body in reader.bodies} == {(0.0, False)}
+
+
+@pytest.mark.integration
+def test_a_wrong_against_is_noticed_before_anything_is_asked(files: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other.jsonl", tmp_path / "out.jsonl"
+    open_scores(other, EvalSettings("policy", "musique", 1, "0f", "search", "indexes/mine", "1a", 8))
+    append_score(other, TaskScore("musique/1", "Riga", "answered", 1.0, 1.0, 1.0, 1.0, None, 1, 1, 6, 0.1))
+    reader = Reader()
+    with served(reader.answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--out", str(out), "--against", str(other)]
+        task = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", *command, *task)
+    assert refused.startswith(f"error: --against: {other} has scores of 1 tasks of musique, and none of the 8 tasks")
+    assert (reader.bodies, out.exists()) == ([], False)
 
 
 @pytest.mark.integration
@@ -250,6 +314,14 @@ def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds:
         (["POLICY", "--recipe", "quickstart", "--prompt", "TASKS"], "has no {question}, where the question"),
         (["POLICY", "--recipe", "quickstart", "--prompt", "none.txt"], "--prompt: none.txt cannot be read"),
         (["POLICY", "--recipe", "quickstart", "--out", "none/a.jsonl"], "for --out; make it first"),
+        (["POLICY", "env_runners.num_env_runners=4", *RECIPE], "got env_runners.num_env_runners=4, which evaluate"),
+        (
+            ["POLICY", "retrieval.num_retrievers=4", *RECIPE],
+            "got retrieval.num_retrievers=4, which evaluate replaces by 0",
+        ),
+        (["POLICY", "retrieval.num_encoders=4", *RECIPE], "got retrieval.num_encoders=4, which evaluate replaces by 0"),
+        (["POLICY", "policy.model=other", *RECIPE], "got policy.model=other, which evaluate replaces by"),
+        (["POLICY", "env_runners.top_p=0.9", *RECIPE], "no effect on greedy answers; set env_runners.temperature too"),
     ],
 )
 def test_what_is_refused(files: Path, arguments: list[str], message: str) -> None:

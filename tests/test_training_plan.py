@@ -57,6 +57,19 @@ def test_ragr1_mq_fits_4_8_and_16_gpus(overrides: list[str], num_gpus: int, num_
     assert plan.num_gpus == num_gpus * num_machines
 
 
+def test_the_time_of_encoding_the_passages() -> None:
+    config = configured("ragr1_mq_7b")
+    tokens, flops_per_token = PASSAGE_BYTES // 4, EncoderShape.of(config.retrieval.encoder).flops_per_token
+    expected_s = KILT * tokens * flops_per_token / (0.4 * 312e12 * 8)
+    assert make_plan(config, NODE, KILT).times.index_s == pytest.approx(expected_s)
+    two = make_plan(config, replace(NODE, num_machines=2), KILT)
+    assert two.times.index_s == pytest.approx(expected_s / 2)
+    assert make_plan(configured("quickstart"), NODE, 4400).times.index_s == 0.0
+    printed = CliRunner().invoke(app, ["plan", "ragr1_mq_7b", "--passages", str(KILT)]).output
+    (line,) = [line for line in printed.splitlines() if "building the index, h on 8 GPUs" in line]
+    assert f" {expected_s / 3600:.2f} " in line
+
+
 def test_too_large_a_row_is_named_with_the_one_that_fits() -> None:
     (problem,) = make_plan(configured("ragr1_mq_7b", "learners.micro_batch_tokens=32768"), NODE, KILT).problems
     assert problem.startswith("learner GPU, critic step: ")

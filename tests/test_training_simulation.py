@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -330,7 +332,10 @@ def test_the_command_answers_how_many_are_needed(tmp_path: Path) -> None:
     arguments = ["simulate", str(recipe), "--runners", "4", "--retrievers", "2", "--iterations", "2"]
     # as a person calls it: the points of the curves are simulated by other processes, which import the main module
     command = [sys.executable, "-m", "ragr1_actors", *arguments, "--json"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "150"}  # rich takes its output for a terminal
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    found = json.loads(done.stdout)
+    assert re.search(r"simulating .*7/7", done.stderr)
     assert [point["num_runners"] for point in found["by_runners"]] == [1, 2, 4, 8]
     assert [point["num_retrievers"] for point in found["by_retrievers"]] == [1, 2, 4]
     assert found["needed"]["num_runners"] <= 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import time
 import zlib
@@ -174,6 +175,15 @@ def test_iterations_without_learning_are_reported_once(idle_run: tuple[Path, Run
 
 
 @pytest.mark.engine
+def test_the_evaluations_of_a_run_have_a_bar_on_a_terminal(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=0)
+    console = Console(file=io.StringIO(), width=150, force_terminal=True, record=True)
+    create_run_directory(config, tmp_path / "run")
+    TrainingRun(config, tmp_path / "run", console).execute()
+    assert re.search(r"evaluating .* 8/8 ", console.export_text())
+
+
+@pytest.mark.engine
 def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str], files: Path) -> None:
     run_dir, report, _ = idle_run
     before = sorted(run_dir.rglob("*"))
@@ -211,7 +221,7 @@ def test_an_evaluation_goes_on_with_its_file(
     assert out.read_bytes().startswith(b"".join(lines[:3]))  # what was answered is not answered again
     assert (again["against"]["num_tasks"], again["against"]["p_value"]) == (4, 1.0)
     assert "of another evaluation" in invoke(*command[:2], "--out", str(out))
-    assert "no task in common" in invoke(*command[:2], "--against", str(out))  # those that the run held out
+    assert "none of the 1 tasks asked for" in invoke(*command[:2], "--against", str(out))  # those that the run held out
     printed = invoke(*command[:-1], "--out", str(out))
     assert "95 % interval" in printed
     assert "of these questions are in the training file" in printed

@@ -6,7 +6,6 @@ The modules of this package import only typer and rich at the top, so that ``rag
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,23 +42,26 @@ JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON for pr
 RerankerOption = Annotated[
     str, typer.Option("--reranker", help="A cross-encoder (folder or hub name) that ranks the passages again.")
 ]
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
 
 
-def command_name() -> str:
-    """Return how this shell finds the command that runs: ``ragr1``, or its path, such as ``.venv/bin/ragr1``."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "ragr1" and shutil.which("ragr1") is None else "ragr1"
+def printable(text: str) -> str:
+    r"""Return the text with a sign in the place of every control character but newline and tab.
+
+    A terminal obeys such characters, and passages may be from the web: ``printable("a\x1b[2J") == "a\ufffd[2J"``.
+    """
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
 def print_line(text: str) -> None:
-    """Print a line as it is: not wrapped, without colours and markup."""
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    """Print a line as it is: not wrapped, without colours, markup and control characters."""
+    console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_error(text: str, style: str = "red") -> None:
     """Print a line to standard error."""
-    errors.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+    errors.print(printable(text), style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ragr1_actors.cli import START_AGAIN, CheckpointArgument, JsonLinesOption, console, errors, print_json
+from ragr1_actors.cli import START_AGAIN, CheckpointArgument, JsonLinesOption, console, errors, print_json, printable
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
@@ -43,7 +43,7 @@ def ask(
             if as_json:
                 print_json(answer_as_json(asker.ask(asked)))
                 continue
-            console.print(Text(asked, style="bold"), soft_wrap=True)
+            console.print(shown_text(asked, "bold"), soft_wrap=True)
             shown = Shown()
             shown.end(asker.ask(asked, Watch(shown.text, shown.turn)))
 
@@ -64,6 +64,11 @@ def questions(first: str, interactive: bool) -> Iterator[str]:
         yield line
 
 
+def shown_text(text: str, style: str) -> Text:
+    """Return what a person, a policy or a passage says in a style, without characters that the terminal would obey."""
+    return Text(printable(text), style=style)
+
+
 class Shown:
     """What is on the terminal of one answer."""
 
@@ -73,7 +78,7 @@ class Shown:
 
     def text(self, text: str) -> None:
         """Print what is new of the turn's text so far."""
-        console.print(Text(text[self._length :], style="green"), end="", soft_wrap=True)
+        console.print(shown_text(text[self._length :], "green"), end="", soft_wrap=True)
         console.file.flush()
         self._length = len(text)
 
@@ -84,24 +89,24 @@ class Shown:
         console.print()
         if turn.retrievals:
             for found in turn.retrievals:
-                console.print(Text(f"  [{found.query}]", style="bold cyan"), soft_wrap=True)
+                console.print(shown_text(f"  [{found.query}]", "bold cyan"), soft_wrap=True)
                 for number, (title, text, score) in enumerate(
                     zip(found.titles, found.texts, found.scores, strict=True), start=1
                 ):
                     line = f"  ({number}) {score:.3f}  {title}: {text}"
-                    console.print(Text(line, style="cyan"), soft_wrap=True)
+                    console.print(shown_text(line, "cyan"), soft_wrap=True)
         elif turn.observation:
-            console.print(Text(turn.observation.strip(), style="cyan"), soft_wrap=True)
+            console.print(shown_text(turn.observation.strip(), "cyan"), soft_wrap=True)
 
     def end(self, trajectory: Trajectory) -> None:
         """Print the answer, or why there is none."""
         if self._length:  # a turn that failed
             console.print()
         if trajectory.answer:
-            line = Text(f"answer: {trajectory.answer}", style="bold")
+            line = shown_text(f"answer: {trajectory.answer}", "bold")
         else:
             reason = f"no answer ({trajectory.stop_reason.value}) {trajectory.error}".rstrip()
-            line = Text(reason, style="bold red")
+            line = shown_text(reason, "bold red")
         console.print(line, soft_wrap=True)
 
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import typer
 from rich.table import Table
 
 from ragr1_actors.cli import console, print_line
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
                 raise UserError(f"the run refused: {answer.message}")
             time.sleep(_LOOK_INTERVAL_S)
         print_line(f"{number + 1} of {kills}: {answer.message}")
-    print_line(f"the run counts what it lost: ragr1 report {shlex.quote(run)}, once it has ended")
+    print_line(f"the run counts what it lost: {advised('report', run)}, once it has ended")
 
 
 def _train(recipe: str, overrides: list[str], kills: int, seed: int, place: Path) -> None:
@@ -277,7 +277,7 @@ def _train(recipe: str, overrides: list[str], kills: int, seed: int, place: Path
     recoveries = [*victim.recoveries(), *((DRIVER, took_s) for took_s in driver_s)]
     report = read_report(place)
     console.print(_table(report, recoveries, num_hits))
-    print_line(f"ragr1 report {shlex.quote(str(place))}")
+    print_line(advised("report", str(place)))
     if report.tasks.lost or report.tasks.doubled:
         raise typer.Exit(1)
     if num_hits < kills:

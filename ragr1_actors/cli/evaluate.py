@@ -103,7 +103,10 @@ def evaluate(
     against: AgainstOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer tasks greedily with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches."""
+    """Answer tasks with a run's policy, a model folder or an endpoint; print EM, F1, recall and searches.
+
+    Answers are greedy unless env_runners.temperature=T is given.
+    """
     from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 
     words = [word for word in (source, *(overrides or [])) if word]
@@ -119,16 +122,14 @@ def evaluate(
         concurrency=concurrency,
     )
     check_request(request, tasks, data, out, against)
-    from ragr1_actors.core.progress_bar import progress_bar
+    from ragr1_actors.core.progress_bar import counted_bar
     from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
-    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0)
-    with progress_bar(errors) as progress:
-        bar = progress.add_task("answering", total=None)
-        found = evaluate_policy(
-            request, which, out, lambda done, total: progress.update(bar, completed=done, total=total)
-        )
+    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0, against)
+    with counted_bar(errors, "answering") as on_task:
+        found = evaluate_policy(request, which, out, on_task)
     details = summarise(found.scores, against, tasks)
+    details["decoding"] = found.decoding
     details["latency"] = [asdict(one) for one in found.latency]
     if tasks is not None:
         details["num_trained_on"] = found.num_trained_on
@@ -187,22 +188,13 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
-    from ragr1_actors.core.progress_bar import progress_bar
+    from ragr1_actors.core.progress_bar import counted_bar
     from ragr1_actors.training.evaluation.selection import SelectionSettings
     from ragr1_actors.training.evaluation.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
-    with progress_bar(errors) as progress:
-        bar = progress.add_task("sampling", total=None)
-        counts = select_tasks(
-            source,
-            tasks,
-            out,
-            settings,
-            overrides=overrides or [],
-            index=index,
-            on_task=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with counted_bar(errors, "sampling") as on_task:
+        counts = select_tasks(source, tasks, out, settings, overrides=overrides or [], index=index, on_task=on_task)
     if as_json:
         print_json(asdict(counts))
         return
@@ -255,7 +247,9 @@ def print_evaluation(result: dict[str, Any], details: Mapping[str, Any]) -> None
 
 
 def print_details(details: Mapping[str, Any]) -> None:
-    """Print what there is beside the measures: comparison, latency, overlap with training, published figures."""
+    """Print what there is beside the measures: decoding, comparison, latency, overlap, published figures."""
+    if decoding := details.get("decoding"):
+        print_values({"decoding": decoding})
     if compared := details.get("against"):
         em, f1 = compared["em_difference"], compared["f1_difference"]
         print_line(f"against the other policy, on {compared['num_tasks']:,} tasks that both answered:")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragr1_actors.cli import Group, JsonOption, RerankerOption, console, print_json, print_line, print_values
+from ragr1_actors.cli import Group, JsonOption, RerankerOption, console, print_json, print_line, print_values, printable
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.interrupts import exit_status
 
@@ -115,9 +115,10 @@ def search(
         print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
         return
     for query, passages in zip(queries, results, strict=True):
-        console.print(query, style="bold", markup=False)
+        console.print(printable(query), style="bold", markup=False)
         for passage in passages:
-            console.print(f"  {passage.score:.3f}  {passage.title}: {passage.text}", markup=False, highlight=False)
+            line = f"  {passage.score:.3f}  {passage.title}: {passage.text}"
+            console.print(printable(line), markup=False, highlight=False)
 
 
 @app.command("eval")

@@ -26,7 +26,6 @@ from ragr1_actors.cli import (
     JsonOption,
     ask,
     chaos,
-    command_name,
     console,
     doctor,
     evaluate,
@@ -41,6 +40,7 @@ from ragr1_actors.cli import (
     submit,
     view,
 )
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, exit_status
 
@@ -128,7 +128,7 @@ def train(
     if resume or (auto_resume and holds_run(place)):
         config = open_run_directory(place)
         if (place.path / "report.json").exists():
-            print_line(f"{place} is finished; see it with: ragr1 report {shlex.quote(str(place))}")
+            print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
             return
         if resume:
             config = change_learners(place, config, overrides or [])
@@ -147,7 +147,7 @@ def train(
     with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place, advice, profile)
-    print_line(f'try: {command_name()} ask {shlex.quote(str(place))} "{_question(place)}"')
+    print_line(f"try: {advised('ask', str(place), _question(place))}")
 
 
 def _question(place: Place) -> str:
@@ -179,15 +179,14 @@ def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) ->
     """
     from cluster.submit import is_job
 
-    name = shlex.quote(run_dir)
     if not is_job():
-        return f"go on with: ragr1 train {recipe} --run-dir {name} --resume"
+        return f"go on with: {advised('train', recipe, '--run-dir', run_dir, '--resume')}"
     if not lasts:
         return (
             f"{run_dir} is in the job's folder, which Ray deletes; submit it with --run-dir s3://bucket/runs/mine or "
             "an absolute path that all nodes see, and it can go on"
         )
-    options = "" if repeats else f" with --run-dir {name} --auto-resume"
+    options = "" if repeats else f" with {shlex.join(['--run-dir', run_dir])} --auto-resume"
     return f"submit the same command again{options}, and the run goes on"
 
 

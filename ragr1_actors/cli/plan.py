@@ -79,4 +79,7 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
     for name, value in seconds.items():
         shown = f"{value:,.2f}" if value or "search" in name else "not estimated"
         table.add_row(f"{name}, s per iteration" if "batch" not in name else f"{name}, s", shown, "")
+    if times.index_s:
+        num_gpus = machine.num_gpus * machine.num_machines
+        table.add_row(f"building the index, h on {num_gpus} GPUs", f"{times.index_s / 3600:,.2f}", "")
     return table

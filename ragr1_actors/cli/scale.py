@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragr1_actors.cli import print_line
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def scale(
     answer = give_order(place, {"sizes": chosen}, timeout_s)
     if answer.is_refused:
         raise UserError(f"the run refused: {answer.message}")
-    print_line(answer.message if auto else f"{answer.message}; until ragr1 scale {place} --auto")
+    print_line(answer.message if auto else f"{answer.message}; until {advised('scale', str(place), '--auto')}")
 
 
 def check_under_way(place: Place) -> RunConfig:

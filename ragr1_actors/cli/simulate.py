@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ragr1_actors.cli import JsonOption, console, print_json, print_line
+from ragr1_actors.cli import JsonOption, console, errors, print_json, print_line
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def simulate(
     The loop, the environment, the batching of searches and the Arrow batches are those of a run. Engines, retrievers
     and learners only take time: that of `ragr1 plan`, or what a run measured.
     """
+    from ragr1_actors.core.progress_bar import counted_bar
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.simulation.recorded import read_recording
     from ragr1_actors.training.simulation.run import Size
@@ -66,7 +67,8 @@ def simulate(
     if autoscale:
         config = with_autoscaling(config, size)
     started = time.monotonic()
-    found = study(config, pace, workload, size, iterations)
+    with counted_bar(errors, "simulating") as on_point:
+        found = study(config, pace, workload, size, iterations, on_point)
     if as_json:
         print_json(as_data(found, pace, recording))
         return

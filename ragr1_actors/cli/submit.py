@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragr1_actors.cli import console, print_error, print_line
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.interrupts import TerminationError
@@ -199,4 +200,4 @@ def _wants_stop() -> bool:
 
 
 def _command(option: str, job_id: str, address: str) -> str:
-    return f"ragr1 submit {option} {job_id} --address {address}"
+    return advised("submit", option, job_id, "--address", address)

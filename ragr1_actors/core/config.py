@@ -169,7 +169,8 @@ class EnvRunnerSettings(Section):
     max_new_tokens_per_turn: int = Field(500, ge=1)
     """Tokens that the policy may sample per turn. Default: Search-R1 and RAG-R1."""
     temperature: float = Field(1.0, ge=0.001)
-    """Sampling temperature in training; evaluation is greedy. Default: Search-R1 and RAG-R1."""
+    """Sampling temperature in training; evaluation is greedy, unless ``ragr1 evaluate`` is given this key. Default:
+    Search-R1 and RAG-R1."""
     top_p: float = Field(1.0, ge=0.001, le=1)
     """Nucleus sampling; 1 (default) is off. Below 1 the engine's log-probs are those of the nucleus, so the learner
     computes the log-probs of every batch again: one more forward pass."""

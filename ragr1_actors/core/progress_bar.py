@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,3 +42,21 @@ def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) 
         console=console,
         disable=hidden or not console.is_terminal,
     )
+
+
+@contextmanager
+def counted_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield what takes the number of things done and the number of all, and shows them in a bar.
+
+    The bar appears with the first call, so that what comes before it can show a bar of its own.
+    """
+    with ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def show(done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress_bar(console)))
+                shown[0].add_task(title, total=total, completed=done)
+            shown[0].update(shown[0].task_ids[0], completed=done, total=total)
+
+        yield show

@@ -78,6 +78,8 @@ class EvalSettings:
     """Digest of what else shapes an answer: prompt, formats, limits, retrieval."""
     concurrency: int
     """Trajectories at the same time, at most."""
+    decoding: str = "greedy"
+    """``greedy``, or temperature, top_p and seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +176,15 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
         DataError: the file is of another evaluation or damaged, or cannot be written.
     """
     try:
-        if not path.exists() or b"\n" not in path.read_bytes():  # a crash may have cut the first line off
-            path.write_text(_line(asdict(settings)), encoding="utf-8")
+        content, first_line = path.read_bytes() if path.exists() else b"", _line(asdict(settings)).encode()
+        if first_line.startswith(content):  # a crash may have cut the first line off
+            path.write_bytes(first_line)
             return []
+        if b"\n" not in content:
+            raise DataError(
+                f"{path} holds something else than the scores of this evaluation, and is left as it is; name another "
+                "--out, or delete the file"
+            )
         found, scores = read_scores(path)
         if found != settings:
             there, here = asdict(found), asdict(settings)
@@ -184,7 +192,6 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
                 f"{name} {there[name]!r} there, {here[name]!r} here" for name in here if there[name] != here[name]
             ]
             raise DataError(f"{path} is of another evaluation ({'; '.join(different)}); name another --out")
-        content = path.read_bytes()
         os.truncate(path, content.rindex(b"\n") + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
@@ -208,6 +215,20 @@ def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
     lines = path.read_bytes().split(b"\n")[:-1]
     settings = _parsed(_SETTINGS, lines[0] if lines else b"", f"{path}, line 1")
     return settings, [_parsed(_SCORE, line, f"{path}, line {number}") for number, line in enumerate(lines[1:], start=2)]
+
+
+def check_shared(path: Path, tasks: Sequence[Task]) -> None:
+    """Check that a results file has one of the tasks at least.
+
+    Raises:
+        DataError: it has none, or cannot be read.
+    """
+    settings, scores = read_scores(path)
+    if {one.task_id for one in scores}.isdisjoint(task.task_id for task in tasks):
+        raise DataError(
+            f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the "
+            f"{len(tasks):,} tasks asked for; evaluate both policies on the same --tasks"
+        )
 
 
 def _parsed(kind: TypeAdapter[T], line: bytes, where: str) -> T:

@@ -337,18 +337,23 @@ class Algorithm:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, name: str = "") -> EvalResult:
+    def evaluate(self, name: str = "", on_task: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
         """Answer the held-out tasks greedily. Call it between iterations.
 
         A task is asked again if the machinery failed, at most ``max_task_retries`` times; ``FleetError`` if
         every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
+        ``on_task`` is called with the number of tasks done and the number of all tasks.
         """
         groups: list[FinishedGroup] = []
+        tasks = self.workspace.eval_tasks
+
+        def on_group(group: FinishedGroup) -> None:
+            groups.append(group)
+            on_task(sum(not each.summary.num_failed for each in groups), len(tasks))
+
         with self.fleets.learner.waits():
             self._finish_evaluation()
-            num_failed = self._sampler.sample_tasks(
-                self.workspace.eval_tasks, 1, 0.0, groups.append, aside=self._collector.sort
-            )
+            num_failed = self._sampler.sample_tasks(tasks, 1, 0.0, on_group, aside=self._collector.sort)
         return self._keep_evaluation(name, groups, num_failed)
 
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
         num_shards=settings.num_shards,
         options=settings.options,
         seed=config.debugging.seed,
-        progress=False,
+        progress=sys.stdout.isatty(),  # its notes, too, would be in the way of --json and of a log
     )
 
 

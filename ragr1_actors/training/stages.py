@@ -21,6 +21,7 @@ from ragr1_actors.core.config import RunConfig, read_fault_tolerance, read_guard
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
+from ragr1_actors.core.progress_bar import counted_bar
 from ragr1_actors.report_page.page import write_page
 from ragr1_actors.rollout.sampler import session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
@@ -113,10 +114,10 @@ class TrainingRun:
             session_for(self._config, self._show_placement, self._console.print),
             ExitStack() as stack,
         ):
-            with self._console.status("preparing the data"):
+            with self._console.status("fetching what was made"):
                 for made in (INDEX, POLICY):
                     self._place.bring(made)
-                workspace = prepare(self._config, self._run_dir)
+            workspace = prepare(self._config, self._run_dir)  # the build of an index has bars of its own
             append_start(self._run_dir, this_start())
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             changes = self._config.changes()
@@ -392,8 +393,8 @@ class TrainingRun:
         """Evaluate at the end of a stage and return the score; None if that was done before a resume."""
         if self._has_stage(name):
             return None
-        with self._console.status("evaluating"):
-            result = algorithm.evaluate(name)
+        with counted_bar(self._console, "evaluating") as on_task:
+            result = algorithm.evaluate(name, on_task)
         values = {f"eval/{key}": value for key, value in asdict(result).items()}
         logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
         logger.log_examples(f"eval_{name}", algorithm.iteration, algorithm.examples)

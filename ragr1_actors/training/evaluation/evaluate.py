@@ -6,6 +6,7 @@ A ``Sampler`` answers, in this process, with what ``evaluated_policy.py`` opens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from ragr1_actors.runs.scores import (
     Latency,
     TaskScore,
     append_score,
+    check_shared,
     latency,
     open_scores,
     score,
@@ -43,6 +45,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
 from ragr1_actors.training.planning.preflight import check_sampler
 from retrieval.base import needs_index
 
+logger = logging.getLogger(__name__)
 _IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
 
 
@@ -53,12 +56,14 @@ class Evaluation:
     policy: str
     method: str
     """``search``, or the baseline."""
+    decoding: str
+    """``greedy``, or temperature, top_p and seed."""
     result: EvalResult
     scores: tuple[TaskScore, ...]
     latency: tuple[Latency, ...]
     """One question at a time, then all at load; empty unless it was asked for."""
     num_trained_on: int | None
-    """Questions that are in the training file of run or recipe; None if it is unknown, or there is no such file."""
+    """Questions of these tasks that are in the training file of run or recipe; None if this is not known."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class EvalTasks:
     """The first ones only; None is all."""
     num_alone: int = 0
     """How many of the first tasks are answered one at a time besides, for their latency."""
+    against: Path | None = None
+    """Scores of another policy, which must have one of these tasks."""
 
 
 def evaluate(
@@ -99,7 +106,9 @@ def evaluate_policy(
     out: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Answer tasks greedily with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+    """Answer tasks with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+
+    The answers are greedy, unless ``request.overrides`` set ``env_runners.temperature``.
 
     ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
     ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
@@ -115,25 +124,33 @@ def evaluate_policy(
         subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
     _check_subject(subject, which)
     found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
+    if which.against is not None:
+        check_shared(which.against, found)
+    num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
     load = subject.config.env_runners.max_concurrent_trajectories
     passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
     if which.num_alone:
         beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
         passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
-    total, done = sum(len(one.tasks) for one in passes), sum(len(one.scores) for one in passes)
-    on_task(done, total)
+    total = sum(len(one.tasks) for one in passes)
+
+    def report() -> None:
+        on_task(sum(len(one.scores) for one in passes), total)
+
     if any(one.left for one in passes):
         with _sampler_of(subject) as sampler:
+            report()
             for one in passes:
-                one.answer(sampler, lambda: on_task(sum(len(each.scores) for each in passes), total))
+                one.answer(sampler, report)
     whole = passes[-1]
     return Evaluation(
         policy=subject.name,
         method=subject.method,
+        decoding=subject.decoding,
         result=_result(whole),
         scores=tuple(whole.scores),
         latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
-        num_trained_on=_num_trained_on(subject, which),
+        num_trained_on=num_trained_on,
     )
 
 
@@ -153,7 +170,9 @@ class _Pass:
             subject.index,
             subject.digest(),
             concurrency,
+            subject.decoding,
         )
+        self._temperature = subject.temperature
         self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
         self.num_failed = 0
 
@@ -177,11 +196,11 @@ class _Pass:
         sampler.env_runners.on_finished = on_group  # and not when all that were asked for at once have finished
         left = self.left
         if self.concurrency > 1:
-            self.num_failed = sampler.sample_tasks(left, 1, 0.0, lambda group: None) if left else 0
+            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, lambda group: None) if left else 0
             return
         for number, task in enumerate(left, start=1):
             try:
-                sampler.sample_tasks([task], 1, 0.0, lambda group: None)
+                sampler.sample_tasks([task], 1, self._temperature, lambda group: None)
             except FleetError:  # this task; it is raised below if there is no other
                 self.num_failed += 1
                 if number == len(left) and not self.scores:
@@ -220,20 +239,24 @@ def _result(whole: _Pass) -> EvalResult:
     return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=num_tasks, num_failed=num_failed)
 
 
-def _num_trained_on(subject: EvaluatedPolicy, which: EvalTasks) -> int | None:
-    """Return how many questions of a file or published set are in the training file; None if this is not known.
+def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
+    """Return how many of the questions are in the training file; None if this is not known, or the file is broken.
 
     A run trained on all questions of its training file that are not in its ``environment.eval_tasks``.
     """
     environment = subject.run.environment
-    if which.tasks is None or not subject.folder:
+    if not subject.folder:
         return None
     if environment.tasks == WORLD or not Path(environment.tasks).is_file():
         return None
-    trained = load_tasks(environment.tasks).tasks
-    if environment.eval_tasks and Path(environment.eval_tasks).is_file():
-        trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
-    return len(overlap(trained, load_set(which.tasks, which.data).tasks))
+    try:
+        trained = load_tasks(environment.tasks).tasks
+        if environment.eval_tasks and Path(environment.eval_tasks).is_file():
+            trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
+    except DataError as error:  # the evaluation does not need the file
+        logger.warning("how many of these questions were trained on is not known: %s", error)
+        return None
+    return len(overlap(trained, tasks))
 
 
 def evaluation_tasks(

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from cluster.storage import is_uri
 from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
 from ragr1_actors.runs.places import INDEX, Place
 from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory
@@ -91,6 +91,16 @@ class EvaluatedPolicy:
     place: Place | None
     """Where the run is; None without a run."""
     method: str
+    temperature: float = 0.0
+    """0 is greedy."""
+
+    @property
+    def decoding(self) -> str:
+        """How tokens are chosen: ``greedy``, or ``temperature 0.7, top_p 1, seed 0``."""
+        if not self.temperature:
+            return "greedy"
+        config = self.config
+        return f"temperature {self.temperature:g}, top_p {config.env_runners.top_p:g}, seed {config.debugging.seed}"
 
     @property
     def index(self) -> str:
@@ -114,11 +124,13 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
     """Return what ``request`` names; nothing heavy is loaded and no endpoint is asked.
 
     Raises:
-        UserError: there is no such run, folder, recipe or prompt, or two parts of the request do not fit.
+        UserError: there is no such run, folder, recipe or prompt, two parts of the request do not fit, or an override
+            has no effect.
     """
     place, folder = _find(request)
     run = resolve(override(_sections(request, place), request.overrides))
     changes = _changes(request, run)
+    _check_overrides(request, run, changes | {"policy": {"model": folder}})
     retrieval = changes["retrieval"]
     if request.baseline == "direct":
         retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
@@ -127,7 +139,9 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
     changes["policy"] = {"model": folder} if folder and place is None else {}
     endpoint = request.endpoint
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
-    return EvaluatedPolicy(name, folder, sampler_config(run, **changes), run, place, request.baseline or "search")
+    temperature = run.env_runners.temperature if "env_runners.temperature" in _named(request) else 0.0
+    config = sampler_config(run, **changes)
+    return EvaluatedPolicy(name, folder, config, run, place, request.baseline or "search", temperature)
 
 
 def _find(request: EvalRequest) -> tuple[Place | None, str]:
@@ -176,18 +190,19 @@ def _sections(request: EvalRequest, place: Place | None) -> Sections:
 def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
     """Return what the request changes in the settings, by section."""
     environment: dict[str, Any] = dict(BASELINES[request.baseline]) if request.baseline else {}
-    own_prompt = any(assignment.startswith("environment.prompt=") for assignment in request.overrides)
+    named = _named(request)
     if request.prompt is not None:
         environment["prompt"] = _read_prompt(request.prompt)
-    elif own_prompt:
+    elif "environment.prompt" in named:
         environment["prompt"] = run.environment.prompt
     runners: dict[str, Any] = {"num_env_runners": 0}
     if request.concurrency is not None:
         runners["max_concurrent_trajectories"] = request.concurrency
     if request.endpoint is not None:
-        runners.setdefault("max_concurrent_trajectories", ENDPOINT_CONCURRENCY)
+        if "env_runners.max_concurrent_trajectories" not in named:
+            runners.setdefault("max_concurrent_trajectories", ENDPOINT_CONCURRENCY)
         endpoint = request.endpoint
-        own = any(assignment.startswith("env_runners.engine_options=") for assignment in request.overrides)
+        own = "env_runners.engine_options" in named
         runners["engine"] = "endpoint"
         runners["engine_options"] = {
             **(run.env_runners.engine_options if own else {}),  # a recipe's are those of its engine
@@ -197,7 +212,34 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
             "body": dict(endpoint.body),
         }
         runners["num_gpus_per_env_runner"] = 0
-    return {"environment": environment, "env_runners": runners, "retrieval": {"num_retrievers": 0}}
+    retrieval: dict[str, Any] = {"num_retrievers": 0, "num_encoders": 0}
+    return {"environment": environment, "env_runners": runners, "retrieval": retrieval}
+
+
+def _named(request: EvalRequest) -> set[str]:
+    """Return the keys that were overridden, such as ``env_runners.temperature``."""
+    return {assignment.partition("=")[0] for assignment in request.overrides}
+
+
+def _check_overrides(request: EvalRequest, run: RunConfig, changes: dict[str, dict[str, Any]]) -> None:
+    """Refuse an override that would have no effect.
+
+    Two may be there: the environment's give way to ``--baseline`` and ``--prompt``, so that both sides of a comparison
+    take the same ones, and ``engine_options`` are merged with the endpoint's.
+    """
+    named = _named(request)
+    for name in named - {"env_runners.engine_options"}:
+        section, _, key = name.partition(".")
+        if section == "environment" or key not in changes.get(section, {}):
+            continue
+        given, taken = getattr(getattr(run, section), key), changes[section][key]
+        if given != taken:
+            raise ConfigError(f"got {name}={shortened(str(given))}, which evaluate replaces by {taken!r}; leave it out")
+    if "env_runners.top_p" in named and "env_runners.temperature" not in named:
+        raise ConfigError(
+            "got env_runners.top_p, which has no effect on greedy answers; set env_runners.temperature too, or leave "
+            "it out"
+        )
 
 
 def _read_prompt(path: Path) -> str:

@@ -76,6 +76,9 @@ class Times:
     learning_s: float
     timeout_s: float
     """``retrieval.timeout_s``, which a batch must keep."""
+    index_s: float = 0.0
+    """Of encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if the index
+    is there."""
     remedy: str = ""
     """The nearest setting with which searches are fast enough, where they are not."""
 

@@ -58,6 +58,8 @@ _CUDA_HOST_BYTES = 2 * GIB
 """What CUDA's libraries take beside it; an allowance, not a measurement."""
 _BYTES_PER_TOKEN = 24
 """A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
+_BYTES_PER_TEXT_TOKEN = 4
+"""Of English, in the vocabularies of BERT-like encoders."""
 _STATIC_DIMENSION = 512
 TOKENS_PER_QUERY = 16
 _MAX_BATCH = 128
@@ -468,7 +470,15 @@ class _Run:
             batch_search_s=self._batch_s(in_flight),
             learning_s=self._learning_s(gpu) if gpu is not None and learns else 0.0,
             timeout_s=self.config.retrieval.timeout_s,
+            index_s=self._index_s(gpu) if gpu is not None else 0.0,
         )
+
+    def _index_s(self, gpu: Gpu) -> float:
+        """passages * tokens of a passage * FLOPs of a token / (efficiency * peak * GPUs); 0 if nothing is encoded."""
+        if self.encoder is None or self.config.retrieval.index:
+            return 0.0
+        flops = gpu.flops * self.machine.num_gpus * self.machine.num_machines
+        return encode_s(self.encoder, self.num_passages, PASSAGE_BYTES // _BYTES_PER_TEXT_TOKEN, flops)
 
     def _batch_s(self, num_queries: int) -> float:
         """Return the seconds of one batch at one replica: encoding, then the scan of its shards in parallel."""

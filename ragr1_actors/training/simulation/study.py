@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,18 +40,34 @@ class Study:
         return smallest_enough(self.by_retrievers)
 
 
-def study(config: RunConfig, pace: Pace, workload: Workload, size: Size, num_iterations: int) -> Study:
-    """Simulate a size, and without autoscaling the curves around it, as many at a time as there are cores."""
+def study(
+    config: RunConfig,
+    pace: Pace,
+    workload: Workload,
+    size: Size,
+    num_iterations: int,
+    on_point: Callable[[int, int], None] = lambda done, total: None,
+) -> Study:
+    """Simulate a size, and without autoscaling the curves around it, as many at a time as there are cores.
+
+    ``on_point`` is called with the number of points of the curves that are done, and the number of all.
+    """
     fixed = with_autoscaling(config, None)
     runs = partial(simulate, fixed, pace, workload)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         asked = pool.submit(simulate, config, pace, workload, size, num_iterations)
-        sizes = [Size(count, size.num_retrievers) for count in around(size.num_runners)]
-        by_runners = tuple(pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes))
+        total, done = len(around(size.num_runners)) + len(around(size.num_retrievers)), itertools.count(1)
+
+        def curve(sizes: Sequence[Size]) -> Iterator[Simulation]:
+            for found in pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes):
+                on_point(next(done), total)
+                yield found
+
+        on_point(0, total)
+        by_runners = tuple(curve([Size(count, size.num_retrievers) for count in around(size.num_runners)]))
         needed = smallest_enough(by_runners).size.num_runners
-        sizes = [Size(needed, count) for count in around(size.num_retrievers)]
-        by_retrievers = tuple(pool.map(partial(runs, num_iterations=CURVE_ITERATIONS), sizes))
+        by_retrievers = tuple(curve([Size(needed, count) for count in around(size.num_retrievers)]))
         return Study(asked.result(), by_runners, by_retrievers)
 
 
