@@ -57,7 +57,7 @@ class Heartbeat:
 
     def forget_steps(self) -> None:
         """The actor begins other work: its first call may take long again."""
-        self._longest_s, self._progress, self._is_known = 0.0, None, False
+        self._longest_s, self._is_known = 0.0, False
 
     def look(self, *, is_working: bool, is_blocked: bool = False) -> str:
         """Return why the actor hangs, or nothing.

@@ -100,6 +100,16 @@ def test_another_learner_has_a_first_call_again(actor: Actor) -> None:
     assert set(actor.after(FIRST_STEP_S)) == {""}
 
 
+def test_an_actor_that_is_stopped_once_it_was_built_hangs(actor: Actor) -> None:
+    actor.heartbeat.begin_work()
+    assert set(actor.step(1)) == {""}
+    actor.heartbeat.end_work()
+    actor.heartbeat.forget_steps()
+    actor.progress = None
+    actor.heartbeat.begin_work()
+    assert any(said.startswith("it has not answered for") for said in actor.after(TIMEOUT_S + 2 * INTERVAL_S))
+
+
 def test_a_driver_that_stood_still_blames_no_actor(actor: Actor) -> None:
     actor.heartbeat.begin_work()
     assert set(actor.step(1)) == {""}
