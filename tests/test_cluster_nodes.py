@@ -140,6 +140,12 @@ def test_batches_on_a_node_that_was_killed_are_found_lost() -> None:
     tell(learners.find_lost(batches[:2]))  # which copies the second to the driver's node
     cluster.remove_node(node, allow_graceful=False)
     ray.kill(maker)  # its process may have outlived its node
+    def is_dead():
+        try:
+            ray.get(maker.make.remote(10))
+        except ray.exceptions.RayActorError:
+            return True
+    until(is_dead)
     batches.append(maker.make.remote(10))
     tell(learners.find_lost(batches))
     """
