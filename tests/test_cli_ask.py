@@ -15,7 +15,7 @@ from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.testing import CliRunner
 
 from ragr1_actors.cli import print_line
-from ragr1_actors.cli.ask import Shown
+from ragr1_actors.cli.ask import Shown, questions
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
@@ -147,6 +147,16 @@ def test_one_policy_answers_every_question(run: str, monkeypatch: pytest.MonkeyP
     first, second, third = map(json.loads, done.stdout.splitlines())
     assert (first["question"], second["question"], third) == (QUESTION, "Where is the coin ?", first)
     assert done.stderr.count("question (empty line to end): ") == 3
+
+
+def test_a_question_that_is_no_text_is_refused(run: str) -> None:
+    said = invoke("ask", run, "Ana \udcff?")
+    assert said == ("error: the question is not UTF-8 text (character 5); write it again in a UTF-8 terminal")
+
+
+def test_a_closed_input_is_its_end(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert list(questions("first", True)) == ["first"]
 
 
 def test_a_question_is_needed_without_interactive(run: str) -> None:

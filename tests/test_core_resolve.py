@@ -31,6 +31,7 @@ def refusal(text: str | bytes, directory: Path) -> str:
     [
         ("environment: {tasks: 2024-01-01}", "environment.tasks: got 2024-01-01, a date, expected text"),
         ("environment: {tasks: 2024-13-45}", "not valid YAML"),
+        ("training: {lr: 1.0, lr: 2.0}", "not valid YAML: the key lr twice"),
         ("env_runners: {engine_options: {a: 2024-01-01}}", "env_runners.engine_options.a: got 2024-01-01, a date"),
         ("env_runners: {engine_options: {a: [.nan]}}", "env_runners.engine_options.a[0]: got nan"),
         ("env_runners: {engine_options: {1: 2}}", "got the key 1, expected text"),
@@ -49,7 +50,7 @@ def refusal(text: str | bytes, directory: Path) -> str:
         ("training: {lr: " + "[" * 40 + "]" * 40 + "}", "training.lr: nested more than 16 levels"),
         ("false", "expected sections of keys"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_what_a_recipe_cannot_hold(text: str | bytes, message: str, tmp_path: Path) -> None:
     assert message in refusal(text, tmp_path)

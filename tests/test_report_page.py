@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import webbrowser
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.report_page import charts, facts
 from ragr1_actors.report_page.charts import Chart, draw, draw_evaluations, draw_fleet, mark_alarms
@@ -245,6 +246,19 @@ def test_text_of_a_run_is_only_text_and_nothing_is_fetched(tmp_path: Path) -> No
     assert len(figures) >= 5
     assert all(json.loads(figure)["data"] for figure in figures)
     assert "Plotly" in code
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    os.mkfifo(tmp_path / "pipe")
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run"), "--html", "--out", str(tmp_path / "pipe")])
+    assert isinstance(result.exception, DataError)
+    assert str(result.exception).endswith("pipe is no regular file; choose another --out")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_counter_that_is_no_number_is_left_out() -> None:
+    assert facts.total_of_counter([1.0, float("nan"), 3.0]) == 3
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:

@@ -95,6 +95,14 @@ async def test_a_trajectory_is_a_conversation(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.mark.parametrize("counted", [True, 10**12, -1])
+async def test_text_without_utf8_and_impossible_counts_are_no_failure(counted: Any) -> None:
+    async with stub_server(Endpoint(chat("<answer> \ud800Riga", num_tokens=counted)).answer) as url:
+        found = await search(url)
+    assert (found.answer, found.stop_reason) == ("?Riga", StopReason.ANSWERED)
+    assert 1 < found.num_model_tokens < 100
+
+
 async def test_what_may_pass_is_tried_again_and_nothing_else() -> None:
     endpoint = Endpoint(429, 503, 500, chat("<answer> Riga"))
     async with stub_server(endpoint.answer) as url:

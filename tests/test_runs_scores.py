@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ragr1_actors.runs.scores import (
     latency,
     mcnemar,
     normalize_rag_r1,
+    only_writer,
     open_scores,
     read_scores,
     score,
@@ -92,6 +94,34 @@ def test_a_file_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert read_scores(path) == (SETTINGS, [one("a", recall=0.5), one("b")])
     path.write_bytes(whole[:7])  # cut off in the first line: begun anew
     assert open_scores(path, SETTINGS) == []
+
+
+def test_a_task_has_one_score(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    open_scores(path, SETTINGS)
+    for _ in range(2):
+        append_score(path, one("a"))
+    with pytest.raises(DataError, match=r"out\.jsonl, line 3: a second score of task a; delete one of the two lines"):
+        read_scores(path)
+
+
+def test_one_evaluation_writes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with only_writer(path):
+        with (
+            pytest.raises(DataError, match=r"another evaluation writes .*out\.jsonl; wait until it ends"),
+            only_writer(path),
+        ):
+            pass
+        assert open_scores(path, SETTINGS) == []
+    with only_writer(path), only_writer(None), only_writer(Path(os.devnull)):
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    with (
+        pytest.raises(DataError, match="pipe is no regular file; choose another --out"),
+        only_writer(tmp_path / "pipe"),
+    ):
+        pass
 
 
 def test_a_file_of_another_evaluation_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from view_world import TASK, attempt, every_outcome, keep, learned_from
+from view_world import TASK, attempt, every_outcome, keep, keep_tokenizer, learned_from
 
 from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, UserError
@@ -174,6 +174,33 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     snapshot = index_of(tmp_path).snapshot
     assert snapshot.num_rows == 7 and len(snapshot.problems) == 1
     assert "iteration_00002.arrow cannot be read" in snapshot.problems[0]
+
+
+def test_no_damage_ends_the_viewer(tmp_path: Path) -> None:
+    """Damaged offsets lead out of the mapped memory, so that a process that follows them ends without a word."""
+    keep(tmp_path, "iteration_00001", every_outcome())
+    whole = (tmp_path / "trajectories" / "iteration_00001.arrow").read_bytes()
+    rng = np.random.default_rng(0)
+    for number in range(2, 42):
+        damaged = bytearray(whole)
+        for place in rng.integers(len(whole), size=rng.integers(1, 65)):
+            damaged[place] = rng.integers(256)
+        (tmp_path / "trajectories" / f"iteration_{number:05d}.arrow").write_bytes(damaged)
+    keep(tmp_path, "iteration_99999999999", [attempt("late")])
+    snapshot = index_of(tmp_path).snapshot
+    assert len(snapshot.parts) + len(snapshot.problems) == snapshot.num_files == 42
+    assert len(snapshot.problems) > 10
+    assert names(snapshot, Query())[0] == "late"
+
+
+def test_a_damaged_tokenizer_is_said_once_and_tokens_stay_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"a" 1}')
+    keep_tokenizer(tmp_path / "other")
+    assert TokenPieces([tmp_path]).of([5]) == TokenPieces([tmp_path]).of([5]) == ["5"]
+    assert caplog.text.count("tokenizer.json cannot be read") == 1
+    assert TokenPieces([tmp_path, tmp_path / "other"]).of([5]) == ["five"]
 
 
 @pytest.mark.parametrize("is_restored", [True, False])

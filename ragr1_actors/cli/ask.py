@@ -29,6 +29,7 @@ def ask(
     as_json: JsonLinesOption = False,
 ) -> None:
     """Answer a question with a trained policy; show its text, searches and documents as they come."""
+    _check_text(question)
     if not question.strip() and not interactive:
         raise ConfigError("got no question; write it after the run, or add --interactive to type questions")
     check_inputs(run)
@@ -41,11 +42,15 @@ def ask(
     with asker:
         for asked in questions(question, interactive):
             if as_json:
-                print_json(answer_as_json(asker.ask(asked)))
-                continue
-            console.print(shown_text(asked, "bold"), soft_wrap=True)
-            shown = Shown()
-            shown.end(asker.ask(asked, Watch(shown.text, shown.turn)))
+                found = asker.ask(asked)
+                print_json(answer_as_json(found))
+            else:
+                console.print(shown_text(asked, "bold"), soft_wrap=True)
+                shown = Shown()
+                found = asker.ask(asked, Watch(shown.text, shown.turn))
+                shown.end(found)
+            if found.stop_reason.is_failure and not interactive:
+                raise typer.Exit(1)
 
 
 def questions(first: str, interactive: bool) -> Iterator[str]:
@@ -57,11 +62,22 @@ def questions(first: str, interactive: bool) -> Iterator[str]:
         yield first.strip()
     while interactive:
         errors.print(PROMPT, end="", highlight=False, markup=False)
-        line = sys.stdin.readline().strip()
+        line = sys.stdin.readline().strip() if sys.stdin is not None else ""  # None: it is closed
+        _check_text(line)
         if not line:
             errors.print()
             return
         yield line
+
+
+def _check_text(question: str) -> None:
+    """Refuse bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the question is not UTF-8 text (character {error.start + 1}); write it again in a UTF-8 terminal"
+        ) from error
 
 
 def shown_text(text: str, style: str) -> Text:

@@ -282,6 +282,8 @@ def _write_page(place: Place, config: RunConfig, out: Path | None) -> Path:
     from ragr1_actors.runs.report import REPORT_HTML, REPORT_JSON, read_report
 
     path = (out or (Path(REPORT_HTML) if is_uri(str(place)) else place.path / REPORT_HTML)).absolute()
+    if path.exists() and not path.is_file():  # a device would be replaced
+        raise DataError(f"{shortened(str(path))} is no regular file; choose another --out")
     report = read_report(place.path) if (place.path / REPORT_JSON).is_file() else None
     try:
         write_page(path, Path(str(place).partition("?")[0]).name, config, place.path, report)

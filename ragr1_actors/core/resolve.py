@@ -217,10 +217,24 @@ def read_yaml_file(path: Path, instead: str) -> Any:
     return parse_yaml(text, str(path))
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's loaders take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping; ``YAMLError`` names a key that it has already."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value of a YAML text, or raise a ``ConfigError`` that begins with ``source``."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none

@@ -180,7 +180,7 @@ def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
 def total_of_counter(values: Sequence[float]) -> int:
     """Return what a counter counted, of which each process begins with 0: ``total_of_counter([0, 2, 0, 1]) == 3``."""
     total, before = 0.0, 0.0
-    for value in values:
+    for value in filter(math.isfinite, values):
         total += value - before if value >= before else value
         before = value
     return round(total)

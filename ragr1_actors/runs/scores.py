@@ -8,13 +8,16 @@ The first line of a file has the settings of the evaluation, every other one a `
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +32,7 @@ from ragr1_actors.core.types import Task, Trajectory
 from retrieval.corpora.text import found_evidence
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation, " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUM_RESAMPLES = 2000
@@ -198,6 +202,34 @@ def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
     return scores
 
 
+@contextmanager
+def only_writer(path: Path | None) -> Iterator[None]:
+    """Hold the file of an evaluation until the block ends; without a path, nothing.
+
+    Raises:
+        DataError: another process writes it, it is no regular file, or cannot be written.
+    """
+    if path is None or str(path) == os.devnull:
+        yield
+        return
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file; choose another --out")
+    try:
+        held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another evaluation writes {path}; wait until it ends, or choose another --out") from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s): start one evaluation only", path, error.strerror)
+        yield
+    finally:
+        os.close(held)
+
+
 def append_score(path: Path, found: TaskScore) -> None:
     """Add a score to a file of ``open_scores``."""
     with path.open("a", encoding="utf-8") as file:
@@ -208,13 +240,21 @@ def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
     """Return the settings and scores of a results file; a last line without its end is left out.
 
     Raises:
-        DataError: there is no such file, or a line is damaged; names the line.
+        DataError: there is no such file, a line is damaged, or a task has two; names the line.
     """
     if not path.is_file():
         raise DataError(f"no results file {path}; give one that `ragr1 evaluate --out` wrote")
     lines = path.read_bytes().split(b"\n")[:-1]
     settings = _parsed(_SETTINGS, lines[0] if lines else b"", f"{path}, line 1")
-    return settings, [_parsed(_SCORE, line, f"{path}, line {number}") for number, line in enumerate(lines[1:], start=2)]
+    scores: dict[str, TaskScore] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        found = _parsed(_SCORE, line, f"{path}, line {number}")
+        if found.task_id in scores:
+            raise DataError(
+                f"{path}, line {number}: a second score of task {found.task_id}; delete one of the two lines"
+            )
+        scores[found.task_id] = found
+    return settings, list(scores.values())
 
 
 def check_shared(path: Path, tasks: Sequence[Task]) -> None:

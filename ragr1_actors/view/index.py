@@ -70,7 +70,7 @@ class Snapshot:
         columns = {name: table.column(name).to_numpy() for name in _SCALARS}
         counts = np.diff(self.starts)
         origins = [part.origin for part in self.parts]
-        columns["iteration"] = np.repeat(np.array(self.iterations, np.int32), counts)
+        columns["iteration"] = np.repeat(np.array(self.iterations, np.int64), counts)
         columns["stage"] = np.repeat(np.array([STAGES.index(o.stage) for o in origins], np.int8), counts)
         columns["part"] = np.repeat(np.arange(len(origins), dtype=np.int32), counts)
         return columns
@@ -138,7 +138,7 @@ class Index:
         """Yield the files, the newest iterations first."""
         found = self._trajectories.glob("*.arrow")
         for path in sorted(found, key=lambda path: Origin.of(path.stem), reverse=True):
-            if path.name.startswith("."):
+            if path.name.startswith(".") or not path.name.isprintable():  # JSON cannot name a file that is not UTF-8
                 continue
             try:
                 yield Source.of(path)

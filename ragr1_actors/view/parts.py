@@ -163,8 +163,11 @@ def _rows_of(path: Path) -> list[pa.RecordBatch]:
                     "wrote it"
                 )
             batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            for batch in batches:
+                batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
             return _rows(batches) if batches else []
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+    # what validation finds, and nulls where the schema has none
+    except (pa.ArrowException, ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 

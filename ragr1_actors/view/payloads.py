@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ragr1_actors.view.index import Snapshot
 from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct
 from ragr1_actors.view.queries import OUTCOMES, Found
 
+logger = logging.getLogger(__name__)
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
 _COUNTED = ("num_turns", "num_queries", "num_cached", "num_model_tokens")
 _MAX_QUESTION_CHARS = 300
@@ -157,13 +160,25 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
     return trajectory, learned
 
 
+@lru_cache(8)
+def _read_tokenizer(path: Path, written_ns: int) -> Any:
+    """Return a tokenizer, or None if the file, which was written at that time, is damaged; said once."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing more exact
+        logger.warning("%s cannot be read: %s; restore it to see the text of tokens", path, one_line(error))
+        return None
+
+
 class TokenPieces:
     """The text of each token alone, or its id if the run has no tokenizer yet."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        """Take the ``tokenizer.json`` of the first folder that has one."""
-        found = next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
-        self._tokenizer: Any = Tokenizer.from_file(str(found)) if found else None
+        """Take the ``tokenizer.json`` of the first folder that has a whole one."""
+        paths = (path for folder in folders if (path := folder / "tokenizer.json").is_file())
+        self._tokenizer: Any = next(
+            (found for path in paths if (found := _read_tokenizer(path, path.stat().st_mtime_ns))), None
+        )
         self._known: dict[int, str] = {}
 
     @property

@@ -121,7 +121,9 @@ class ViewServer:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._looking, self._index.refresh)
             except OSError as error:  # a full disk: what is indexed can be seen all the same
-                logger.warning("the index cannot be written: %s; free some space", error)
+                logger.warning("the index cannot be written: %s; free some space, or remove what is in its way", error)
+            except Exception:  # the task's boundary: an error must neither be silent nor end the looking
+                logger.exception("the trajectories cannot be indexed")
             if not self._pieces.is_text:
                 self._pieces = TokenPieces(self._tokenizers())
             await asyncio.sleep(LOOK_INTERVAL_S)

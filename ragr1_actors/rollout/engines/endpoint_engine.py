@@ -41,6 +41,8 @@ _SAMPLED = 0
 _KEY_REFUSED = (401, 402, 403)
 _PROBE = [Message("user", "Answer with the word yes.")]
 _PROBE_TOKENS = 16
+_MAX_TOKENS = 10**6
+"""More tokens in one answer are a wrong count."""
 
 
 class EndpointOptions(Section):
@@ -248,9 +250,11 @@ class EndpointEngine:
             raise EngineError(f"{server}: expected a chat completion with choices[0].message, got another") from None
         if not isinstance(content, str):
             raise EngineError(f"{self._client.name_of(self._url)}: the content of the message is no text")
+        content = content.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no UTF-8
         text = close_tag(content, stop, is_cut=ended == "length")
-        num_tokens = counted if isinstance(counted, int) and counted >= 0 else len(self._tokenizer.encode(text))
-        return text, FinishReason.LENGTH if ended == "length" else FinishReason.STOP, num_tokens
+        if type(counted) is not int or not 0 <= counted <= _MAX_TOKENS:  # true is an int for isinstance
+            counted = len(self._tokenizer.encode(text))
+        return text, FinishReason.LENGTH if ended == "length" else FinishReason.STOP, counted
 
 
 def close_tag(text: str, stop: Sequence[str], *, is_cut: bool) -> str:

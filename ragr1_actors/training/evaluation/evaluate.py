@@ -31,6 +31,7 @@ from ragr1_actors.runs.scores import (
     append_score,
     check_shared,
     latency,
+    only_writer,
     open_scores,
     score,
     tasks_digest,
@@ -128,20 +129,21 @@ def evaluate_policy(
         check_shared(which.against, found)
     num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
     load = subject.config.env_runners.max_concurrent_trajectories
-    passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
-    if which.num_alone:
-        beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
-        passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
-    total = sum(len(one.tasks) for one in passes)
+    with only_writer(out):
+        passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
+        if which.num_alone:
+            beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
+            passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
+        total = sum(len(one.tasks) for one in passes)
 
-    def report() -> None:
-        on_task(sum(len(one.scores) for one in passes), total)
+        def report() -> None:
+            on_task(sum(len(one.scores) for one in passes), total)
 
-    if any(one.left for one in passes):
-        with _sampler_of(subject) as sampler:
-            report()
-            for one in passes:
-                one.answer(sampler, report)
+        if any(one.left for one in passes):
+            with _sampler_of(subject) as sampler:
+                report()
+                for one in passes:
+                    one.answer(sampler, report)
     whole = passes[-1]
     return Evaluation(
         policy=subject.name,
@@ -270,7 +272,10 @@ def evaluation_tasks(
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        return load_set(tasks, data).tasks[:num_tasks]
+        loaded = load_set(tasks, data)
+        if loaded.report.num_tasks < loaded.report.num_records:
+            logger.warning("%s", loaded.report)
+        return loaded.tasks[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
