@@ -93,7 +93,7 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
         assert "0.375" in (await page.locator(".tokens span").nth(2).get_attribute("style") or "")  # -2 of -4 nats
         for name in ("advantage", "ratio"):
             assert await page.locator(f"#colour option[value={name}]").is_disabled()
-        await expect(page.locator("#detail")).to_contain_text("No learner trained on this trajectory")
+        await expect(page.locator("#detail")).to_contain_text("No RL step trained on this trajectory")
         await page.keyboard.press("s")
         await page.wait_for_selector(".side:nth-child(7)")
         await look(page, "siblings")

@@ -124,7 +124,7 @@ function oneTrajectory() {
     node("option", { value: name, selected: name === shown() ? "" : false, disabled: usable().includes(name) ? false : "" }, usable().includes(name) ? name : name + " (not learned from)")));
   chooser.addEventListener("change", () => { colour = chooser.value; showDetail().catch(say); });
   return [node("h2", {}, "Tokens, coloured by ", chooser), legend(), tokens(detail.tokens),
-    usable().length < COLOURS.length ? node("p", { class: "soft" }, "No learner trained on this trajectory, so it has no advantages or no ratios.") : null,
+    usable().length < COLOURS.length ? node("p", { class: "soft" }, "No RL step trained on this trajectory, so it has no advantages or no ratios.") : null,
     node("h2", {}, "Turns"), ...detail.turns.map(turn),
     node("h2", {}, "Metrics"), node("table", {}, ...Object.entries(detail.metrics).map(([name, value]) => node("tr", {}, node("td", {}, name), node("td", {}, number(value, 4)))))];
 }
