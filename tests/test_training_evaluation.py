@@ -19,7 +19,7 @@ from small_world import PLACES, THINGS, invoke, make_config, make_files
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open_scores, read_scores
-from ragr1_actors.training.data import prepare_policy
+from ragr1_actors.training.data import prepare_policy, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.planning.preflight import check_names
 
@@ -109,6 +109,11 @@ def test_the_overlap_with_training_is_of_the_tasks_that_are_asked(
 ) -> None:
     short = [str(files / "policy"), "env_runners.max_new_tokens_per_turn=5", "--num-tasks", "2"]
     assert evaluated(files, *short)["num_trained_on"] == 2
+    config = make_config(files)
+    alone = config.model_copy(update={"environment": config.environment.model_copy(update={"eval_tasks": ""})})
+    trained, held_out, _ = split_tasks(alone, config.evaluation.num_tasks)
+    found = evaluated(files, *short[:2], "environment.eval_tasks=''")
+    assert found["num_trained_on"] == len(trained) == 8 - len(held_out) < 8, "what was held out is not counted"
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": \n')
     found = evaluated(files, *short, f"environment.tasks={broken}", "--out", str(tmp_path / "out.jsonl"))

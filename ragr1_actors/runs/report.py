@@ -103,8 +103,8 @@ def read_report(run_dir: Path) -> RunReport:
     path = run_dir / REPORT_JSON
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} holds no {REPORT_JSON}, which a run writes at its end; see how far it is with --html, or finish "
-            "it with `ragr1 train --resume`"
+            f"{run_dir} holds no {REPORT_JSON}, which a run writes at its end; see how far it is with --html, or "
+            "finish it with `ragr1 train --resume`"
         )
     again = "delete the file, and --resume writes it again"
     try:

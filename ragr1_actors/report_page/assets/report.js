@@ -10,6 +10,7 @@ function themed(layout) {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--soft"), activecolor: colour("--fore") },
     font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") },
     hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--fore") } },
     xaxis: { ...layout.xaxis, ...axis },

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.leftovers import scratch_folder
-from envs.tasks.files import load_tasks, overlap, without_overlap
+from envs.tasks.files import load_tasks, overlap
 from envs.tasks.published_sets import load_set
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, FleetError
@@ -244,7 +244,8 @@ def _result(whole: _Pass) -> EvalResult:
 def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
     """Return how many of the questions are in the training file; None if this is not known, or the file is broken.
 
-    A run trained on all questions of its training file that are not in its ``environment.eval_tasks``.
+    A run trained on the questions of its training file that are not in its ``environment.eval_tasks``, or, without such
+    a file, that it did not hold out.
     """
     environment = subject.run.environment
     if not subject.folder:
@@ -252,9 +253,10 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     if environment.tasks == WORLD or not Path(environment.tasks).is_file():
         return None
     try:
-        trained = load_tasks(environment.tasks).tasks
-        if environment.eval_tasks and Path(environment.eval_tasks).is_file():
-            trained = without_overlap(trained, load_tasks(environment.eval_tasks, whole=True).tasks)
+        if environment.eval_tasks and not Path(environment.eval_tasks).is_file():  # on another machine
+            trained = load_tasks(environment.tasks).tasks
+        else:
+            trained, _, _ = split_tasks(subject.run, subject.run.evaluation.num_tasks)
     except DataError as error:  # the evaluation does not need the file
         logger.warning("how many of these questions were trained on is not known: %s", error)
         return None
