@@ -22,6 +22,7 @@ from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.stages import TrainingRun
 
+pytestmark = pytest.mark.integration
 SETTINGS = {"training.lr": 0.001, "retrieval.options": {"nprobe": 8}}
 
 

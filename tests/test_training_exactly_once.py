@@ -261,6 +261,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, PER_TEST))
 def test_every_task_is_trained_exactly_once_or_given_up(
     first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

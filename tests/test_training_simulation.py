@@ -158,6 +158,7 @@ def test_the_same_seed_gives_the_same_result_to_the_bit(lag: int) -> None:
     assert simulated(other, FAST, Size(3, 2)).iterations != first.iterations
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("lag", [0, 2])
 def test_every_task_is_trained_failed_or_outstanding(lag: int) -> None:
     # a batch takes longer than the timeout now and then, so that searches fail and tasks are issued again

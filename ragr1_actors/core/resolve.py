@@ -234,7 +234,11 @@ class _UniqueKeys(yaml.SafeLoader):
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value of a YAML text, or raise a ``ConfigError`` that begins with ``source``."""
     try:
-        return yaml.load(text, _UniqueKeys)
+        loader = _UniqueKeys(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
