@@ -48,7 +48,7 @@ def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) 
 def counted_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield what takes the number of things done and the number of all, and shows them in a bar.
 
-    The bar appears with the first call, so that what comes before it can show a bar of its own.
+    The bar appears with the first call, so that what comes before it can show another bar.
     """
     with ExitStack() as stack:
         shown: list[Progress] = []

@@ -102,7 +102,7 @@ class GroupSummary:
     data_errors: tuple[str, ...] = ()
     """Those of ``errors`` that are ``Failure.DATA``."""
     stop_reasons: tuple[StopReason, ...] = ()
-    """Of the trajectories that failed."""
+    """Reasons of the trajectories that failed."""
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Values whose histograms are drawn: per trajectory that did not fail, and per turn that searched."""
 

@@ -117,7 +117,7 @@ class TrainingRun:
             with self._console.status("fetching what was made"):
                 for made in (INDEX, POLICY):
                     self._place.bring(made)
-            workspace = prepare(self._config, self._run_dir)  # the build of an index has bars of its own
+            workspace = prepare(self._config, self._run_dir)  # the build of an index shows its bars
             append_start(self._run_dir, this_start())
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             changes = self._config.changes()
