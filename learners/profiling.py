@@ -32,7 +32,7 @@ _running: list[profile] = []
 def start_profile(learner: Learner) -> None:
     """Begin to profile all threads of this process; a profile that was under way is dropped."""
     _running.clear()
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if learner.device.type == "cuda" else [])
     options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     found = profile(activities=activities, experimental_config=options)
     found.start()
@@ -49,7 +49,7 @@ def stop_profile(learner: Learner) -> RankProfile | None:
         path = Path(folder) / "timeline.json.gz"
         found.export_chrome_trace(str(path))
         timeline = path.read_bytes()
-    return RankProfile(timeline, operators_s(found.key_averages(), on_gpu=torch.cuda.is_available()))
+    return RankProfile(timeline, operators_s(found.key_averages(), on_gpu=learner.device.type == "cuda"))
 
 
 def operators_s(events: Iterable[FunctionEventAvg], *, on_gpu: bool) -> dict[str, float]:

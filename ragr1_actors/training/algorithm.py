@@ -347,9 +347,13 @@ class Algorithm:
         groups: list[FinishedGroup] = []
         tasks = self.workspace.eval_tasks
 
+        num_done = 0
+
         def on_group(group: FinishedGroup) -> None:
+            nonlocal num_done
             groups.append(group)
-            on_task(sum(not each.summary.num_failed for each in groups), len(tasks))
+            num_done += not group.summary.num_failed
+            on_task(num_done, len(tasks))
 
         with self.fleets.learner.waits():
             self._finish_evaluation()

@@ -130,9 +130,8 @@ class TrainingRun:
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
-                    self._restore(
-                        algorithm
-                    )  # an interrupt saves nothing: the newest checkpoint is newer than the state
+                    # an interrupt saves nothing here: the newest checkpoint is newer than the state
+                    self._restore(algorithm)
                     recall = algorithm.measure_recall()
                     try:
                         self._describe(workspace, recall)

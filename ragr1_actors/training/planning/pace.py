@@ -77,7 +77,7 @@ class Times:
     timeout_s: float
     """``retrieval.timeout_s``, which a batch must keep."""
     index_s: float = 0.0
-    """Of encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if the index
+    """Encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if the index
     is there."""
     remedy: str = ""
     """The nearest setting with which searches are fast enough, where they are not."""

@@ -59,7 +59,7 @@ _CUDA_HOST_BYTES = 2 * GIB
 _BYTES_PER_TOKEN = 24
 """A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
 _BYTES_PER_TEXT_TOKEN = 4
-"""Of English, in the vocabularies of BERT-like encoders."""
+"""Bytes per token of English, in the vocabularies of BERT-like encoders."""
 _STATIC_DIMENSION = 512
 TOKENS_PER_QUERY = 16
 _MAX_BATCH = 128
