@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ragr1_actors.core.progress_bar import CountOf, uncounted
 from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage, Retriever
 from retrieval.corpora.corpus import Corpus
@@ -46,6 +47,7 @@ def evaluate_index(
     exact: bool = False,
     reranker: str = "",
     options: Mapping[str, Any] | None = None,
+    count: CountOf = uncounted,
 ) -> dict[str, Any]:
     """Measure an index with the questions of at least one task, on all cores.
 
@@ -57,34 +59,38 @@ def evaluate_index(
     - ``latency_p50_ms`` and ``latency_p95_ms`` of single queries, ``queries_per_s`` in batches of 64, encoding
       included, and the number of ``threads``.
 
-    ``reranker`` and ``options`` are those of ``LocalRetriever``. Raises ``DataError``: no index there.
+    ``reranker`` and ``options`` are those of ``LocalRetriever``. ``count`` is told how many questions were asked and
+    how many passages were searched exactly. Raises ``DataError``: no index there.
     """
     num_threads = os.cpu_count() or 1
     retriever = LocalRetriever(directory, num_threads, reranker=reranker, options=options)
     questions = [task.question for task in tasks]
     return {
-        **asyncio.run(supporting_recall(retriever, retriever.corpus, tasks)),
-        **_exact_recall(retriever, questions[:_MAX_EXACT_QUERIES], exact, num_threads),
+        **asyncio.run(supporting_recall(retriever, retriever.corpus, tasks, count)),
+        **_exact_recall(retriever, questions[:_MAX_EXACT_QUERIES], exact, num_threads, count),
         **_latency(retriever, questions[:_MAX_TIMED_QUERIES]),
         "threads": num_threads,
     }
 
 
-async def supporting_recall(retriever: Retriever, corpus: Corpus, tasks: Iterable[Task]) -> dict[str, float]:
+async def supporting_recall(
+    retriever: Retriever, corpus: Corpus, tasks: Iterable[Task], count: CountOf = uncounted
+) -> dict[str, float]:
     """Measure ``{"recall@2": 0.61, ...}``: the mean share of a task's supporting passages among the top k.
 
     The question is the query; ``retriever`` finds passages of ``corpus``. See ``found_evidence`` for what counts.
+    ``count`` is told how many questions were asked.
     Tasks without ``supporting_ids`` do not count; if none has them, the result is empty.
     """
     known = [task for task in tasks if task.supporting_ids]
     if not known:
         return {}
     questions = [task.question for task in known]
-    found = [
-        [(passage.id, passage.title) for passage in passages]
-        for start in range(0, len(known), _QUERIES_AT_ONCE)
-        for passages in await retriever.search(questions[start : start + _QUERIES_AT_ONCE], max(_KS))
-    ]
+    found: list[list[tuple[str, str]]] = []
+    while len(found) < len(known):
+        asked = questions[len(found) : len(found) + _QUERIES_AT_ONCE]
+        found += [[(passage.id, passage.title) for passage in top] for top in await retriever.search(asked, max(_KS))]
+        count("questions", len(found), len(known))
     # "Riga#2" is a piece of "Riga", which tasks know it by, unless "Riga" is there too: another passage of this title.
     present = corpus.known({name for task in known for name in task.supporting_ids})
     recalls: dict[int, list[float]] = {k: [] for k in _KS}
@@ -96,7 +102,9 @@ async def supporting_recall(retriever: Retriever, corpus: Corpus, tasks: Iterabl
     return {f"recall@{k}": float(np.mean(shares)) for k, shares in recalls.items()}
 
 
-def _exact_recall(retriever: LocalRetriever, questions: list[str], is_asked: bool, num_threads: int) -> dict[str, Any]:
+def _exact_recall(
+    retriever: LocalRetriever, questions: list[str], is_asked: bool, num_threads: int, count_of: CountOf
+) -> dict[str, Any]:
     """Measure the vectors of an index, also of a hybrid one: words have no exact search to be compared with."""
     ranker, count = retriever.dense, len(retriever.corpus)
     if ranker is None:
@@ -114,10 +122,19 @@ def _exact_recall(retriever: LocalRetriever, questions: list[str], is_asked: boo
         source = f"{count} passages encoded again"
         starts = range(0, count, _BLOCK)
         blocks = (ranker.encoder.encode_passages(retriever.corpus[start : start + _BLOCK]) for start in starts)
-    truth = _search_exactly(blocks, vectors, max(_KS), num_threads)
+    truth = _search_exactly(_counted(blocks, count, count_of), vectors, max(_KS), num_threads)
     found = ranker.rank([""] * len(vectors), max(_KS), vectors).rows
     recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in _KS}
     return {**recalls, "exact_queries": len(vectors), "exact_vectors": source}
+
+
+def _counted(blocks: Iterable[NDArray[np.float32]], num_passages: int, count: CountOf) -> Iterator[NDArray[np.float32]]:
+    """Pass blocks on, and count the passages of those that were used."""
+    done = 0
+    for block in blocks:
+        yield block
+        done += len(block)
+        count("searched exactly", done, num_passages)
 
 
 def _search_exactly(

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from cluster_world import free_port
 from small_world import descendants, ended, wait_for
+
+from benchmarks.scale.clusters import free_port
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent

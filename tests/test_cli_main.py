@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr == "error: unknown recipe 'quickstat'; did you mean 'quickstart'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert invoke("--version").strip() == version("ragr1-actors")
 
 
 def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:

@@ -20,17 +20,17 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from cluster_world import free_port
 from ray._private import ray_constants
 from ray._private.runtime_env.packaging import create_package
 from ray_head import ROOT
 from rich.console import Console
 from small_world import invoke
 
+from benchmarks.scale.clusters import free_port
 from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.progress_bar import RateColumn, counted_bar
+from ragr1_actors.core.progress_bar import RateColumn, counted_bar, counted_bars
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
@@ -327,6 +327,17 @@ def test_a_counted_bar_appears_with_its_first_count() -> None:
             on_task(0, 4)
             on_task(3, 4)
         assert ("3/4" in output.getvalue()) is is_terminal
+
+
+def test_counted_bars_have_a_bar_for_each_title() -> None:
+    output = io.StringIO()
+    with counted_bars(Console(file=output, width=150, force_terminal=True)) as count:
+        count("questions", 5, 6)
+        count("passages", 7, 8)
+        count("questions", 6, 6)
+    *_, questions, passages = (line for line in output.getvalue().splitlines() if line.strip())
+    assert "questions" in questions and "6/6" in questions
+    assert "passages" in passages and "7/8" in passages
 
 
 def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None:

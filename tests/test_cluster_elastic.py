@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_world import autoscaled_cluster, watch_nodes
+from cluster_world import watch_nodes
 from small_world import ROOT, make_files, make_recipe, wait_for
 
+from benchmarks.scale.clusters import autoscaled_cluster
 from ragr1_actors.runs.report import read_report
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow]

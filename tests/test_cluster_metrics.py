@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_world import free_port
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from small_world import make_files, make_recipe
 
+from benchmarks.scale.clusters import free_port
 from cluster.metrics import RECORDED
 
 ROOT = Path(__file__).resolve().parent.parent

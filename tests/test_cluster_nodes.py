@@ -15,7 +15,7 @@ CLUSTER = """
     sys.path.insert(0, "tests")
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr", dir="/tmp")  # read when Ray is imported
     import ray
-    from cluster_world import free_port
+    from benchmarks.scale.clusters import free_port
     from ray.cluster_utils import Cluster
 
     def until(holds, timeout_s=500):

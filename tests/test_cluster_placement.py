@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_world import autoscaled_cluster, free_port
 from processes import run_python
 from small_world import make_files
 
+from benchmarks.scale.clusters import autoscaled_cluster, free_port
 from cluster.placement_plan import Demand
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

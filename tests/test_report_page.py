@@ -55,7 +55,7 @@ REPORT = RunReport(
     wall_s=512.0,
     peak_rss_bytes=2**31,
     tasks=TaskCounts(issued=96, trained=95, failed=1, lost=0, doubled=0),
-    ratios={"recall@3": 0.61},
+    ratios={"recall@10": 0.8, "recall@3": 0.61},
     failed_tasks=(FailedTask(f"nq/7{HOSTILE}", 0, Failure.DATA, 4, f"KeyError: {HOSTILE}"),),
     alarms=(Alarm("entropy", "learner/entropy", 2, 0.41, 0.27, 0.107, "warn"),),
 )
@@ -240,6 +240,7 @@ def test_text_of_a_run_is_only_text_and_nothing_is_fetched(tmp_path: Path) -> No
         assert words in head
     for words in ("runners 2 -&gt; 4", "learner/entropy is 0.41", "node-7", "torch 2.13.0", "recall@3 0.610"):
         assert words in head
+    assert head.index("recall@3 ") < head.index("recall@10 ")
     for words in ("env_runners.num_env_runners", "env runners restarted", "finished"):
         assert words in head
     figures = re.findall(r'<script type="application/json">(.*?)</script>', head, re.DOTALL)

@@ -48,7 +48,9 @@ def test_recall_against_supporting_facts(tmp_path: Path) -> None:
     found = evaluate_index(index_dir, TASKS)
     assert {key: found[key] for key in expected} == expected
     assert "exact_vectors" not in found
-    asked = evaluate_index(index_dir, TASKS[:1], exact=True)
+    counted: list[tuple[str, int, int]] = []
+    asked = evaluate_index(index_dir, TASKS[:1], exact=True, count=lambda *told: counted.append(told))
+    assert counted == [("questions", 1, 1), ("searched exactly", len(PASSAGES), len(PASSAGES))]
     assert (asked["recall@2"], asked["exact_recall@2"]) == (1, 1)
     assert (asked["exact_queries"], asked["exact_vectors"]) == (1, "of the index")
 

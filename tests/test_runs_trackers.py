@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_world import free_port
 from rich.console import Console
 from small_world import SHORT, make_config, make_files, wait_for
 
+from benchmarks.scale.clusters import free_port
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import read_metrics

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measurement import log
+from benchmarks.scale.clusters import free_port
 from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
@@ -111,7 +111,7 @@ def submission() -> Wait:
 @contextmanager
 def _head(folder: str) -> Iterator[dict[str, str]]:
     """Start a head with a dashboard, and yield the environment in which it is found."""
-    port, dashboard, client = _free_port(), _free_port(), _free_port()
+    port, dashboard, client = free_port(), free_port(), free_port()
     env = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"  # a job runs ``python``
     env.pop("RAY_ADDRESS", None)
@@ -132,9 +132,3 @@ def _head(folder: str) -> Iterator[dict[str, str]]:
         finally:
             head.send_signal(signal.SIGTERM)
             head.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

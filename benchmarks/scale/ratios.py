@@ -20,10 +20,12 @@ driver_cores             cores of a driver for 512 runners of 8 trajectories, 64
 simulate_1000            seconds of ``simulate`` for 1,000 runners ÷ 120                      <= 1
 scale_out                seconds from an order to a new env runner's first request ÷ 5 *     <= 1
 submission               seconds from ``ragr1 submit`` to the first iteration ÷ 20 *         <= 1
+elastic_em               EM of the quickstart, autoscaled ÷ fixed fleets, nodes that come    >= 0.97
+elastic_actor_s          seconds of runners and retrievers in RL, as in elastic_em           <= 1
 ======================== =================================================================== =======
 
-All but ``driver_cores``, ``scale_out`` and ``submission`` is simulated (``ragr1_actors/training/simulation``) and
-repeats to the bit, but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads.
+All but ``driver_cores`` and the last four are simulated (``ragr1_actors/training/simulation``) and repeat to the bit,
+but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads.
 ``driver_cores`` is CPU seconds per group of a driver with real actors and as many groups in flight, times the groups
 per second of the simulated fleet.
 
@@ -41,7 +43,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from benchmarks.scale import latency, loads
+from benchmarks.scale import elastic, latency, loads
 from benchmarks.scale.latency import Wait
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.pace import LearnerPace, Pace
@@ -70,9 +72,12 @@ GOALS: dict[str, Goal | None] = {
     "simulate_1000": Goal(1.0, at_least=False),
     "scale_out": Goal(1.0, at_least=False),
     "submission": Goal(1.0, at_least=False),
+    "elastic_em": Goal(0.97, at_least=True),  # two standard errors of a difference of 0.98 and 0.98 over 200 tasks
+    "elastic_actor_s": Goal(1.0, at_least=False),
 }
 METRICS = tuple(GOALS)
 _LAG_UNITS = {"learner_wait": "s", "lag_speedup": "trajectories/s", "policy_lag": "versions"}
+_ELASTIC_UNITS = {"elastic_em": "EM", "elastic_actor_s": "s"}
 NUM_PERIODS, NUM_PERIODS_QUICK = 2.0, 0.05
 NUM_PASSAGES = 21_015_324
 """Search-R1's corpus."""
@@ -93,27 +98,35 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
         UserError: ``only`` is no metric.
     """
     wanted = choose(only, METRICS)
+    yield from _simulated(wanted, quick)
+    yield from _on_this_machine(wanted, repeats, quick)
+
+
+def _simulated(wanted: set[str], quick: bool) -> Iterator[Measurement]:
     for name, metrics in _BY_LOAD.items():
         if wanted & {*metrics, "reversals"} and (wanted & set(metrics) or name == "step"):
             yield from (found for found in _autoscaled(name, quick) if found.metric in wanted)
-    if wanted & {*_LAG_UNITS, "stale_share"}:
-        study = LagStudy()
-        if wanted & set(_LAG_UNITS):
-            found = study.lag_one(1 if quick else 4)
-            yield from (_measured(name, found[name], unit) for name, unit in _LAG_UNITS.items() if name in wanted)
-        if "stale_share" in wanted:
-            yield _measured("stale_share", study.stale_share(2 if quick else 8), "groups")
-    if "driver_cores" in wanted:
-        yield measure(
-            "driver_cores", driver_cores(repeats or (1 if quick else 3), quick=quick), "cores", GOALS["driver_cores"]
-        )
+    study = LagStudy() if wanted & {*_LAG_UNITS, "stale_share"} else None
+    if study and wanted & set(_LAG_UNITS):
+        found = study.lag_one(1 if quick else 4)
+        yield from (_measured(name, found[name], unit) for name, unit in _LAG_UNITS.items() if name in wanted)
+    if study and "stale_share" in wanted:
+        yield _measured("stale_share", study.stale_share(2 if quick else 8), "groups")
     if "simulate_1000" in wanted:
         yield _measured("simulate_1000", simulate_1000(1 if quick else 2), "s")
-    num_waits = repeats or (1 if quick else 3)
+
+
+def _on_this_machine(wanted: set[str], repeats: int | None, quick: bool) -> Iterator[Measurement]:
+    repeats = repeats or (1 if quick else 3)
+    if "driver_cores" in wanted:
+        yield measure("driver_cores", driver_cores(repeats, quick=quick), "cores", GOALS["driver_cores"])
     if "scale_out" in wanted:
-        yield measure("scale_out", scale_out(num_waits), "s", GOALS["scale_out"])
+        yield measure("scale_out", scale_out(repeats), "s", GOALS["scale_out"])
     if "submission" in wanted:
-        yield measure("submission", submission(num_waits), "s", GOALS["submission"])
+        yield measure("submission", submission(repeats), "s", GOALS["submission"])
+    if wanted & set(_ELASTIC_UNITS):
+        found = elastic_fleets(quick=quick)
+        yield from (_measured(name, found[name], unit) for name, unit in _ELASTIC_UNITS.items() if name in wanted)
 
 
 def _measured(metric: str, sample: Sample, unit: str) -> Measurement:
@@ -216,6 +229,15 @@ def submission(repeats: int) -> list[Sample]:
 def _waited(wait: Wait, limit_s: float) -> Sample:
     log(f"{wait.total_s:.1f} s, of which {wait.loading_s:.1f} s of loading")
     return quotient(wait.beyond_loading_s, limit_s)
+
+
+def elastic_fleets(*, quick: bool) -> dict[str, Sample]:
+    """Return the quickstart with autoscaled fleets against fixed ones, on clusters whose nodes come and go."""
+    ours, fixed = elastic.compare(quick=quick)
+    return {
+        "elastic_em": Sample(ours.em / fixed.em if fixed.em else 0.0, ours.em, fixed.em),
+        "elastic_actor_s": quotient(ours.actor_s, fixed.actor_s),
+    }
 
 
 def simulate_1000(num_iterations: int) -> Sample:

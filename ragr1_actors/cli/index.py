@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragr1_actors.cli import Group, JsonOption, RerankerOption, console, print_json, print_line, print_values, printable
+from ragr1_actors.cli import (
+    Group,
+    JsonOption,
+    RerankerOption,
+    console,
+    errors,
+    print_json,
+    print_line,
+    print_values,
+    printable,
+)
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.interrupts import exit_status
+
+if TYPE_CHECKING:
+    from ragr1_actors.core.progress_bar import CountOf
+    from retrieval.base import Passage
+    from retrieval.corpora.corpus import Corpus
+
+_COUNTED_AT_ONCE = 1000
 
 app = typer.Typer(cls=Group, help="Build, search, measure and serve an index.", no_args_is_help=True)
 
@@ -134,10 +152,13 @@ def evaluate(
 ) -> None:
     """Measure recall at k of the questions' supporting passages, recall against exact search, and latency."""
     from envs.tasks.files import load_tasks
+    from ragr1_actors.core.progress_bar import counted_bars
     from retrieval.evaluation import evaluate_index
 
     loaded = load_tasks(tasks, whole=True)
-    found = evaluate_index(index, loaded.tasks, exact=exact, reranker=reranker, options=parse_options(option))
+    given = parse_options(option)
+    with counted_bars(errors) as count:
+        found = evaluate_index(index, loaded.tasks, exact=exact, reranker=reranker, options=given, count=count)
     if as_json:
         print_json(found)
         return
@@ -151,14 +172,24 @@ def evaluate(
 def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
     """Count the gold answers and the supporting passages that the corpus contains."""
     from envs.tasks.files import load_tasks
+    from ragr1_actors.core.progress_bar import counted_bars
     from retrieval.corpora.corpus import Corpus
     from retrieval.evaluation import audit_corpus
 
-    found = audit_corpus(Corpus.open(index), load_tasks(tasks).tasks)
+    loaded, corpus = load_tasks(tasks), Corpus.open(index)
+    with counted_bars(errors) as count:
+        found = audit_corpus(_counted(corpus, count), loaded.tasks)
     if as_json:
         print_json(asdict(found))
     else:
         print_line(str(found))
+
+
+def _counted(corpus: Corpus, count: CountOf) -> Iterator[Passage]:
+    for number, passage in enumerate(corpus):
+        if number % _COUNTED_AT_ONCE == 0:
+            count("passages", number, len(corpus))
+        yield passage
 
 
 @app.command("serve")

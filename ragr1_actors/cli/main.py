@@ -75,12 +75,34 @@ def exit_on_interrupt(advice: str) -> Iterator[None]:
 
 app = typer.Typer(
     cls=Commands,
-    help="Train language models to reason and search with reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 app.add_typer(index.app, name="index")
+
+
+def _print_version(is_asked: bool) -> None:
+    if not is_asked:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print_line(version("ragr1-actors"))
+    except PackageNotFoundError:  # a checkout on the path, as in a submitted job
+        print_line(f"not installed: the code in {Path(__file__).parents[2]}")
+    raise typer.Exit
+
+
+@app.callback()
+def show_version(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models to reason and search with reinforcement learning."""
+
+
 RunDirOption = Annotated[
     str | None,
     typer.Option("--run-dir", help="Directory or URI (s3://...) of the run; default: runs/RECIPE-DATE-TIME."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import (
@@ -12,11 +13,19 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+CountOf = Callable[[str, int, int], None]
+"""Takes what is counted, the number of those done and the number of all: ``("questions", 128, 1000)``."""
+
+
+def uncounted(what: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 class RateColumn(ProgressColumn):
@@ -45,18 +54,27 @@ def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) 
 
 
 @contextmanager
-def counted_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield what takes the number of things done and the number of all, and shows them in a bar.
+def counted_bars(console: Console) -> Iterator[CountOf]:
+    """Yield a function that shows what it is given in bars: ``show("questions", 128, 1000)``.
 
-    The bar appears with the first call, so that what comes before it can show another bar.
+    A bar appears with the first call of its title, so that what comes before it can show another display.
     """
     with ExitStack() as stack:
-        shown: list[Progress] = []
+        display: list[Progress] = []
+        bars: dict[str, TaskID] = {}
 
-        def show(done: int, total: int) -> None:
-            if not shown:
-                shown.append(stack.enter_context(progress_bar(console)))
-                shown[0].add_task(title, total=total, completed=done)
-            shown[0].update(shown[0].task_ids[0], completed=done, total=total)
+        def show(title: str, done: int, total: int) -> None:
+            if not display:
+                display.append(stack.enter_context(progress_bar(console)))
+            if title not in bars:
+                bars[title] = display[0].add_task(title, total=total, completed=done)
+            display[0].update(bars[title], completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def counted_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield ``counted_bars`` of one title: it takes the number of things done and the number of all."""
+    with counted_bars(console) as show:
+        yield partial(show, title)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def render(
         sections=_sections(rows, report),
         evaluations=facts.evaluations(rows),
         ratios=facts.ratios(config, rows),
-        recall=sorted(report.ratios.items()) if report else [],
+        recall=_by_length(report.ratios) if report else [],
         failures=facts.failures(rows),
         failed_tasks=facts.failed_tasks(report) if report else [],
         alarms=[(alarm.name, str(alarm), alarm.action) for alarm in report.alarms] if report else [],
@@ -77,6 +77,11 @@ def render(
 
 
 _PLOTLY = "plotly-basic.min.js"
+
+
+def _by_length(named: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Sort so that ``recall@2`` is before ``recall@10``."""
+    return sorted(named.items(), key=lambda item: (len(item[0]), item))
 
 
 def _state(rows: Sequence[Row], *, is_finished: bool) -> str:

@@ -73,7 +73,7 @@ function badges(row) {
 function showRows() {
   $("rows").replaceChildren(...rows.map((row, index) => node("li", { role: "option", id: "row" + index, "aria-selected": String(index === chosen), onclick: () => choose(index) },
     node("div", {}, row.question || row.trajectory_id),
-    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_queries} queries · ${row.num_model_tokens} tokens · ${row.file}`))));
+    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_queries} ${row.num_queries === 1 ? "query" : "queries"} · ${row.num_model_tokens} tokens · ${row.file}`))));
 }
 function showOutcomes(counts) {
   const focused = document.activeElement && document.activeElement.dataset.outcome;
