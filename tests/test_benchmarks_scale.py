@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scale import loads
+from benchmarks.scale import elastic, loads
 from benchmarks.scale.loads import LOADS, LOW, MAX_RUNNERS, PERIOD_S, Outcome
 
 
@@ -35,3 +35,13 @@ def test_a_fleet_that_follows_a_low_load_is_smaller_and_hardly_slower() -> None:
     assert min(ours.sizes) < MAX_RUNNERS / 3
     assert ours.runner_h < 0.6 * fixed.runner_h
     assert ours.batches_per_h > 0.9 * fixed.batches_per_h
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_quickstart_is_trained_on_a_cluster_whose_nodes_come() -> None:
+    found = elastic.train([*elastic.PLACES, *elastic.AUTOSCALING, *elastic.QUICK])
+    assert 0 <= found.em <= 1
+    assert found.actor_s > 0
+    assert found.wall_s > 0

@@ -28,7 +28,7 @@ WITHOUT = ["checkpointing.keep_trajectories=false"]
 _SCRIPT = "import sys; from benchmarks.view.writing import train; train(*sys.argv[1:])"
 
 
-class _Clock(MetricsLogger):
+class Clock(MetricsLogger):
     """Notes when each iteration has been logged."""
 
     ended_at: ClassVar[dict[int, float]] = {}
@@ -42,7 +42,7 @@ class _Clock(MetricsLogger):
             self.ended_at.setdefault(iteration, time.perf_counter())
 
 
-class _SilentClock(_Clock):
+class SilentClock(Clock):
     """The same, and writes nothing."""
 
     def log(self, stage: str, iteration: int, *values: Any, **more: Any) -> None:
@@ -57,7 +57,7 @@ def train(run_dir: str, writes: str, *overrides: str) -> None:
     from ragr1_actors.cli import main
     from ragr1_actors.training import stages
 
-    clock = _Clock if writes == "with" else _SilentClock
+    clock = Clock if writes == "with" else SilentClock
     stages.MetricsLogger = clock  # type: ignore[misc]
     sys.argv = ["ragr1", "train", "quickstart", *overrides, "--run-dir", run_dir]
     try:
