@@ -103,5 +103,6 @@ def find_bottleneck(load: Load) -> Verdict:
     missing = max(1, math.ceil(wanted) - runners)
     return Verdict(
         "rollout",
-        f"the learner waits {waits:.0%} of the time for samples: add {missing} to the {runners} runners{in_turns}",
+        f"the learner waits {waits:.0%} of the time for samples: add {missing} to the {runners} runners, where GPUs or "
+        f"CPUs are free{in_turns}",
     )
