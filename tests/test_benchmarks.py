@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.tiny_policy import make_tiny_policy
+from retrieval.base import Passage
 from retrieval.indexes.manifest import Manifest
 
 pytestmark = pytest.mark.engine
@@ -268,6 +270,15 @@ def invoke(*arguments: str) -> str:
         return f"error: {result.exception}"
     assert result.exception is None, result.exception
     return result.output
+
+
+def test_an_answer_is_the_same_up_to_the_rounding_of_its_scores() -> None:
+    riga, oslo = Passage("p1", "Riga", "by the sea", 0.5), Passage("p2", "Oslo", "in the north", 0.25)
+    assert retrieval_sides.same_answer([riga, oslo], [replace(riga, score=0.5 + 1e-8), oslo])
+    assert not retrieval_sides.same_answer([riga, oslo], [replace(riga, score=0.51), oslo])
+    assert not retrieval_sides.same_answer([riga, oslo], [oslo, riga])
+    assert not retrieval_sides.same_answer([riga], [replace(riga, text="by a lake")])
+    assert not retrieval_sides.same_answer([riga], [riga, oslo])
 
 
 @pytest.mark.ray
