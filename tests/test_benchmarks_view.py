@@ -1,27 +1,29 @@
-"""The two sides of ``ragr1 bench view --only writing``: the same calls, with files and without."""
+"""The cost of writing, as ``ragr1 bench view --only writing`` measures it."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks.view import writing
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 
-@pytest.mark.parametrize(("clock", "num_rows"), [(writing.Clock, 3), (writing.SilentClock, 0)])
-def test_both_sides_note_when_an_iteration_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: type[writing.Clock], num_rows: int
-) -> None:
-    monkeypatch.setattr(clock, "ended_at", {})
-    with closing(clock(tmp_path)) as logger:
-        assert isinstance(logger, MetricsLogger)
-        logger.log("sft", 1, {"eval/em": 0.5})
-        logger.log("rl", 1, {"rollout/reward": 0.5})
-        logger.log("rl", 2, {"rollout/reward": 0.5}, (), (), {"turns": [1.0]}, {})
-        logger.log_examples("rl", 2, {"wrong": "text"})
-    assert list(clock.ended_at) == [1, 2]
-    assert clock.ended_at[1] <= clock.ended_at[2]
-    assert len(read_metrics(tmp_path)) == num_rows
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.slow
+def test_every_second_block_writes_what_a_run_writes(tmp_path: Path) -> None:
+    (found,) = writing.cost(tmp_path, 1, quick=True)
+    assert found.ours > 0
+    assert found.ratio == pytest.approx(found.ours / found.theirs - 1)
+    last = read_metrics(tmp_path / "run")[-2]  # the last row is that of the evaluation
+    written = read_metrics(tmp_path / "written")
+    assert len(written) == (writing.WARM_UP + writing.NUM_BLOCKS_QUICK) * writing.BLOCK
+    assert set(last) - set(written[-1]) == set()
+    files = sorted((tmp_path / "written" / "trajectories").iterdir())
+    assert len(files) == len(written)
+    (run_file,) = (tmp_path / "run" / "trajectories").glob("iteration_00003.arrow")
+    assert [group.task for group in read_trajectories(files[-1])] == [g.task for g in read_trajectories(run_file)]
+    assert (tmp_path / "written" / "tensorboard").is_dir()

@@ -1,99 +1,119 @@
-"""What it costs to write metrics, TensorBoard and trajectories: the quickstart's RL, with and without.
+"""What it costs to write metrics, TensorBoard and trajectories: updates of one batch, with and without.
 
-Both sides train the same policy with the same seed, so that they sample the same trajectories; the only differences are
-``checkpointing.keep_trajectories`` and a logger that writes nothing.
+A short run of the quickstart gives the batch and the seconds of an iteration. Then a learner in this process, with a
+thread per core, learns from that batch again and again; in every second block of updates all is written that a run
+writes. Two whole runs would differ by several per cent: they sample different trajectories once a rounding differs.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Any
 
 from benchmarks.measurement import Sample, log
+from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger
+from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
+from ragr1_actors.rollout.env_runner import GroupRequest, summarize
+from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.runs.places import SFT_POLICY
+from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics
+from ragr1_actors.training.buffer import rollout_samples, take_histograms
 
-NUM_ITERATIONS, NUM_ITERATIONS_QUICK = 60, 4
-WARM_UP = 3
-"""First iterations that are not counted: caches fill and files are made."""
-SFT = ["sft.num_steps=200", "sft.num_demonstrations=2000", "training.num_iterations=1", "evaluation.num_tasks=1"]
-SFT_QUICK = ["sft.num_steps=1", "sft.num_demonstrations=8", "training.num_iterations=1", "evaluation.num_tasks=1"]
-WITHOUT = ["checkpointing.keep_trajectories=false"]
-_SCRIPT = "import sys; from benchmarks.view.writing import train; train(*sys.argv[1:])"
-
-
-class Clock(MetricsLogger):
-    """Notes when each iteration has been logged."""
-
-    ended_at: ClassVar[dict[int, float]] = {}
-
-    def log(self, stage: str, iteration: int, *values: Any, **more: Any) -> None:
-        super().log(stage, iteration, *values, **more)
-        self.note(stage, iteration)
-
-    def note(self, stage: str, iteration: int) -> None:
-        if stage == "rl":
-            self.ended_at.setdefault(iteration, time.perf_counter())
-
-
-class SilentClock(Clock):
-    """The same, and writes nothing."""
-
-    def log(self, stage: str, iteration: int, *values: Any, **more: Any) -> None:
-        self.note(stage, iteration)
-
-    def log_examples(self, *values: Any) -> None:
-        """Nothing is written."""
-
-
-def train(run_dir: str, writes: str, *overrides: str) -> None:
-    """Train in this process, and print the end of each iteration in seconds as JSON."""
-    from ragr1_actors.cli import main
-    from ragr1_actors.training import stages
-
-    clock = Clock if writes == "with" else SilentClock
-    stages.MetricsLogger = clock  # type: ignore[misc]
-    sys.argv = ["ragr1", "train", "quickstart", *overrides, "--run-dir", run_dir]
-    try:
-        main.main()
-    finally:
-        print("ENDED", json.dumps(list(clock.ended_at.values())), flush=True)
+RUN = ["training.num_iterations=13", "evaluation.num_tasks=1"]
+RUN_QUICK = ["sft.num_steps=1", "sft.num_demonstrations=8", "training.num_iterations=3", "evaluation.num_tasks=1"]
+WARM_UP = 2
+"""First iterations, and updates, that are not counted: caches fill and files are made."""
+NUM_BLOCKS, NUM_BLOCKS_QUICK = 20, 2
+"""With and without in turns."""
+BLOCK = 5
+"""Updates. A block ends when its last file is whole, so that no thread works on in the next one."""
 
 
 def cost(folder: Path, repeats: int, *, quick: bool) -> list[Sample]:
-    """Return seconds per iteration with writing and without; the ratio is the share that writing adds.
+    """Return the seconds of an iteration of the quickstart, and without writing; the ratio is the share that it adds.
 
-    The sides take turns, so that a machine that gets slower does not favour one of them.
+    Raises:
+        UserError: the run failed.
     """
-    _train(folder / "sft", "with", SFT_QUICK if quick else SFT)
-    policy = f"policy.model={folder / 'sft' / 'policy_sft'}"
-    num_iterations = NUM_ITERATIONS_QUICK if quick else NUM_ITERATIONS
-    overrides = [policy, "sft.num_steps=0", f"training.num_iterations={num_iterations}", "evaluation.num_tasks=1"]
-    overrides += [f"checkpointing.interval={num_iterations + 1}"]
+    run_dir = folder / "run"
+    command = [sys.executable, "-m", "ragr1_actors", "train", "quickstart", *(RUN_QUICK if quick else RUN)]
+    done = subprocess.run([*command, "--run-dir", str(run_dir)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(f"the run failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    rows = [row for row in read_metrics(run_dir) if is_iteration(row)]
+    iteration_s = mean(row["time/iteration_s"] for row in rows[WARM_UP:])
     found = []
-    for repeat in range(repeats):
-        seconds = {}
-        for writes in ("with", "without") if repeat % 2 == 0 else ("without", "with"):
-            more = WITHOUT if writes == "without" else []
-            seconds[writes] = _train(folder / f"{writes}_{repeat}", writes, [*overrides, *more])
-        ours, theirs = mean(seconds["with"]), mean(seconds["without"])
-        log(f"{ours:.3f} s per iteration with writing, {theirs:.3f} s without: {ours / theirs - 1:.2%} more")
-        found.append(Sample(ours / theirs - 1, ours, theirs))
+    with closing(Replay(run_dir, folder / "written", rows[-1])) as replay:
+        for _ in range(repeats):
+            writing_s = replay.writing_s(NUM_BLOCKS_QUICK if quick else NUM_BLOCKS)
+            log(f"{writing_s * 1e3:.1f} ms of writing in {iteration_s:.2f} s of an iteration")
+            found.append(Sample(writing_s / (iteration_s - writing_s), iteration_s, iteration_s - writing_s))
     return found
 
 
-def _train(run_dir: Path, writes: str, overrides: list[str]) -> list[float]:
-    """Return the seconds of each iteration after the first ones."""
-    command = [sys.executable, "-c", _SCRIPT, str(run_dir), writes, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise UserError(f"the run failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ENDED ")]
-    ended_at = json.loads(line.removeprefix("ENDED "))[WARM_UP - 1 :]
-    return [after - before for before, after in pairwise(ended_at)]
+class Replay:
+    """Learns from the last batch of a run, in this process."""
+
+    def __init__(self, run_dir: Path, out: Path, row: Mapping[str, Any]) -> None:
+        """Write into ``out`` what the run ``run_dir`` wrote for an iteration; ``row`` has its metrics."""
+        config = open_run_directory(run_dir)
+        learners = config.learners.model_copy(update={"num_learners": 0})
+        self._learners = LearnerGroup(config.model_copy(update={"learners": learners}), lambda rank: {})
+        self._learners.build(config.training.algorithm, run_dir / SFT_POLICY)
+        last = max((run_dir / "trajectories").glob("iteration_*.arrow"))
+        groups = read_trajectories(last)
+        self._batches = [groups_to_record_batch([group]) for group in groups]
+        requests = [GroupRequest(Issue(g.task.task_id, g.task, 0), len(g.trajectories), 1.0) for g in groups]
+        self._finished = [
+            FinishedGroup(request, summarize(group), batch)
+            for request, group, batch in zip(requests, groups, self._batches, strict=True)
+        ]
+        self._metrics = {name: value for name, value in row.items() if isinstance(value, float)}
+        self._out, self._number = out, 0
+        self._logger = MetricsLogger(out, settings=config.changes())
+        self._keeper = ThreadPoolExecutor(1, "keep trajectories")
+        for _ in range(WARM_UP):
+            self._block_s(writes=True)
+
+    def writing_s(self, num_blocks: int) -> float:
+        """Return the seconds that writing adds to an update, the mean over ``num_blocks`` of each kind."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(num_blocks):
+            for writes in (True, False) if number % 2 == 0 else (False, True):
+                seconds[writes].append(self._block_s(writes=writes))
+        return mean(seconds[True]) - mean(seconds[False])
+
+    def _block_s(self, *, writes: bool) -> float:
+        started = time.perf_counter()
+        keeping = None
+        for _ in range(BLOCK):
+            metrics, histograms = take_histograms(self._learners.update(list(self._batches)))
+            if not writes:
+                continue
+            if keeping is not None:
+                keeping.result()
+            self._number += 1
+            learned, *_ = self._learners.foreach_learner(lambda learner: learner.learned)
+            name = f"iteration_{self._number:05d}"
+            keeping = self._keeper.submit(keep_trajectories, self._out, name, self._batches, learned)
+            samples = rollout_samples(self._finished)
+            self._logger.log("rl", self._number, self._metrics | metrics, (), (), samples, histograms)
+        if keeping is not None:
+            keeping.result()
+        return (time.perf_counter() - started) / BLOCK
+
+    def close(self) -> None:
+        """End the learner and close the files."""
+        self._keeper.shutdown()
+        self._logger.close()
+        self._learners.stop()
