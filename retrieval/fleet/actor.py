@@ -19,7 +19,7 @@ from cluster.rpc import RpcAddress, RpcServer, encode
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
 from retrieval.fleet.batching import ClientLoad
-from retrieval.indexes.manifest import Manifest
+from retrieval.indexes.manifest import FLAT, Manifest
 
 CODEC = pa.Codec("zstd", compression_level=1)
 
@@ -170,7 +170,7 @@ class RetrieverActor(RpcActor):
         from retrieval.local import LocalRetriever
 
         index_dir = on_this_node(settings.index)
-        if settings.encodes:  # otherwise torch is not imported at all
+        if settings.encodes or Manifest.read(Path(index_dir)).vector_type == FLAT:  # else torch is not imported at all
             import torch
 
             torch.set_num_threads(settings.num_threads)

@@ -1,6 +1,6 @@
-"""TorchFlatIndex: every vector in half precision on a GPU, scanned by matrix products, without faiss.
+"""Scans by torch's matrix products, without faiss: of a block in memory, or of all vectors in half precision on a GPU.
 
-Beside the matrix it needs the memory of one block of scores, for any number of queries.
+``TorchFlatIndex`` needs the memory of one block of scores beside its matrix, for any number of queries.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ _MAX_QUERIES = 1024
 _EXTRA_SHARE = 0.04
 """Size of a block of scores, as a share of the matrix. Selecting the best of a block takes as much again."""
 _LEAST_EXTRA_BYTES = 2**24
+
+
+@torch.inference_mode()
+def best_of_block(queries: NDArray[np.float32], block: NDArray[np.float32], k: int) -> Ranking:
+    """Return the ``min(k, len(block))`` rows of ``block`` nearest to each query, in any order, by a product in float32.
+
+    ``queries`` are ``[num_queries, dimension]``, and ``block`` is ``[num_rows, dimension]``, in writable memory. The
+    number of threads is torch's, which belongs to the process.
+    """
+    scores = torch.mm(torch.from_numpy(queries), torch.from_numpy(block).T)
+    values, rows = torch.topk(scores, min(k, len(block)), dim=1)
+    return Ranking(values.numpy(), rows.numpy())
 
 
 class TorchFlatIndex:

@@ -46,9 +46,8 @@ _RESCORED_NUMBERS = 2**20
 """Decoded at once when candidates are scored again: 12 MB for any batch and ``k``."""
 LEAST_CANDIDATES = 64
 """Least candidates of a compressed index for any ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
-_BLAS_FROM = 4
-"""Queries from which a matrix product beats one scan per query (by 10 times at 64)."""
-_SCAN_THRESHOLD = faiss.cvar.distance_compute_blas_threshold
+_PRODUCT_FROM = 4
+"""Queries from which decoding vectors for a matrix product beats faiss's scan, which decodes them for each query."""
 _MAX_GPU_K = 2048
 """faiss-gpu's own limit, of results and of lists that a query looks into."""
 
@@ -146,7 +145,6 @@ class VectorIndex:
             DataError: NaN or infinity, no vectors, or another number of them than ``count``.
         """
         values = parse_options(index_type, options or {})
-        faiss.cvar.distance_compute_blas_threshold = _SCAN_THRESHOLD  # a search before must not change what is built
         return cls(build_faiss_index(blocks, dimension, index_type, count, values), index_type)
 
     def save(self, path: Path) -> None:
@@ -207,15 +205,13 @@ class VectorIndex:
         Args:
             queries: float32 ``[n, dimension]``, each of length 1.
             k: at least 1.
-            num_threads: of faiss, in the calling thread.
+            num_threads: of faiss, in the calling thread. ``flat`` has those of torch, which belong to the process.
         """
         # OpenMP keeps this number per thread: it must be set in the thread that searches.
         faiss.omp_set_num_threads(num_threads)
         k = min(k, self.count)
         if k == 0 or not len(queries):
             return Ranking(np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64))
-        # faiss scans once per query unless n * dimension is over this; its default makes batches no faster.
-        faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _BLAS_FROM else _SCAN_THRESHOLD
         return best_of(*self._find(np.ascontiguousarray(queries, np.float32), k), k)
 
 
@@ -229,15 +225,24 @@ class _FullScan(Scanner):
 
     def find(self, queries: Floats, k: int) -> Ranking:
         k = min(k + SPARE, self._index.ntotal)
-        if self.is_lossless or len(queries) < _BLAS_FROM:
+        if not self.is_lossless and len(queries) < _PRODUCT_FROM:
             return self.rescored(queries, self._index.search(queries, k)[1])
-        # faiss scans compressed vectors once per query and decodes each again; decoding them once is 4 times faster.
+        # torch's product takes a half to a third of the time of faiss's, which scans or has a slower BLAS.
+        from retrieval.indexes.torch_index import best_of_block  # torch takes seconds to import
+
         start, best = 0, list[Ranking]()
         for block in self.blocks():
-            scores, rows = faiss.knn(queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
+            scores, rows = best_of_block(queries, block, k)
             best = [merge_rankings([*best, Ranking(scores, rows + start)], k)]
             start += len(block)
         return self.rescored(queries, best[0].rows)
+
+    def blocks(self) -> Iterator[Floats]:
+        if not self.is_lossless:
+            yield from super().blocks()
+            return
+        view: Floats = self._codes.view(np.float32)
+        yield from (view[start : start + BLOCK_ROWS] for start in range(0, len(view), BLOCK_ROWS))
 
     def vectors(self, rows: Rows) -> Floats:
         if self.is_lossless:
