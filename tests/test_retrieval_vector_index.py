@@ -311,6 +311,16 @@ def test_vectors_of_lossless_types_come_back(indexes: dict[str, VectorIndex], ha
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("name", ["flat", "sq8"])
+def test_queries_that_cannot_be_written_to_are_searched_without_a_warning(
+    name: str, indexes: dict[str, VectorIndex], hard: tuple[Floats, Floats]
+) -> None:
+    queries = np.frombuffer(hard[1][:8].tobytes(), np.float32).reshape(8, DIMENSION)  # as they come in a message
+    assert not queries.flags.writeable
+    found, expected = indexes[name].search(queries, 3, 1), indexes[name].search(hard[1][:8], 3, 1)
+    assert np.array_equal(found.rows, expected.rows)
+
+
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
     """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""
     script = """

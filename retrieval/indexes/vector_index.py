@@ -212,7 +212,8 @@ class VectorIndex:
         k = min(k, self.count)
         if k == 0 or not len(queries):
             return Ranking(np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64))
-        return best_of(*self._find(np.ascontiguousarray(queries, np.float32), k), k)
+        # torch warns about memory that it may not write to, such as a message's
+        return best_of(*self._find(np.require(queries, np.float32, ["C", "W"]), k), k)
 
 
 class _FullScan(Scanner):
