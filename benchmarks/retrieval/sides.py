@@ -33,7 +33,7 @@ SERVICE_S = 0.01
 """Time that a stub takes per query. With half of it, eight stubs and their client need more than two cores."""
 CALLERS_PER_REPLICA = 32
 SCORE_ROUNDING = 1e-6
-"""Of a similarity between -1 and 1 in float32."""
+"""Largest difference of two scores of the same answer. Scores are between -1 and 1, in float32."""
 NUM_ENCODED, NUM_ENCODED_QUICK = 2048, 256
 """Passages that are encoded for ``index_build``."""
 

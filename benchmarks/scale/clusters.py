@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def autoscaled_cluster(
     with log.open("wb") as output:
         head = subprocess.Popen(command, env=head_environment, stdout=output, stderr=output, start_new_session=True)
     try:
-        _wait_for(lambda: "Ray runtime started" in log.read_text(), head, log)
+        wait_for_head(head, log)
         yield environment
     finally:
         head.send_signal(signal.SIGTERM)
@@ -129,9 +129,14 @@ def free_port() -> int:
             return int(found.getsockname()[1])
 
 
-def _wait_for(holds: Callable[[], bool], head: subprocess.Popen[bytes], log: Path, timeout_s: float = 400.0) -> None:
+def wait_for_head(head: subprocess.Popen[bytes], log: Path, timeout_s: float = 400.0) -> None:
+    """Return once Ray says in ``log`` that the head has started.
+
+    Raises:
+        UserError: it ended, or takes longer than ``timeout_s``; the text has the log.
+    """
     deadline = time.monotonic() + timeout_s
-    while not holds():
+    while "Ray runtime started" not in log.read_text():
         if head.poll() is not None or time.monotonic() > deadline:
             raise UserError(f"no Ray head started within {timeout_s:g} s: {log.read_text()}")
         time.sleep(0.1)

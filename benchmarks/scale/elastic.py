@@ -49,7 +49,7 @@ class Trained:
     actor_s: float
     """Seconds of RL times runners and retrievers, those that start included."""
     wall_s: float
-    """Of the whole run, SFT included."""
+    """Seconds that the whole run took, SFT included."""
     num_decisions: int
     """Changes of the fleets' sizes."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measurement import log
-from benchmarks.scale.clusters import free_port
+from benchmarks.scale.clusters import free_port, wait_for_head
 from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
@@ -27,7 +27,6 @@ from ragr1_actors.training.simulation.workload import made_up_task
 
 SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations=1", "evaluation.num_tasks=1"]
 """What the quickstart needs to reach its first iteration."""
-TIMEOUT_S = 300.0
 _POLL_S = 0.01
 _LOADED = re.compile(r"actors loaded in ([\d.]+) s")
 _LOAD = "import sys; from benchmarks.scale.latency import load; load(sys.argv[1])"
@@ -122,11 +121,7 @@ def _head(folder: str) -> Iterator[dict[str, str]]:
     with Path(folder, "head.log").open("w+") as output:
         head = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
         try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while "Ray runtime started" not in Path(folder, "head.log").read_text():
-                if head.poll() is not None or time.monotonic() > deadline:
-                    raise UserError(f"no Ray head started: {Path(folder, 'head.log').read_text()}")
-                time.sleep(0.1)
+            wait_for_head(head, Path(folder, "head.log"))
             log(f"a head at port {port}")
             yield env | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
         finally:

@@ -190,6 +190,7 @@ def _counted(corpus: Corpus, count: CountOf) -> Iterator[Passage]:
         if number % _COUNTED_AT_ONCE == 0:
             count("passages", number, len(corpus))
         yield passage
+    count("passages", len(corpus), len(corpus))
 
 
 @app.command("serve")

@@ -228,7 +228,7 @@ class _FullScan(Scanner):
         k = min(k + SPARE, self._index.ntotal)
         if not self.is_lossless and len(queries) < _PRODUCT_FROM:
             return self.rescored(queries, self._index.search(queries, k)[1])
-        # torch's product takes a half to a third of the time of faiss's, which scans or has a slower BLAS.
+        # Faster than faiss's product: docs/decisions/retrieval-libraries.md has the figures.
         from retrieval.indexes.torch_index import best_of_block  # torch takes seconds to import
 
         start, best = 0, list[Ranking]()
