@@ -183,14 +183,14 @@ def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: Module
     with made(make_config(), tmp_path) as setup:
         fleet = setup.fleet
         setup.transport.publish(1)
-        by_value.kill(fleet._runners[1].handle, no_restart=False)
+        by_value.kill(list(fleet.receivers.values())[1], no_restart=False)
         deadline = time.monotonic() + 600
-        while fleet._runners[1].is_healthy or fleet._runners[1].probe is None:
+        while not fleet.num_loading:
             assert time.monotonic() < deadline, "the runner was not called again"
             fleet.poll()
             time.sleep(0.05)
         setup.transport.make_room()
-        assert all(runner.is_healthy or runner.probe is None for runner in fleet._runners), "an engine loads"
+        assert fleet.num_loading == 0
         setup.transport.publish(2)
         setup.version = 2
         wait_until_healed(fleet)

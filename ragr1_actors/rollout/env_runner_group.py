@@ -372,12 +372,21 @@ class EnvRunnerGroup:
         self._forget_probes()
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
+    @property
+    def num_loading(self) -> int:
+        """Runners that load their engine, at the start or after a restart."""
+        return len(self._loading)
+
+    @property
+    def _loading(self) -> list[Runner]:
+        return [runner for runner in self._runners if runner.probe is not None and not runner.is_healthy]
+
     def wait_for_restarts(self) -> None:
         """Wait for the runners that load their engine after a restart; one that takes too long is ended.
 
         Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
         """
-        loading = {r.probe: r for r in self._runners if r.probe is not None and not r.is_healthy}
+        loading = {runner.probe: runner for runner in self._loading}
         for probe, _ in outcomes({probe: r.handle for probe, r in loading.items()}, START_TIMEOUT_S):
             self._read_probe(loading[probe], time.monotonic())
 
