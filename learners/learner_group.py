@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
@@ -63,14 +63,12 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
-BLOCKING_CALLS = ("prepare", "apply_blocking")
-"""Calls during which a rank may not answer: Python's lock is held while a library is loaded or a profile is read."""
+BLOCKING_CALLS = ("apply_blocking",)
+"""Calls during which a rank may not answer: Python's lock is held while a profile is read."""
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
 """Between two calls of ``LearnerGroup.on_wait``."""
-MAX_HELD_CALLS = 256
-"""Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
 
 _HEALTH = "health"
 """Ray's concurrency group of the heartbeats."""
@@ -79,46 +77,6 @@ _RESUME = "continue from the last checkpoint with --resume"
 
 class _BrokenRankError(FleetError):
     """A rank failed in a way that a restart may repair: killed, crashed, out of memory, a CUDA error."""
-
-
-@dataclass
-class CallHistory:
-    """The calls that bring new ranks to the state of the old ones."""
-
-    learner_name: str
-    policy_dir: AnyFolder
-    state: AnyFolder | None = None
-    """The folder of the state to start at; None is the state after ``build``."""
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-    """The calls since the start: ``("update", batch references)`` and ``("begin_save", sink)``."""
-
-    is_whole: bool = True
-    """Whether ``calls`` has every call since the start."""
-
-    def add(self, method: str, argument: Any) -> None:
-        """Hold a call, if a later restart can use it."""
-        if not self.is_whole and method == "update" and not any(held == "begin_save" for held, _ in self.calls):
-            return
-        if len(self.calls) == MAX_HELD_CALLS:
-            self.calls, self.is_whole = [], False
-            logger.warning(
-                "%d updates since the last checkpoint: their batches are released, and a learner rank that fails now "
-                "ends the run; save more often",
-                MAX_HELD_CALLS,
-            )
-        self.calls.append((method, argument))
-
-    def begin_at(self, state: AnyFolder) -> None:
-        """Start at a state that was just loaded or saved."""
-        self.state, self.calls, self.is_whole = state, [], True
-
-    def saved(self, sink: Sink, final: AnyFolder) -> None:
-        """Start at the state that ``begin_save(sink)`` wrote, which is in ``final`` now."""
-        begun = ("begin_save", sink)
-        if begun in self.calls:  # else more calls followed it than are held
-            later = self.calls[self.calls.index(begun) + 1 :]
-            self.begin_at(final)
-            self.calls = later
 
 
 class LearnerGroup:
@@ -134,6 +92,7 @@ class LearnerGroup:
         """
         self.config = config
         self._actor_options = actor_options
+        self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
         self.on_wait: Callable[[], None] = lambda: None
@@ -157,6 +116,25 @@ class LearnerGroup:
         return list(self._actors)
 
     def _start_actors(self) -> None:
+        """Start a rank for each learner, again if one hangs or dies while it loads, and let them meet."""
+        while True:
+            try:
+                self._place_actors()
+                host, port = self._call_once("prepare")[0]
+                self._call_once("join", host, port)
+            except _BrokenRankError as failure:
+                self._count_restart(failure)
+                logger.warning("%s while it was started; all ranks start again", failure)
+            else:
+                return
+
+    def _count_restart(self, failure: _BrokenRankError, *, can_start: bool = True) -> None:
+        """Count a restart; ``FleetError`` if none is possible or there were as many as allowed."""
+        if not can_start or self.num_restarts == self._fault_tolerance.max_learner_restarts:
+            raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
+        self.num_restarts += 1
+
+    def _place_actors(self) -> None:
         import ray
 
         settings = self.config.learners
@@ -168,13 +146,10 @@ class LearnerGroup:
         for rank in range(settings.num_learners):
             options = self._actor_options(rank) if self._actor_options is not None else {}
             self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
-        hang_timeout_s = read_fault_tolerance(self.config.debugging).hang_timeout_s
         self._heartbeats = [
-            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, hang_timeout_s)
+            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, self._fault_tolerance.hang_timeout_s)
             for actor in self._actors
         ]
-        host, port = self._call_once("prepare")[0]
-        self._call_once("join", host, port)
 
     @property
     def is_stopped(self) -> bool:
@@ -333,15 +308,17 @@ class LearnerGroup:
     def _start_again(self, failure: _BrokenRankError, method: str) -> None:
         """Start new ranks and bring them to the state of the old ones before the call of ``method``."""
         history = self._history
-        max_restarts = read_fault_tolerance(self.config.debugging).max_learner_restarts
-        can_start = method == "build" if history is None else history.is_whole
-        if not can_start or self.num_restarts == max_restarts:
-            raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
-        self.num_restarts += 1
+        self._count_restart(failure, can_start=method == "build" if history is None else history.is_whole)
         calls = history.calls if history is not None else []
         logger.warning(
             "%s; restart %d of at most %d of the learner group: %d updates are repeated, and %s",
-            *(failure, self.num_restarts, max_restarts, sum(name == "update" for name, _ in calls), method),
+            *(
+                failure,
+                self.num_restarts,
+                self._fault_tolerance.max_learner_restarts,
+                sum(name == "update" for name, _ in calls),
+                method,
+            ),
         )
         started = time.monotonic()
         try:

@@ -15,6 +15,7 @@ shards, and several processes can fill one store. Vectors do not pass through th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, one_line
 from ragr1_actors.core.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from retrieval.corpora.corpus import Corpus
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 HEADER_FILE = "store.json"
 START_TIMEOUT_S = 600.0
 """Seconds that the first actor may take to start; a cluster may have to grow."""
@@ -48,6 +52,8 @@ SHARDS_PER_ACTOR = 2
 MAX_DEATHS_IN_A_ROW = 5
 """Deaths of actors without one shard written in between."""
 _BLOCK_ROWS = 1024
+_HEALTH = "health"
+"""Ray's concurrency group of the watchdog's questions."""
 
 
 @plain_dataclass(frozen=True)
@@ -181,6 +187,9 @@ class EmbeddingActor:
         self._encoder_name = encoder_name
         self._workers = workers
 
+    def pulse(self) -> None:
+        """Answer that the process runs."""
+
     def fill(self, number: int) -> None:
         """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node.
 
@@ -284,11 +293,17 @@ def _fill_with_actors(
     """
     import ray
 
+    actor_class = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
+        max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
+    )(EmbeddingActor)
+    watchdog = Watchdog[Any](
+        lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(), _warn_of_hang, HANG_TIMEOUT_S
+    ).start()
+
     def start() -> Any:
-        remote = ray.remote(EmbeddingActor).options(
-            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, **workers.resources
-        )
-        return remote.remote(store, corpus_dir, encoder_name, workers)
+        actor = actor_class.remote(store, corpus_dir, encoder_name, workers)
+        watchdog.watch(actor, actor)
+        return actor
 
     waiting = deque(missing)
     actors: list[Any] = []
@@ -302,7 +317,7 @@ def _fill_with_actors(
             while waiting and free:
                 actor, number = free.pop(), waiting.popleft()
                 busy[actor.fill.remote(number)] = (actor, number)
-            (done,), _ = ray.wait(list(busy), num_returns=1)
+            (done,), _ = ray.wait(list(busy), num_returns=1)  # the watchdog ends one that hangs, and so its calls
             actor, number = busy.pop(done)
             try:
                 ray.get(done)
@@ -313,6 +328,7 @@ def _fill_with_actors(
                 num_deaths += 1
                 _check_death(error, num_deaths)
                 actors.remove(actor)
+                watchdog.forget(actor)
                 ray.kill(actor, no_restart=True)  # it may only be out of reach
                 actors.append(start())
                 free = [other for other in free if other in actors] + SHARDS_PER_ACTOR * actors[-1:]
@@ -321,13 +337,22 @@ def _fill_with_actors(
                 advance(len(store.rows(number)))
                 free.append(actor)
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
+        watchdog.stop()
         for actor in actors:
             ray.kill(actor, no_restart=True)
+
+
+def _warn_of_hang(actor: Any, finding: Finding) -> None:
+    if finding.silent_s:
+        logger.warning(
+            "an actor that encodes hangs: it has not answered for %.0f s; another one starts", finding.silent_s
+        )
 
 
 def _wait_for_one(actors: list[Any], workers: Workers) -> None:
     import ray
 
+    # Ray may have to add nodes for them first
     started, _ = ray.wait([actor.__ray_ready__.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
     if not started:
         wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
