@@ -107,12 +107,7 @@ class EnvRunnerGroup:
         self._finished: list[FinishedGroup] = []
         self._runners: list[Runner] = []
         self._findings: SimpleQueue[tuple[Runner, Finding]] = SimpleQueue()
-        self._watchdog = Watchdog[Runner](
-            lambda handle: handle.pulse.remote(),
-            lambda runner, finding: self._findings.put((runner, finding)),
-            self._fault_tolerance.hang_timeout_s,
-            interval_s=PING_INTERVAL_S,
-        )
+        self._watchdog = self._make_watchdog()
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
         self._num_started = 0
         self._newest: Newest | None = None
@@ -138,6 +133,14 @@ class EnvRunnerGroup:
         for _ in range(settings.num_env_runners):
             self._start(is_healthy=True)  # all have the same weights: requests may wait at a runner that still loads
         self._watchdog.start()
+
+    def _make_watchdog(self) -> Watchdog[Runner]:
+        return Watchdog(
+            lambda handle: handle.pulse.remote(),
+            lambda runner, finding: self._findings.put((runner, finding)),
+            self._fault_tolerance.hang_timeout_s,
+            interval_s=PING_INTERVAL_S,
+        )
 
     def _start(self, *, is_healthy: bool) -> None:
         index, self._num_started = self._num_started, self._num_started + 1

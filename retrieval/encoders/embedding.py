@@ -293,24 +293,14 @@ def _fill_with_actors(
     """
     import ray
 
-    actor_class = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
-        max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
-    )(EmbeddingActor)
-    watchdog = Watchdog[Any](
-        lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(), _warn_of_hang, HANG_TIMEOUT_S
-    ).start()
-
-    def start() -> Any:
-        actor = actor_class.remote(store, corpus_dir, encoder_name, workers)
-        watchdog.watch(actor, actor)
-        return actor
-
     waiting = deque(missing)
-    actors: list[Any] = []
+    encoders = _Encoders(store, corpus_dir, encoder_name, workers)
+    actors = encoders.actors
     busy: dict[Any, tuple[Any, int]] = {}
     num_deaths = 0
     try:
-        actors.extend(start() for _ in range(min(workers.num_actors, len(missing))))
+        for _ in range(min(workers.num_actors, len(missing))):
+            encoders.start()
         _wait_for_one(actors, workers)
         free = actors * SHARDS_PER_ACTOR
         while waiting or busy:
@@ -327,26 +317,53 @@ def _fill_with_actors(
                     continue
                 num_deaths += 1
                 _check_death(error, num_deaths)
-                actors.remove(actor)
-                watchdog.forget(actor)
-                ray.kill(actor, no_restart=True)  # it may only be out of reach
-                actors.append(start())
+                encoders.end(actor)  # it may only be out of reach
+                encoders.start()
                 free = [other for other in free if other in actors] + SHARDS_PER_ACTOR * actors[-1:]
             else:
                 num_deaths = 0
                 advance(len(store.rows(number)))
                 free.append(actor)
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
-        watchdog.stop()
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        encoders.stop()
 
 
-def _warn_of_hang(actor: Any, finding: Finding) -> None:
-    if finding.silent_s:
-        logger.warning(
-            "an actor that encodes hangs: it has not answered for %.0f s; another one starts", finding.silent_s
-        )
+class _Encoders:
+    """The actors that encode, and the watchdog that ends those that hang."""
+
+    def __init__(self, store: EmbeddingStore, corpus_dir: Path, encoder_name: str, workers: Workers) -> None:
+        import ray
+
+        self._actor_class: Any = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
+            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
+        )(EmbeddingActor)
+        self._arguments = store, corpus_dir, encoder_name, workers
+        self.actors: list[Any] = []
+        self._watchdog = Watchdog[Any](
+            lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(), self._warn, HANG_TIMEOUT_S
+        ).start()
+
+    def start(self) -> None:
+        actor = self._actor_class.remote(*self._arguments)
+        self.actors.append(actor)
+        self._watchdog.watch(actor, actor)
+
+    def end(self, actor: Any) -> None:
+        import ray
+
+        self._watchdog.forget(actor)
+        self.actors.remove(actor)
+        ray.kill(actor, no_restart=True)
+
+    def stop(self) -> None:
+        self._watchdog.stop()
+        for actor in tuple(self.actors):
+            self.end(actor)
+
+    @staticmethod
+    def _warn(actor: Any, finding: Finding) -> None:
+        if finding.silent_s:
+            logger.warning("an actor that encodes hangs: no answer for %.0f s; another starts", finding.silent_s)
 
 
 def _wait_for_one(actors: list[Any], workers: Workers) -> None:
