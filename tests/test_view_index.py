@@ -14,6 +14,7 @@ import pytest
 from test_view_queries import index_of, names
 from view_world import attempt, every_outcome, keep
 
+from ragr1_actors.core import schema
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.view import parts
 from ragr1_actors.view.index import Index
@@ -186,6 +187,7 @@ def test_a_file_that_is_replaced_by_a_fifo_or_damaged_is_an_error_of_one_traject
 
 
 def test_a_stopped_index_ends_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "WRITTEN_BYTES", 1)  # a batch for each group
     keep(tmp_path, "iteration_00001", [attempt("a")], [attempt("b"), attempt("c")], [attempt("d")])
     source = Source.of(tmp_path / "trajectories" / "iteration_00001.arrow")
     at_once = make_part(source, lambda: False)
