@@ -21,6 +21,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from aiohttp import web
@@ -107,6 +108,7 @@ class HttpServer:
         self._count = count
         self._paths = sorted({route.path for route in routes})
         self._names = {name.lower() for name in (*allowed_hosts, self._host, "localhost")}
+        self._is_ours = lru_cache(64)(self._names_this_server)  # clients repeat the header
         app = web.Application(middlewares=[self._answer], client_max_size=self._limits.body_bytes)
         app.add_routes(routes)
         self._runner = web.AppRunner(
@@ -193,14 +195,14 @@ class HttpServer:
         finally:
             if self._count is not None:
                 self._count(request.path if request.path in self._paths else OTHER_PATH, status)
+        if request.transport is None:  # the client left
+            return response
+        late = asyncio.get_running_loop().call_later(self._limits.answer_s, request.transport.abort)  # it does not read
         try:
-            async with asyncio.timeout(self._limits.answer_s):
-                with contextlib.suppress(ConnectionError):  # aiohttp finds it again
-                    await response.prepare(request)
-                    await response.write_eof()
-        except TimeoutError:  # the client does not read
-            if request.transport is not None:
-                request.transport.abort()
+            await response.prepare(request)
+            await response.write_eof()
+        finally:
+            late.cancel()
         return response
 
     async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -222,19 +224,19 @@ class HttpServer:
 
     def _guard(self, request: web.Request) -> None:
         """Refuse what a browser sends for a page elsewhere, by a name that leads here or across origins."""
-        hosts = request.headers.getall("Host", [])
-        if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            got = shortened(ascii(", ".join(hosts)), _MAX_QUOTED)
+        host = request.headers.get("Host", "")  # aiohttp refuses two
+        if not self._is_ours(host):
+            got = shortened(ascii(host), _MAX_QUOTED)
             raise RequestError(403, f"got the host {got}, expected {self.url} or a name that this server was given")
         origin = request.headers.get("Origin")
-        if origin is not None and origin.lower().partition("://")[2] != hosts[0].lower():
+        if origin is not None and origin.lower().partition("://")[2] != host.lower():
             raise RequestError(403, f"a page of {shortened(ascii(origin), _MAX_QUOTED)} may not use this server")
         is_known = request.match_info.http_exception is None  # else 404 or 405 follows
         if is_known and request.method == "POST" and request.content_type != "application/json":
             got = shortened(repr(request.content_type), _MAX_QUOTED)
             raise RequestError(415, f"got content of type {got}, expected application/json")
 
-    def _is_ours(self, host: str) -> bool:
+    def _names_this_server(self, host: str) -> bool:
         """Whether a ``Host`` header names this server. An address does: whoever owns a name cannot make it one."""
         if (match := _HOST.fullmatch(host)) is None:
             return False
