@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from rich.console import Console
@@ -18,11 +19,12 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
+from ragr1_actors.core.digests import LIST_FILE, write_list
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory, only_process_in
+from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.stages import TrainingRun
 from ragr1_actors.training.tiny_policy import make_tiny_policy
@@ -178,6 +180,7 @@ DAMAGED_POLICIES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_a_damaged_policy_is_one_sentence_for_every_command(run_dir: Path, damage: str) -> None:
     name, change, problem = DAMAGED_POLICIES[damage]
     path = run_dir / "checkpoints" / "step_3" / "policy" / name
+    (path.parent / LIST_FILE).unlink()  # as in a folder of another source
     change(path)
     new = run_dir.with_name("new")
     for command in (
@@ -246,7 +249,9 @@ def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: 
 
 
 def test_nothing_else_is_printed_about_weights_of_other_shapes(run_dir: Path) -> None:
-    swap_weights(run_dir / "checkpoints" / "step_3" / "policy" / WEIGHTS)
+    policy = run_dir / "checkpoints" / "step_3" / "policy"
+    swap_weights(policy / WEIGHTS)
+    write_list(policy)
     done = subprocess.run(
         [sys.executable, "-m", "ragr1_actors", "ask", str(run_dir), "Why ?"],
         env=a_persons_environment(),
@@ -296,6 +301,54 @@ def test_a_policy_without_its_tokenizer_is_refused(finished: Path, tmp_path: Pat
     policy = tmp_path / "policy"
     shutil.copytree(finished / "policy", policy)
     PolicyTokenizer(policy)
+    (policy / LIST_FILE).unlink()
     (policy / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no words; is its tokenizer\.json missing\? copy the folder again"):
         PolicyTokenizer(policy)
+
+
+def flip(path: Path) -> None:
+    """Change one byte, but none between the words of a JSON file: ``digests.json`` is compared by what it says."""
+    content = bytearray(path.read_bytes())
+    free = [index for index, byte in enumerate(content) if byte not in b" \n"] or range(len(content))
+    content[Random(path.name).choice(free)] ^= 1
+    path.write_bytes(content)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {"a byte": flip, "cut": cut, "gone": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("folder", ["checkpoints/step_3/policy", "checkpoints/step_3", "policy_sft", "policy", "index"])
+def test_no_damaged_file_of_a_run_is_used_in_silence(
+    run_dir: Path, folder: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each file of a real run, by the command that uses it."""
+    index = run_dir / "index"
+    shutil.copytree(open_run_directory(run_dir).retrieval.index, index)
+    where = run_dir / folder
+    checked = 0
+    for name in files_of(where):
+        path = where / name
+        if folder.endswith("step_3") and name.startswith("policy/"):
+            continue  # --resume reads the learner's state, and no policy of a checkpoint
+        content = path.read_bytes()
+        DAMAGES[damage](path)
+        asks = folder in ("checkpoints/step_3/policy", "index")
+        caplog.clear()
+        found = invoke("ask", str(run_dir), "Why ?", "--index", str(index)) if asks else resume(run_dir)
+        if name.endswith(LIST_FILE) and damage == "gone" and folder != "index":
+            # what it names is whole, and is used with a warning; a run that goes on has written more
+            assert folder == "policy" or f"{where}: no {LIST_FILE}" in caplog.text
+            if not asks:
+                shutil.rmtree(run_dir)
+                return
+        else:
+            assert found.startswith("error: ") and str(path) in found and "\n" not in found, (path, found)
+        path.write_bytes(content)
+        checked += 1
+    assert checked
