@@ -33,7 +33,7 @@ from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files
-from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
+from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
@@ -545,7 +545,12 @@ class LearnerWorker:
         path = Path(on_this_node(folder))
         # a copy in the cache of a node is another one than those of other nodes
         share = (0, 1) if isinstance(folder, Folder) else (self._rank, self._world_size)
-        check_digests(path, lambda name: name.startswith(LEARNER_PREFIX), share=share)
+        try:
+            check_digests(path, lambda name: name.startswith(LEARNER_PREFIX), share=share)
+        except DataError as error:
+            if isinstance(folder, Folder):  # what is stored was compared when it was fetched
+                raise UserError(f"{error}; delete the copy {path}, and it is fetched again from {folder}") from error
+            raise
         self.learner.set_state(read_learner(path / LEARNER_FILE))
 
     def save_policy(self, sink: Sink) -> None:
