@@ -32,10 +32,12 @@ from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
-from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
+from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files
+from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
+    LEARNER_PREFIX,
     POLICY_FOLDER,
     Part,
     Tensors,
@@ -254,14 +256,14 @@ class LearnerGroup:
         """Whether the write of ``begin_save`` has ended, with success or not."""
         return all(self._call("is_saved"))
 
-    def finish_save(self) -> None:
-        """Wait for the write of ``begin_save``.
+    def finish_save(self) -> Digests:
+        """Wait for the write of ``begin_save``, and return what all ranks wrote.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
             UserError: the write failed for another reason.
         """
-        self._call("finish_save")
+        return {name: digest for written in self._call("finish_save") for name, digest in written.items()}
 
     def saved(self, directory: str | Path | Sink, final: AnyFolder) -> None:
         """Start a restart from ``final``, where the output of ``begin_save(directory)`` is now."""
@@ -409,7 +411,7 @@ class LearnerWorker:
         self._learner: Learner | None = None
         self._store: Any = None
         self._writer = ThreadPoolExecutor(1, "save checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[Digests] | None = None
 
     def prepare(self) -> tuple[str, int]:
         """Import what learners need and, on rank 0 of several, open the rendezvous' store; return its host and port.
@@ -516,8 +518,17 @@ class LearnerWorker:
         return self.learner.get_parts()
 
     def load_state(self, folder: AnyFolder) -> None:
-        """Continue from state files; the ranks of a node share their pages in memory."""
-        self.learner.set_state(read_learner(Path(on_this_node(folder)) / LEARNER_FILE))
+        """Continue from state files, once they are compared; the ranks of a node share their pages in memory."""
+        path = Path(on_this_node(folder))
+        # a copy in the cache of a node is another one than those of other nodes
+        share = (0, 1) if isinstance(folder, Folder) else (self._rank, self._world_size)
+        try:
+            check_digests(path, lambda name: name.startswith(LEARNER_PREFIX), share=share)
+        except DataError as error:
+            if isinstance(folder, Folder):  # what is stored was compared when it was fetched
+                raise UserError(f"{error}; delete the copy {path}, and it is fetched again from {folder}") from error
+            raise
+        self.learner.set_state(read_learner(path / LEARNER_FILE))
 
     def save_policy(self, sink: Sink) -> None:
         """Write the policy; rank 0 writes, and the others take part in it."""
@@ -534,33 +545,38 @@ class LearnerWorker:
         """Whether the thread has ended, with success or not."""
         return self._writing is None or self._writing.done()
 
-    def finish_save(self) -> None:
-        """Wait for the thread.
+    def finish_save(self) -> Digests:
+        """Wait for the thread, and return what it wrote.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
             UserError: the thread could not write for another reason.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                writing.result()
-            except (OSError, SafetensorError) as error:
-                if is_no_room(error):
-                    raise
-                raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
+        if writing is None:
+            return {}
+        try:
+            return writing.result()
+        except (OSError, SafetensorError) as error:
+            if is_no_room(error):
+                raise
+            raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> None:
+def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> Digests:
+    """Write what a rank has of a checkpoint, and return what it wrote; a folder is written with its list."""
     with sink.part(rank_part(rank)) as directory:
         # the driver syncs too, but only the node that wrote can flush to a shared file system
-        write_parts(directory / learner_files(rank + 1)[rank], parts, source)
+        names = [learner_files(rank + 1)[rank]]
+        write_parts(directory / names[0], parts, source)
         if rank == 0:
-            policy.write(directory / POLICY_FOLDER)
-            sync_tree(directory / POLICY_FOLDER)
-            if policy.adapter is not None:
-                policy.adapter.write(directory / ADAPTER_FOLDER)
-                sync_tree(directory / ADAPTER_FOLDER)
+            folders = {POLICY_FOLDER: policy, ADAPTER_FOLDER: policy.adapter}
+            for name, copy in folders.items():
+                if copy is not None:
+                    copy.write(directory / name)
+                    sync_tree(directory / name)
+                    names.append(f"{name}/{LIST_FILE}")
+        return digest_files(directory, names)
 
 
 def _absolute(folder: AnyFolder) -> AnyFolder:

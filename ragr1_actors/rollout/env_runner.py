@@ -28,6 +28,7 @@ from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
+from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import (
@@ -134,6 +135,7 @@ class EnvRunner:
             policy_dir, tokenizer = "", EndpointTokenizer()
         else:
             policy_dir = on_this_node(policy)
+            check_files(policy_dir, weights=True)
             tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published

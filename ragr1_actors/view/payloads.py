@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
@@ -165,6 +166,7 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
 def _read_tokenizer(path: Path, written_ns: int) -> Any:
     """Return a tokenizer, or None if the file, which was written at that time, is damaged; said once."""
     try:
+        check_digests(path.parent, path.name.__eq__)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more exact
         logger.warning("%s cannot be read: %s; restore it to see the text of tokens", path, one_line(error))
