@@ -12,8 +12,8 @@ import time
 
 import ray
 from ray._private.state import state  # no public function has the table of ended processes without Ray's dashboard
-from ray.core.generated.common_pb2 import WorkerExitType
-from ray.core.generated.gcs_pb2 import WorkerTableData
+from ray.core.generated.common_pb2 import WorkerExitType  # type: ignore[attr-defined]  # generated
+from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 MAX_LINE = 160
