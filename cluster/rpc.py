@@ -37,6 +37,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from cluster.deaths import death_line
 from ragr1_actors.core.errors import RpcError
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -328,7 +329,9 @@ def _decode_array(kind: int, data: bytes) -> NDArray[Any]:
 
 
 def last_line(error: Exception) -> str:
-    """Return an error's class and the last line of its message, the cause: Ray puts remote tracebacks before it."""
+    """Return what ended an actor, else an error's class and the last line of its message: it follows any tracebacks."""
+    if death := death_line(error):
+        return death
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 

@@ -45,7 +45,7 @@ from learners.deepspeed.deepspeed_engine import (
     init_distributed,
     shared_loading,
 )
-from learners.deepspeed.resting import release_cache
+from learners.deepspeed.resting import release_cache, trim_heap
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter, RatioRecord
 from learners.models.attention import takes_rows
@@ -232,6 +232,8 @@ class Learner(ABC):
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
         kept = len(batch.trajectories) if batch is not None else 0
+        del batch
+        trim_heap()  # else another process cannot have the memory of the activations until the next update
         return {
             "num_steps": float(meter.num_steps),
             "trajectories": float(num_trajectories),

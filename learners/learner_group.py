@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from cluster.rpc import last_line
 from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
@@ -313,14 +314,9 @@ class LearnerGroup:
         self._count_restart(failure, can_start=method == "build" if history is None else history.is_whole)
         calls = history.calls if history is not None else []
         logger.warning(
-            "%s; restart %d of at most %d of the learner group: %d updates are repeated, and %s",
-            *(
-                failure,
-                self.num_restarts,
-                self._fault_tolerance.max_learner_restarts,
-                sum(name == "update" for name, _ in calls),
-                method,
-            ),
+            "%s; restart %d of %d: %d updates are repeated, and %s",
+            *(failure, self.num_restarts, self._fault_tolerance.max_learner_restarts),
+            *(sum(name == "update" for name, _ in calls), method),
         )
         started = time.monotonic()
         try:
@@ -392,9 +388,8 @@ def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if isinstance(cause, RagR1Error) or is_no_room(cause):
         raise cause from None
-    if cause is error and isinstance(cause, ray.exceptions.RayActorError):
-        what = type(error).__name__
-        raise _BrokenRankError(f"{rank} died: its process was killed, crashed or ran out of memory: {what}") from error
+    if cause is error and isinstance(cause, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
+        raise _BrokenRankError(f"{rank} died: {last_line(error)}") from error
     if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
         raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
     raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error

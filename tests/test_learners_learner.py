@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from learners_common import (
@@ -375,3 +377,19 @@ def test_weights_are_published_in_the_dtype_of_the_policy(
     asyncio.run(engine.update_weights(published, 1))
     for name, parameter in engine.model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().float().numpy(), expected[name], err_msg=name)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back by themselves")
+def test_after_an_update_freed_memory_is_the_systems_again(build: Build) -> None:
+    learner = build(GRPOLearner)
+    learner.update(make_groups(0))
+    large = torch.ones(2**24, dtype=torch.uint8)
+    del large  # glibc takes blocks of up to this size from its heap now
+    blocks = [torch.ones(2**20, dtype=torch.uint8) for _ in range(400)]
+    last = blocks.pop()  # lies behind the others: glibc frees nothing before it by itself
+    blocks.clear()
+    process = psutil.Process()
+    before = process.memory_info().rss
+    learner.update(make_groups(1))
+    assert last.sum() == 2**20
+    assert before - process.memory_info().rss > 200 * 2**20

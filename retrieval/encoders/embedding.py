@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from cluster.rpc import last_line
 from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
-from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, one_line
+from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
 from ragr1_actors.core.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from retrieval.corpora.corpus import Corpus
 
@@ -390,6 +391,6 @@ def _check_death(error: Exception, num_deaths: int) -> None:
         raise FleetError(f"encoding the corpus failed in an actor: {cause!r}") from error
     if num_deaths > MAX_DEATHS_IN_A_ROW:
         raise FleetError(
-            f"{num_deaths} actors that encode the corpus died one after the other ({one_line(error)}); give each actor "
-            "more memory, then run the build again"
+            f"{num_deaths} actors that encode the corpus died one after the other ({last_line(error)}); give each "
+            "actor more memory, then run the build again"
         ) from error
