@@ -6,6 +6,7 @@ progress does not move. A long step is no hang: the limit grows with the longest
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ VERDICT_TIMEOUT_S = 60.0
 """Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
 FIRST_STEP_S = 600.0
 """Time limit of every step of the first call: it may load a reference model and compile kernels."""
+FIRST_ANSWER_S = 600.0
+"""Longest time until the first answer: Ray starts the process, whose place is reserved."""
 BLOCKED_S = 120.0
-"""Longest silence of a process that loads libraries or ends a profile: no thread of it can answer meanwhile."""
+"""Longest silence of a process that ends a profile: no thread of it can answer meanwhile."""
 
 _VERDICT_INTERVAL_S = 0.5
 
@@ -38,8 +41,9 @@ class Heartbeat:
     clock: Callable[[], float] = time.monotonic
     _call: Any = field(default=None, init=False)
     _asked_s: float = field(default=0.0, init=False)
+    _made_s: float = field(default=math.inf, init=False)
     _progress: int | None = field(default=None, init=False)
-    """None before the first answer: an actor that starts may take long."""
+    """None before the first answer."""
     _moved_s: float = field(default=0.0, init=False)
     _looked_s: float = field(default=0.0, init=False)
     _longest_s: float = field(default=0.0, init=False)
@@ -79,7 +83,9 @@ class Heartbeat:
         if self._call is None and now - self._asked_s >= INTERVAL_S:
             self._call, self._asked_s = self.ask(), now
         if self._progress is None:
-            return ""
+            self._made_s = min(self._made_s, now)
+            has_time = now - self._made_s < FIRST_ANSWER_S
+            return "" if has_time else f"it has not answered in the {FIRST_ANSWER_S:g} s since it was started"
         if self._call is not None and now - self._asked_s > (BLOCKED_S if is_blocked else self.timeout_s):
             return f"it has not answered for {now - self._asked_s:.0f} s"
         # twice the time of an answer: where all wait for the one that is stopped, that one is named

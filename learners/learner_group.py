@@ -22,20 +22,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
-from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
+from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files
+from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
+    LEARNER_PREFIX,
     POLICY_FOLDER,
     Part,
     Tensors,
@@ -63,14 +65,12 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
-BLOCKING_CALLS = ("prepare", "apply_blocking")
-"""Calls during which a rank may not answer: Python's lock is held while a library is loaded or a profile is read."""
+BLOCKING_CALLS = ("apply_blocking",)
+"""Calls during which a rank may not answer: Python's lock is held while a profile is read."""
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
 """Between two calls of ``LearnerGroup.on_wait``."""
-MAX_HELD_CALLS = 256
-"""Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
 
 _HEALTH = "health"
 """Ray's concurrency group of the heartbeats."""
@@ -79,46 +79,6 @@ _RESUME = "continue from the last checkpoint with --resume"
 
 class _BrokenRankError(FleetError):
     """A rank failed in a way that a restart may repair: killed, crashed, out of memory, a CUDA error."""
-
-
-@dataclass
-class CallHistory:
-    """The calls that bring new ranks to the state of the old ones."""
-
-    learner_name: str
-    policy_dir: AnyFolder
-    state: AnyFolder | None = None
-    """The folder of the state to start at; None is the state after ``build``."""
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-    """The calls since the start: ``("update", batch references)`` and ``("begin_save", sink)``."""
-
-    is_whole: bool = True
-    """Whether ``calls`` has every call since the start."""
-
-    def add(self, method: str, argument: Any) -> None:
-        """Hold a call, if a later restart can use it."""
-        if not self.is_whole and method == "update" and not any(held == "begin_save" for held, _ in self.calls):
-            return
-        if len(self.calls) == MAX_HELD_CALLS:
-            self.calls, self.is_whole = [], False
-            logger.warning(
-                "%d updates since the last checkpoint: their batches are released, and a learner rank that fails now "
-                "ends the run; save more often",
-                MAX_HELD_CALLS,
-            )
-        self.calls.append((method, argument))
-
-    def begin_at(self, state: AnyFolder) -> None:
-        """Start at a state that was just loaded or saved."""
-        self.state, self.calls, self.is_whole = state, [], True
-
-    def saved(self, sink: Sink, final: AnyFolder) -> None:
-        """Start at the state that ``begin_save(sink)`` wrote, which is in ``final`` now."""
-        begun = ("begin_save", sink)
-        if begun in self.calls:  # else more calls followed it than are held
-            later = self.calls[self.calls.index(begun) + 1 :]
-            self.begin_at(final)
-            self.calls = later
 
 
 class LearnerGroup:
@@ -134,6 +94,7 @@ class LearnerGroup:
         """
         self.config = config
         self._actor_options = actor_options
+        self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
         self.on_wait: Callable[[], None] = lambda: None
@@ -157,6 +118,25 @@ class LearnerGroup:
         return list(self._actors)
 
     def _start_actors(self) -> None:
+        """Start a rank for each learner, again if one hangs or dies while it loads, and let them meet."""
+        while True:
+            try:
+                self._place_actors()
+                host, port = self._call_once("prepare")[0]
+                self._call_once("join", host, port)
+            except _BrokenRankError as failure:
+                self._count_restart(failure)
+                logger.warning("%s while it was started; all ranks start again", failure)
+            else:
+                return
+
+    def _count_restart(self, failure: _BrokenRankError, *, can_start: bool = True) -> None:
+        """Count a restart; ``FleetError`` if none is possible or there were as many as allowed."""
+        if not can_start or self.num_restarts == self._fault_tolerance.max_learner_restarts:
+            raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
+        self.num_restarts += 1
+
+    def _place_actors(self) -> None:
         import ray
 
         settings = self.config.learners
@@ -168,13 +148,10 @@ class LearnerGroup:
         for rank in range(settings.num_learners):
             options = self._actor_options(rank) if self._actor_options is not None else {}
             self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
-        hang_timeout_s = read_fault_tolerance(self.config.debugging).hang_timeout_s
         self._heartbeats = [
-            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, hang_timeout_s)
+            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, self._fault_tolerance.hang_timeout_s)
             for actor in self._actors
         ]
-        host, port = self._call_once("prepare")[0]
-        self._call_once("join", host, port)
 
     @property
     def is_stopped(self) -> bool:
@@ -279,14 +256,14 @@ class LearnerGroup:
         """Whether the write of ``begin_save`` has ended, with success or not."""
         return all(self._call("is_saved"))
 
-    def finish_save(self) -> None:
-        """Wait for the write of ``begin_save``.
+    def finish_save(self) -> Digests:
+        """Wait for the write of ``begin_save``, and return what all ranks wrote.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
             UserError: the write failed for another reason.
         """
-        self._call("finish_save")
+        return {name: digest for written in self._call("finish_save") for name, digest in written.items()}
 
     def saved(self, directory: str | Path | Sink, final: AnyFolder) -> None:
         """Start a restart from ``final``, where the output of ``begin_save(directory)`` is now."""
@@ -333,15 +310,17 @@ class LearnerGroup:
     def _start_again(self, failure: _BrokenRankError, method: str) -> None:
         """Start new ranks and bring them to the state of the old ones before the call of ``method``."""
         history = self._history
-        max_restarts = read_fault_tolerance(self.config.debugging).max_learner_restarts
-        can_start = method == "build" if history is None else history.is_whole
-        if not can_start or self.num_restarts == max_restarts:
-            raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
-        self.num_restarts += 1
+        self._count_restart(failure, can_start=method == "build" if history is None else history.is_whole)
         calls = history.calls if history is not None else []
         logger.warning(
             "%s; restart %d of at most %d of the learner group: %d updates are repeated, and %s",
-            *(failure, self.num_restarts, max_restarts, sum(name == "update" for name, _ in calls), method),
+            *(
+                failure,
+                self.num_restarts,
+                self._fault_tolerance.max_learner_restarts,
+                sum(name == "update" for name, _ in calls),
+                method,
+            ),
         )
         started = time.monotonic()
         try:
@@ -432,7 +411,7 @@ class LearnerWorker:
         self._learner: Learner | None = None
         self._store: Any = None
         self._writer = ThreadPoolExecutor(1, "save checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[Digests] | None = None
 
     def prepare(self) -> tuple[str, int]:
         """Import what learners need and, on rank 0 of several, open the rendezvous' store; return its host and port.
@@ -539,8 +518,17 @@ class LearnerWorker:
         return self.learner.get_parts()
 
     def load_state(self, folder: AnyFolder) -> None:
-        """Continue from state files; the ranks of a node share their pages in memory."""
-        self.learner.set_state(read_learner(Path(on_this_node(folder)) / LEARNER_FILE))
+        """Continue from state files, once they are compared; the ranks of a node share their pages in memory."""
+        path = Path(on_this_node(folder))
+        # a copy in the cache of a node is another one than those of other nodes
+        share = (0, 1) if isinstance(folder, Folder) else (self._rank, self._world_size)
+        try:
+            check_digests(path, lambda name: name.startswith(LEARNER_PREFIX), share=share)
+        except DataError as error:
+            if isinstance(folder, Folder):  # what is stored was compared when it was fetched
+                raise UserError(f"{error}; delete the copy {path}, and it is fetched again from {folder}") from error
+            raise
+        self.learner.set_state(read_learner(path / LEARNER_FILE))
 
     def save_policy(self, sink: Sink) -> None:
         """Write the policy; rank 0 writes, and the others take part in it."""
@@ -557,33 +545,38 @@ class LearnerWorker:
         """Whether the thread has ended, with success or not."""
         return self._writing is None or self._writing.done()
 
-    def finish_save(self) -> None:
-        """Wait for the thread.
+    def finish_save(self) -> Digests:
+        """Wait for the thread, and return what it wrote.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
             UserError: the thread could not write for another reason.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                writing.result()
-            except (OSError, SafetensorError) as error:
-                if is_no_room(error):
-                    raise
-                raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
+        if writing is None:
+            return {}
+        try:
+            return writing.result()
+        except (OSError, SafetensorError) as error:
+            if is_no_room(error):
+                raise
+            raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> None:
+def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> Digests:
+    """Write what a rank has of a checkpoint, and return what it wrote; a folder is written with its list."""
     with sink.part(rank_part(rank)) as directory:
         # the driver syncs too, but only the node that wrote can flush to a shared file system
-        write_parts(directory / learner_files(rank + 1)[rank], parts, source)
+        names = [learner_files(rank + 1)[rank]]
+        write_parts(directory / names[0], parts, source)
         if rank == 0:
-            policy.write(directory / POLICY_FOLDER)
-            sync_tree(directory / POLICY_FOLDER)
-            if policy.adapter is not None:
-                policy.adapter.write(directory / ADAPTER_FOLDER)
-                sync_tree(directory / ADAPTER_FOLDER)
+            folders = {POLICY_FOLDER: policy, ADAPTER_FOLDER: policy.adapter}
+            for name, copy in folders.items():
+                if copy is not None:
+                    copy.write(directory / name)
+                    sync_tree(directory / name)
+                    names.append(f"{name}/{LIST_FILE}")
+        return digest_files(directory, names)
 
 
 def _absolute(folder: AnyFolder) -> AnyFolder:

@@ -36,6 +36,7 @@ from retrieval.indexes.manifest import (
     BM25,
     BM25_FOLDER,
     ENCODER_FOLDER,
+    ENCODER_LIST,
     FLAT,
     FORMAT_VERSION,
     HYBRID,
@@ -267,12 +268,13 @@ class _Build:
         partial.rmdir()
 
     def _describe(self, count: int, encoder: Encoder | None) -> Manifest:
-        words = sorted(path for path in (self.directory / BM25_FOLDER).rglob("*") if path.is_file())
+        files = sorted(path for path in (self.directory / BM25_FOLDER).rglob("*") if path.is_file())
+        files += [path for path in [self.directory / ENCODER_LIST] if path.is_file()]
         manifest = Manifest(
             index_type=self.arguments.index_type,
             count=count,
             corpus=self._record(self.directory / CORPUS_FILE),
-            files=tuple(map(self._record, words)),
+            files=tuple(map(self._record, files)),
         )
         if encoder is None:
             return manifest

@@ -14,9 +14,10 @@ from storage_world import SECRET, CutConnection, s3_server, s3_uri
 
 from cluster.storage import Storage, share
 from learners.learner_group import LearnerGroup
+from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_PREFIX, learner_files, rank_part
-from ragr1_actors.core.folders import part_of
+from ragr1_actors.core.files import LEARNER_FILE, LEARNER_PREFIX, learner_files, rank_part
+from ragr1_actors.core.folders import Folder, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
@@ -42,11 +43,15 @@ def test_ranks_deliver_their_parts_and_restart_from_them(
     sink = storage.sink("checkpoints/step_1")
     group.begin_save(sink)
     group.update([groups_to_record_batch(make_groups(1))])
-    group.finish_save()
-    final = storage.finish(sink, [rank_part(0), rank_part(1)])
+    digests = group.finish_save()
+    assert digests.keys() == {*learner_files(2), f"policy/{LIST_FILE}"}
+    with sink.part("list") as folder:
+        write_list(folder, digests)
+    final = storage.finish(sink, [rank_part(0), rank_part(1), "list"])
     names = {file.name for file in final.files}
-    assert {*learner_files(2), "policy/config.json", "policy/model.safetensors"} <= names
-    group.saved(sink, part_of(final, LEARNER_PREFIX))
+    assert {*learner_files(2), "policy/config.json", "policy/model.safetensors", f"policy/{LIST_FILE}"} <= names
+    check_digests(final.only("policy/").fetch() / "policy")
+    group.saved(sink, part_of(final, LEARNER_PREFIX, LIST_FILE))
 
     expected = group.get_state()
     os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
@@ -64,3 +69,28 @@ def test_ranks_deliver_their_parts_and_restart_from_them(
     assert group.is_stopped
     connection.mend()
     assert storage.find("checkpoints/step_1") is not None and storage.find("checkpoints/step_2") is None
+
+
+def test_a_damaged_copy_in_a_cache_is_named_and_not_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond 64 MiB the cache of a node compares samples, and hands a copy out again."""
+    monkeypatch.setenv("RAGR1_CACHE", str(tmp_path / "cache"))
+    storage = Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
+    group = LearnerGroup(make_config())
+    group.build("grpo", make_policy(tmp_path / "policy"))
+    sink = storage.sink("checkpoints/step_1")
+    group.begin_save(sink)
+    with sink.part("list") as folder:
+        write_list(folder, group.finish_save())
+    final = part_of(storage.finish(sink, [rank_part(0), "list"]), LEARNER_PREFIX, LIST_FILE)
+    group.load_state(final)
+    assert isinstance(final, Folder)
+    copy = final.fetch() / LEARNER_FILE  # which this process does not compare again
+    content = bytearray(copy.read_bytes())
+    content[-1] ^= 1
+    copy.write_bytes(content)
+    advice = f"{copy} is damaged: .*; delete the copy {copy.parent}, and it is fetched again from {final}"
+    with pytest.raises(UserError, match=advice):
+        group.load_state(final)
+    group.stop()

@@ -16,7 +16,7 @@ import pytest
 from learners_common import State, assert_same_arrays, make_config, make_groups, make_policy, pickle_by_value
 from transformers import AutoModelForCausalLM
 
-from learners import learner_group
+from learners import call_history
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import FleetError, LearnerError
@@ -216,8 +216,8 @@ def test_an_error_that_a_restart_would_not_mend_ends_the_group(
 
 
 def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(learner_group, "MAX_HELD_CALLS", 3)
-    history = learner_group.CallHistory("grpo", Path("policy"))
+    monkeypatch.setattr(call_history, "MAX_HELD_CALLS", 3)
+    history = call_history.CallHistory("grpo", Path("policy"))
     for number in range(3):
         history.add("update", number)
     assert history.is_whole

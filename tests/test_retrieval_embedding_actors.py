@@ -199,16 +199,21 @@ def test_an_index_built_by_actors_is_the_same(ray_local: ModuleType, world: Worl
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_shard_of_an_actor_that_dies_goes_to_another(ray_local: ModuleType, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_shard_of_an_actor_that_dies_or_hangs_goes_to_another(
+    ray_local: ModuleType, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setattr(embedding_fleet, "HANG_TIMEOUT_S", 10.0)
     store = world.store(tmp_path)
-    killed: list[int] = []
+    ended: list[int] = []
 
-    def kill() -> None:
-        killed.append(actor_processes()[0])
-        os.kill(killed[0], signal.SIGKILL)
+    def end() -> None:
+        ended.extend(actor_processes())
+        for pid in ended:
+            os.kill(pid, how)
 
-    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), after_three_shards(kill))
-    assert killed
+    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), after_three_shards(end))
+    assert ended
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
 
 

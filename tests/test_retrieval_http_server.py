@@ -23,6 +23,7 @@ from http_stub import port_of
 from prometheus_client.parser import text_string_to_metric_families
 from waits import until
 
+from cluster.http import Limits
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
@@ -146,9 +147,8 @@ async def test_every_malformed_body_is_one_sentence_and_the_server_stays_up() ->
         assert (await ask(session, {"queries": ["a"]}))[0] == 200
 
 
-async def test_wrong_methods_types_paths_and_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
-    async with served(TwoPassages()) as session:
+async def test_wrong_methods_types_paths_and_sizes_are_refused() -> None:
+    async with served(TwoPassages(), limits=Limits(body_bytes=1000)) as session:
         async with session.get("/retrieve") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
             assert "error" in await response.json()
@@ -171,16 +171,16 @@ async def test_wrong_methods_types_paths_and_sizes_are_refused(monkeypatch: pyte
 
 
 async def test_garbage_and_half_requests_on_the_socket_leave_the_server_up(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.5)
     retriever = TwoPassages()
     async with (
-        RetrievalServer(retriever, port=0) as server,
+        RetrievalServer(retriever, port=0, limits=Limits(body_s=0.5)) as server,
         aiohttp.ClientSession(base_url=server.url) as session,
     ):
         address = "127.0.0.1", port_of(server.url)
-        half = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half = head + b"Content-Length: 99\r\n\r\n{"
         chunked = half.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked")
         for sent, expected in [
             (b"\x16\x03\x01garbage\r\n\r\n", b" 400 "),

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from fakes import OnePassage
 from fleet_world import drain, pids, request, wait_until_healed
+from ray._private.state import state
+from ray.experimental.internal_kv import _internal_kv_get
 from small_world import wait_for
 from transformers import AutoModelForCausalLM
 
@@ -201,6 +203,47 @@ def test_a_runner_that_hangs_is_ended_and_replaced(
     assert metrics["num_restarts"] == metrics["num_hangs"] >= 1
     assert re.search(r"env runner 0 hangs: it has not answered for \d+ s", caplog.text)
     wait_until_healed(fleet)
+    fleet.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["weights", "idle"])
+def test_a_runner_that_hangs_holds_up_no_call_of_the_driver(
+    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """It has no group: hedging gave it to another, and then weights move, or the driver waits for a learner."""
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=10), policy_dir, OnePassage())
+    fleet.wait_until_ready()
+    weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
+    before = pids(fleet)
+    os.kill(before[0], signal.SIGSTOP)
+    if call == "weights":
+        fleet.update_weights(ray_local.put(weights), version=7)
+        assert fleet.num_hangs >= 1
+        assert re.search(r"env runner 0 hangs: it has not answered for \d+ s; 1 of 2 go on", caplog.text)
+    else:  # the process is another one, though nothing was asked of the fleet
+        assert wait_for(lambda: other_process(ray_local, fleet.actors[0], before[0]), 600)
+        fleet.update_weights(ray_local.put(weights), version=7)
+    wait_until_healed(fleet)
+    fleet.submit(request(1))
+    fleet.submit(request(2))
+    assert [one.summary.oldest_version for one in drain(fleet)] == [7, 7]
+    fleet.stop()
+
+
+@pytest.mark.slow
+def test_a_runner_that_is_stopped_while_it_loads_is_ended_and_loads_again(
+    ray_local: ModuleType, policy_dir: Path
+) -> None:
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=10, num_env_runners=1), policy_dir, OnePassage())
+    actor_id = fleet.actors[0]._actor_id.hex()
+    assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
+    stopped = state.actor_table(actor_id)["Pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    fleet.wait_until_ready()
+    assert pids(fleet) != [stopped]
+    fleet.poll()
+    assert fleet.num_hangs >= 1
     fleet.stop()
 
 

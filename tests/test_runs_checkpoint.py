@@ -95,7 +95,7 @@ def test_what_is_begun_counts_once_it_is_committed(store: CheckpointStore, tmp_p
     save(store, 1, writer(1))
     writing = store.begin(2, lambda directory: None)
     check(store.latest(), 1)
-    check(store.commit(2, lambda: writer(2)(writing)), 2)
+    check(store.commit(2, lambda: writer(2)(writing) or {}), 2)
     store.begin(3, writer(3))
 
     def fail() -> None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
@@ -18,12 +20,15 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
+from ragr1_actors.core.digests import LIST_FILE, write_list
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
+from ragr1_actors.core.files import LEARNER_FILE, read_learner
+from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory, only_process_in
-from ragr1_actors.runs.telemetry.metrics import read_metrics
+from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
+from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
 from ragr1_actors.training.stages import TrainingRun
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
@@ -178,6 +183,7 @@ DAMAGED_POLICIES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_a_damaged_policy_is_one_sentence_for_every_command(run_dir: Path, damage: str) -> None:
     name, change, problem = DAMAGED_POLICIES[damage]
     path = run_dir / "checkpoints" / "step_3" / "policy" / name
+    (path.parent / LIST_FILE).unlink()  # as in a folder of another source
     change(path)
     new = run_dir.with_name("new")
     for command in (
@@ -246,7 +252,9 @@ def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: 
 
 
 def test_nothing_else_is_printed_about_weights_of_other_shapes(run_dir: Path) -> None:
-    swap_weights(run_dir / "checkpoints" / "step_3" / "policy" / WEIGHTS)
+    policy = run_dir / "checkpoints" / "step_3" / "policy"
+    swap_weights(policy / WEIGHTS)
+    write_list(policy)
     done = subprocess.run(
         [sys.executable, "-m", "ragr1_actors", "ask", str(run_dir), "Why ?"],
         env=a_persons_environment(),
@@ -296,6 +304,134 @@ def test_a_policy_without_its_tokenizer_is_refused(finished: Path, tmp_path: Pat
     policy = tmp_path / "policy"
     shutil.copytree(finished / "policy", policy)
     PolicyTokenizer(policy)
+    (policy / LIST_FILE).unlink()
     (policy / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no words; is its tokenizer\.json missing\? copy the folder again"):
         PolicyTokenizer(policy)
+
+
+def flip(path: Path) -> None:
+    """Change one byte, but none between the words of a JSON file: ``digests.json`` is compared by what it says."""
+    content = bytearray(path.read_bytes())
+    free = [index for index, byte in enumerate(content) if byte not in b" \n"] or range(len(content))
+    content[Random(path.name).choice(free)] ^= 1
+    path.write_bytes(content)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {"a byte": flip, "cut": cut, "gone": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("folder", ["checkpoints/step_3/policy", "checkpoints/step_3", "policy_sft", "policy", "index"])
+def test_no_damaged_file_of_a_run_is_used_in_silence(
+    run_dir: Path, folder: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each file of a real run, by the command that uses it."""
+    index = run_dir / "index"
+    shutil.copytree(open_run_directory(run_dir).retrieval.index, index)
+    where = run_dir / folder
+    checked = 0
+    for name in files_of(where):
+        path = where / name
+        if folder.endswith("step_3") and name.startswith("policy/"):
+            continue  # --resume reads the learner's state, and no policy of a checkpoint
+        content = path.read_bytes()
+        DAMAGES[damage](path)
+        evaluates = folder in ("checkpoints/step_3/policy", "index")
+        caplog.clear()
+        found = invoke("evaluate", str(run_dir), "--index", str(index)) if evaluates else resume(run_dir)
+        if name.endswith(LIST_FILE) and damage == "gone" and folder != "index":
+            # what it names is whole, and is used with a warning; a run that goes on has written more
+            assert folder == "policy" or f"{where}: no {LIST_FILE}" in caplog.text
+            if not evaluates:
+                shutil.rmtree(run_dir)
+                return
+        else:
+            is_named = str(where) in found and path.name in found
+            assert found.startswith("error: ") and is_named and "\n" not in found, (path, found)
+        path.write_bytes(content)
+        checked += 1
+    assert checked
+
+
+def test_the_advice_about_a_damaged_policy_of_sft_is_about_it(run_dir: Path) -> None:
+    policy = run_dir / "policy_sft"
+    newest = run_dir / "checkpoints" / "step_3"
+    (policy / "config.json").unlink()
+    refused = resume(run_dir)
+    assert refused.startswith(f"error: {policy / 'config.json'} cannot be read"), refused
+    anew = f"begin a new run with a copy of {newest}/policy as policy.model and with sft.num_steps=0"
+    assert anew in refused and "delete" not in refused
+    (policy / LIST_FILE).unlink()  # of an earlier version
+    assert f"error: cannot load a model from {policy}: " in (refused := resume(run_dir)) and anew in refused
+    shutil.rmtree(policy)
+    assert resume(run_dir).startswith(f"error: {policy} is missing; put a copy of it back")
+    keys = [f"policy.model={newest}/policy", "sft.num_steps=0", "training.num_iterations=1"]
+    config = override(open_run_directory(run_dir).model_dump(), keys)
+    new = run_dir.with_name("new")
+    create_run_directory(resolve(config), new)
+    assert "RL iteration" not in (printed := resume(new)) and "Held-out tasks" in printed
+
+
+def test_a_policy_of_sft_that_is_damaged_before_rl_is_written_again(run_dir: Path) -> None:
+    begun, checkpoints = run_dir.with_name("begun"), run_dir / "checkpoints"
+    config = open_run_directory(run_dir)
+    kept = config.checkpointing.model_copy(update={"num_to_keep": 9})
+    create_run_directory(config.model_copy(update={"checkpointing": kept}), begun)
+    assert "Held-out tasks" in resume(begun)
+    expected = (begun / "policy_sft" / WEIGHTS).read_bytes()
+    for step in (1, 2, 3):
+        shutil.rmtree(begun / "checkpoints" / f"step_{step}")
+    (begun / "report.json").unlink()
+    flip(begun / "policy_sft" / WEIGHTS)
+    refused = resume(begun)
+    assert f"delete {begun / 'policy_sft'}: --resume writes it again" in refused, refused
+    shutil.rmtree(begun / "policy_sft")
+    assert "Held-out tasks" in resume(begun)
+    assert (begun / "policy_sft" / WEIGHTS).read_bytes() == expected
+    newest = read_learner(begun / "checkpoints" / "step_3" / LEARNER_FILE)
+    for name, value in read_learner(checkpoints / "step_3" / LEARNER_FILE).items():
+        np.testing.assert_array_equal(newest[name], value)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_one_warning(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in run_dir.rglob(LIST_FILE):
+        path.unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "step_3")
+    assert "RL iteration 2" in resume(run_dir)
+    before = run_dir / "checkpoints" / "step_2"
+    assert caplog.text.count(LIST_FILE) == 1
+    assert f"{before} and {run_dir / 'policy_sft'}: no {LIST_FILE}" in caplog.text
+    caplog.clear()
+    assert "lamp" in invoke("ask", str(before), "Where is the lamp ?")
+    assert caplog.text.count(LIST_FILE) == 1
+    caplog.clear()
+    assert "lamp" in invoke("ask", str(run_dir), "Where is the lamp ?")
+    assert LIST_FILE not in caplog.text, "the newest checkpoint has lists"
+
+
+def test_lost_lines_of_metrics_are_told(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    rows = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["iteration"] not in (1, 3)]
+    path.write_text("".join(rows))
+    printed = resume(run_dir).replace("\n", " ")
+    for gap in ("sft 1 to 1", "rl 1 to 1", "rl 3 to 3"):
+        assert f"lacks the lines of {gap}" in printed, printed
+    gaps = [str(gap) for gap in read_report(run_dir).gaps]
+    assert gaps == ["sft 1 to 1", "rl 1 to 1", "rl 3 to 3"]
+    assert "Lines that metrics.jsonl lacks" in (run_dir / "report.html").read_text()
+
+
+def test_a_file_of_metrics_that_was_cut_is_told(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    first = next(
+        index for index, line in enumerate(lines) if (json.loads(line)["iteration"], b'"rl"' in line) == (2, True)
+    )
+    path.write_bytes(b"".join(lines[:first]) + lines[first][:20])
+    assert "lacks the lines of rl 2 to 3" in resume(run_dir).replace("\n", " ")
+    assert read_report(run_dir).gaps == (Gap("rl", 2, 3),)

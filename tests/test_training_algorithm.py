@@ -39,7 +39,8 @@ from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import EvalResult

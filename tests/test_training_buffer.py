@@ -13,7 +13,7 @@ from small_world import make_config, make_files
 
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

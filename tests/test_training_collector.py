@@ -14,7 +14,7 @@ from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, summarize
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, mean_lag

@@ -20,7 +20,7 @@ from faulty_fleet import FaultyEnv, FaultyRunners, ShortAttempts, Weather
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.types import Failure
 from ragr1_actors.rollout.env_runner import GroupRequest
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -29,7 +29,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Sampling
 from ragr1_actors.rollout.env_runner import GroupRequest
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.bottleneck import Limit
 from ragr1_actors.runs.places import StoredPlace, find_place

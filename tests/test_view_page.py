@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +29,7 @@ from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.runs.places import StoredPlace, find_place
+from ragr1_actors.view import server as view_server
 from ragr1_actors.view.index import Index
 from ragr1_actors.view.payloads import TokenPieces
 from ragr1_actors.view.server import ViewServer
@@ -268,8 +271,10 @@ async def test_the_server_listens_on_loopback_only(tmp_path: Path) -> None:
         assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_the_command_serves_a_run_until_it_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_a_run_until_it_is_stopped(tmp_path: Path, number: int) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
+    os.mkfifo(tmp_path / "trajectories" / "iteration_00002.arrow")  # nothing waits for its writer
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(RunConfig().model_dump(mode="json")), "utf-8")
     command = [sys.executable, "-m", "ragr1_actors", "view", str(tmp_path)]
     with subprocess.Popen(command, env=a_persons_environment(), stdout=subprocess.PIPE, text=True) as process:
@@ -278,9 +283,36 @@ def test_the_command_serves_a_run_until_it_is_stopped(tmp_path: Path) -> None:
             url = process.stdout.readline().split()[1]
             with urllib.request.urlopen(f"{url}/") as page:
                 assert b"view.js" in page.read()
+            while b'"num_indexed":1,' not in (state := read(f"{url}/api/run")):
+                time.sleep(0.05)
+            assert state.count(b"is no regular file") == 1
+            process.send_signal(number)
+            assert process.wait(120) == 0
         finally:
-            process.terminate()
-    assert process.returncode == 0
+            process.kill()
+
+
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return bytes(answer.read())
+
+
+async def test_an_error_of_the_index_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_server, "LOOK_INTERVAL_S", 0.01)
+
+    class Broken(Index):
+        num_looks = 0
+
+        def refresh(self) -> bool:
+            self.num_looks += 1
+            raise KeyError("a bug" if self.num_looks < 5 else "another bug")
+
+    index = Broken(tmp_path / "trajectories", tmp_path / "view")
+    async with ViewServer(index, "run", list):
+        await until(lambda: index.num_looks > 8)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["'a bug'", "'another bug'"]
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
 from ragr1_actors.rollout.env_runner import GroupRequest, summarize
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.runs.places import SFT_POLICY
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory

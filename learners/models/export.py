@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
+from ragr1_actors.core.digests import LIST_FILE, write_list
+from ragr1_actors.core.models.model_files import check_files, is_weight
 
 if TYPE_CHECKING:  # imports peft
     from learners.models.lora import AdapterCopy
@@ -57,9 +59,6 @@ def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool, dtype:
     return weights
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-
-
 @dataclass(frozen=True)
 class PolicyCopy:
     """A copy of a policy's weights in the host's memory, to be written while learning continues."""
@@ -74,17 +73,20 @@ class PolicyCopy:
     """With ``learners.lora``, the adapters that were merged."""
 
     def write(self, directory: Path) -> None:
-        """Write the folder that ``AutoModelForCausalLM`` and vLLM load, tokenizer included.
+        """Write the folder that ``AutoModelForCausalLM`` and vLLM load, tokenizer and ``digests.json`` included.
 
         Raises:
             OSError: the folder cannot be written; or ``SafetensorError``.
+            DataError: a file that is copied was damaged meanwhile.
         """
+        check_files(self.source)
         directory.mkdir(parents=True, exist_ok=True)
         for file in self.source.iterdir():
-            is_weight = file.name.endswith(WEIGHT_SUFFIXES)
-            if file.is_file() and not is_weight and file.resolve().parent != directory.resolve():
+            is_copied = file.name != LIST_FILE and not is_weight(file.name)
+            if file.is_file() and is_copied and file.resolve().parent != directory.resolve():
                 shutil.copyfile(file, directory / file.name)
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = self.dtype  # transformers loads in this dtype by default
         (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(self.tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_list(directory)

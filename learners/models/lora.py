@@ -29,6 +29,7 @@ from torch import nn
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, WholeTensor
 from ragr1_actors.core.config import LoraSettings
+from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import ConfigError, nearest
 
 _ADAPTER = "default"
@@ -112,6 +113,7 @@ class AdapterCopy:
         config.save_pretrained(str(directory))
         tensors = {f"base_model.model.{name}": tensor for name, tensor in self.tensors.items()}
         save_file(tensors, directory / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        write_list(directory)
 
 
 def _peft_config(settings: LoraSettings) -> LoraConfig:

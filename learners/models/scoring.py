@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.utils import logging
 
@@ -19,10 +20,10 @@ from learners.deepspeed.deepspeed_engine import num_elements
 from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
 from ragr1_actors.core.models.model_code import check_code
-from ragr1_actors.core.models.model_files import check_files
+from ragr1_actors.core.models.model_files import ADVICE, LOAD_ERRORS, check_files
 
 
 class TokenOutputs(NamedTuple):
@@ -89,7 +90,7 @@ def load_causal_lm(
         DataError: a file is damaged.
     """
     check_code(policy_dir, trusted=trust_remote_code)
-    check_files(policy_dir)
+    check_files(policy_dir, weights=True)
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:
@@ -103,6 +104,8 @@ def load_causal_lm(
             f"policy.model: {policy_dir} does not use transformers' attention interface, which the learner needs; take "
             "another model"
         ) from error
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
+        raise DataError(f"cannot load a model from {policy_dir}: {one_line(error, 200)}; {ADVICE}") from error
     finally:
         if show_progress:
             logging.enable_progress_bar()

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -203,6 +204,12 @@ def serve(
     token_env: Annotated[
         str, typer.Option("--token-env", metavar="NAME", help="Environment variable that holds the bearer token.")
     ] = "",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Name by which clients reach it, such as a proxy's; repeatable."
+        ),
+    ] = None,
     num_retrievers: Annotated[
         int, typer.Option("--retrievers", min=0, help="Retriever replicas; 0: this process searches.")
     ] = 0,
@@ -223,17 +230,18 @@ def serve(
         token = os.environ.get(token_env, "")
         if not token:
             raise ConfigError(f"--token-env: the environment variable {token_env} is not set or empty")
+    run = partial(run_server, host=host, port=port, token=token, allowed_hosts=allow_host or ())
     settings = RetrievalSettings(
         num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
     )
     if not num_retrievers:
-        run_server(RetrieverGroup(index, settings).retriever(), host=host, port=port, token=token)
+        run(RetrieverGroup(index, settings).retriever())
         return
     with ray_session(num_retrievers + num_encoders):
         group = RetrieverGroup(index, settings)
         try:
             group.wait_until_ready()
-            run_server(group.retriever(), host=host, port=port, token=token)
+            run(group.retriever())
         finally:
             group.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -36,9 +35,6 @@ def view(
 
     place = find_place(run)
     model = open_run_directory(place).policy.model
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != most:  # every mapped file holds a descriptor, and a long run has thousands
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with scratch_folder() as folder:
         parts = folder if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
         tokenizers: Callable[[], Iterable[Path]] = partial(tokenizer_folders, place, model)

@@ -186,7 +186,7 @@ _PARTS = TypeAdapter(dict[str, tuple[int, tuple[int, ...]]])
 
 
 def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None:
-    """Write one safetensors file to disk: whole tensors in their shapes, others flat, with their places as metadata.
+    """Write one safetensors file: whole tensors in their shapes, others flat, with their places as metadata.
 
     ``source`` names what the parts are of; ``read_learner`` refuses parts of different sources.
 
@@ -205,7 +205,6 @@ def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None
         save_file(tensors, path, metadata={"parts": _PARTS.dump_json(places).decode(), "source": source})
     except SafetensorError as error:
         raise OSError(error_number(error), str(error), str(path)) from error
-    sync(path)
 
 
 def read_learner(path: Path) -> Tensors:

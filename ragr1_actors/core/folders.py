@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from ragr1_actors.core.digests import LIST_FILE, warn_unlisted
 from ragr1_actors.core.files import check_seen, sync
 
 
@@ -62,6 +63,15 @@ def on_this_node(folder: AnyFolder) -> str | Path:
 def part_of(folder: AnyFolder, *prefixes: str) -> AnyFolder:
     """Return ``folder.only(*prefixes)``; a path as it is, because nothing of it is copied."""
     return folder.only(*prefixes) if isinstance(folder, Folder) else folder
+
+
+def warn_of_unlisted(*folders: AnyFolder) -> None:
+    """Say that folders of a run have no list of their files: those that an earlier version wrote."""
+    found = [
+        str(folder) for folder in folders if not (Path(on_this_node(part_of(folder, LIST_FILE))) / LIST_FILE).is_file()
+    ]
+    if found:
+        warn_unlisted(*found)
 
 
 @runtime_checkable

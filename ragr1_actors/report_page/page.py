@@ -68,6 +68,7 @@ def render(
         alarms=[(alarm.name, str(alarm), alarm.action) for alarm in report.alarms] if report else [],
         decisions=facts.decisions(rows),
         incidents=facts.incidents(rows),
+        gaps=[(gap.stage, str(gap.first), str(gap.last)) for gap in report.gaps] if report else [],
         changes=config.changes(),
         starts=[_start(one) for one in starts],
         css=assets["report.css"],

@@ -23,10 +23,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cluster.metrics import count, observe
+from cluster.watchdog import beating
 from envs.base import ENVS, EnvContext, TextEnv, exact_match, token_f1
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
+from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import (
@@ -54,6 +56,9 @@ from ragr1_actors.rollout.trajectory_loop import Tokenizer, Watch, run_trajector
 from retrieval.base import PacedRetriever, Retriever
 
 T = TypeVar("T")
+
+_FIRST_BEAT_S = 2.0
+"""A call of an engine that takes longer may keep the runner from answering; a shorter one writes no beat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ class EnvRunner:
             policy_dir, tokenizer = "", EndpointTokenizer()
         else:
             policy_dir = on_this_node(policy)
+            check_files(policy_dir, weights=True)
             tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published
@@ -245,7 +251,8 @@ class EnvRunnerActor:
         )
         self._load = partial(EnvRunner.load, config, policy, retriever, version)
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
-        self._loaded: EnvRunner | None = None if waits else self._load()
+        with beating():
+            self._loaded: EnvRunner | None = None if waits else self._load()
 
     @property
     def _runner(self) -> EnvRunner:
@@ -256,6 +263,12 @@ class EnvRunnerActor:
     async def ping(self) -> Process:
         """Return the actor's process if the engine is loaded and alive; else raise ``EngineDeadError``."""
         await self._runner.engine.check()
+        return Process.current()
+
+    async def pulse(self) -> Process:
+        """Return the actor's process, with or without an engine; raise ``EngineDeadError`` if it has one that died."""
+        if self._loaded is not None:
+            await self._loaded.engine.check()
         return Process.current()
 
     async def sample_group(self, request: GroupRequest) -> tuple[tuple[Process, GroupSummary], pa.RecordBatch]:
@@ -272,13 +285,15 @@ class EnvRunnerActor:
     async def catch_up(self, weights: Mapping[str, NDArray[Any]], version: int) -> Process:
         """Give the engine the newest weights, after loading it if need be; return the actor's process."""
         if self._loaded is None:
-            self._loaded = self._load()
+            with beating():
+                self._loaded = self._load()
         await self.call_engine("update_weights", weights, version)
         return Process.current()
 
     async def call_engine(self, method: str, *arguments: Any) -> None:
         """Call one of the engine's methods for weights and memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
-        await _or_exit(getattr(self._runner.engine, method)(*arguments))
+        with beating(_FIRST_BEAT_S):  # an engine may copy all weights at once
+            await _or_exit(getattr(self._runner.engine, method)(*arguments))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""

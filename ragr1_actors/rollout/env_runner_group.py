@@ -12,6 +12,8 @@ other is cancelled. Both sample with the same seeds.
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
+A ``Watchdog`` ends a runner that hangs, in its own thread: the driver may wait for weights, an evaluation or a learner.
+
 No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. Therefore
 every answer names the process that gave it; what another process than the one it was sent to has sampled is sampled
 again.
@@ -30,7 +32,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from queue import SimpleQueue
 from statistics import median
 from typing import Any, TypeVar
 
@@ -40,12 +42,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
+from cluster.watchdog import Finding, Watchdog
 from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, GroupSummary, Process, summarize
-from ragr1_actors.rollout.fleet_members import Flight, Newest, Runner
+from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, Process, summarize
+from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest, Runner
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -57,7 +60,7 @@ START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_S = 1.0
 """Between two probes of a runner that is not healthy, and the longest wait for a group before the next probes."""
 PING_INTERVAL_S = 5.0
-"""Between two pings of a healthy runner."""
+"""Between two questions of the watchdog to a runner that answers."""
 _USUAL_GROUPS = 64
 """Groups that finished last, of which the median time is usual."""
 _HEDGE_AFTER_S = 5.0
@@ -68,16 +71,6 @@ MAX_HANGS = 3
 """Hangs in a row, without a finished group in between; then the runner is lost: its work takes longer than allowed."""
 RESTART_TIMEOUT_S = 300.0
 """How long the fleet waits for a runner to come back if none is healthy."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedGroup:
-    """A sampled group: its summary, and a reference to its tokens."""
-
-    request: GroupRequest
-    summary: GroupSummary
-    batch: Any
-    """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""
 
 
 class EnvRunnerGroup:
@@ -113,6 +106,8 @@ class EnvRunnerGroup:
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
         self._runners: list[Runner] = []
+        self._findings: SimpleQueue[tuple[Runner, Finding]] = SimpleQueue()
+        self._watchdog = self._make_watchdog()
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
         self._num_started = 0
         self._newest: Newest | None = None
@@ -137,6 +132,15 @@ class EnvRunnerGroup:
         self._actor_options, self._arguments = actor_options, (config, policy, retriever, version)
         for _ in range(settings.num_env_runners):
             self._start(is_healthy=True)  # all have the same weights: requests may wait at a runner that still loads
+        self._watchdog.start()
+
+    def _make_watchdog(self) -> Watchdog[Runner]:
+        return Watchdog(
+            lambda handle: handle.pulse.remote(),
+            lambda runner, finding: self._findings.put((runner, finding)),
+            self._fault_tolerance.hang_timeout_s,
+            interval_s=PING_INTERVAL_S,
+        )
 
     def _start(self, *, is_healthy: bool) -> None:
         index, self._num_started = self._num_started, self._num_started + 1
@@ -145,7 +149,8 @@ class EnvRunnerGroup:
         handle = actor_class.options(**options).remote(*self._arguments)
         # one that is not healthy yet is probed at once
         probed_at = time.monotonic() if is_healthy else -math.inf
-        self._runners.append(Runner(index, handle, is_healthy, probed_at=probed_at))
+        self._runners.append(runner := Runner(index, handle, is_healthy, probed_at=probed_at))
+        self._watchdog.watch(runner, handle)
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
@@ -329,6 +334,7 @@ class EnvRunnerGroup:
 
     def _end_drained(self) -> None:
         for runner in [r for r in self._runners if r.is_draining and not r.num_in_flight]:
+            self._watchdog.forget(runner)
             ray.kill(runner.handle, no_restart=True)
             self._runners.remove(runner)
 
@@ -379,7 +385,7 @@ class EnvRunnerGroup:
 
     @property
     def _loading(self) -> list[Runner]:
-        return [runner for runner in self._runners if runner.probe is not None and not runner.is_healthy]
+        return [runner for runner in self._runners if runner.probe is not None]
 
     def wait_for_restarts(self) -> None:
         """Wait for the runners that load their engine after a restart; one that takes too long is ended.
@@ -388,7 +394,7 @@ class EnvRunnerGroup:
         """
         loading = {runner.probe: runner for runner in self._loading}
         for probe, _ in outcomes({probe: r.handle for probe, r in loading.items()}, START_TIMEOUT_S):
-            self._read_probe(loading[probe], time.monotonic())
+            self._read_probe(loading[probe])
 
     def call_engines(self, method: str, *arguments: Any, receivers: Collection[str] | None = None) -> None:
         """Call the engines of healthy runners, all or ``receivers``, by ``EnvRunnerActor.call_engine``, and wait.
@@ -410,6 +416,7 @@ class EnvRunnerGroup:
         if self._local is not None:
             self._local.close(self._loop)
             self._local = None
+        self._watchdog.stop()
         for runner in self._runners:
             ray.kill(runner.handle, no_restart=True)
         self._runners = []
@@ -510,6 +517,7 @@ class EnvRunnerGroup:
         logger.warning("%s %s; %d of %d go on", runner.name, cause, self.num_healthy, len(self._runners))
 
     def _mark_dead(self, runner: Runner, error: RayError) -> None:
+        self._take_findings()  # that it hung is the reason why its call failed
         if runner.is_healthy:
             self._note_death(runner, f"died ({last_line(error)})")
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
@@ -518,14 +526,14 @@ class EnvRunnerGroup:
             self._give_up(runner, f"{runner.name} did not start{again}: {last_line(error)}")
 
     def _probe(self, *, can_fetch: bool) -> None:
-        """Ping the healthy runners, and use new ones and those that came back once they have the newest weights."""
+        """Use new runners and those that came back once they have the newest weights."""
+        self._take_findings()
         now, newest = time.monotonic(), self._newest
         for runner in self._runners:
-            if runner.is_lost:
+            if runner.is_lost or runner.is_healthy:
                 continue
-            interval = PING_INTERVAL_S if runner.is_healthy else PROBE_INTERVAL_S
-            if runner.probe is None and now - runner.probed_at > interval:
-                if newest is None or runner.is_healthy:
+            if runner.probe is None and now - runner.probed_at > PROBE_INTERVAL_S:
+                if newest is None:
                     runner.probe = runner.handle.ping.remote()
                 elif newest.weights is not None or can_fetch:
                     if newest.weights is None:  # before the call: it may have to put the other engines to sleep
@@ -533,16 +541,28 @@ class EnvRunnerGroup:
                     runner.probe = runner.handle.catch_up.remote(newest.weights, newest.version)
                 runner.probed_at = now
             if runner.probe is not None:
-                self._read_probe(runner, now)
+                self._read_probe(runner)
 
-    def _end_hung(self, runner: Runner, silent_s: float) -> None:
-        """End a runner that does not answer; its requests fail, and go to other runners."""
+    def _take_findings(self) -> None:
+        """Act on what the watchdog has found since the last call."""
+        while not self._findings.empty():
+            runner, finding = self._findings.get()
+            if runner not in self._runners or runner.is_lost:
+                continue
+            if finding.silent_s:
+                self._note_hang(runner, finding.silent_s)
+            elif finding.answer is not None:
+                self._compare_process(runner, finding.answer)
+            elif runner.is_healthy and finding.error is not None:  # else its probe tells
+                self._note_failed_call(runner, finding.error)
+
+    def _note_hang(self, runner: Runner, silent_s: float) -> None:
+        """Note that a runner was ended because it hung; its requests fail, and go to other runners."""
         self.num_hangs += 1
         runner.num_hangs += 1
-        is_last = runner.num_hangs == MAX_HANGS
-        ray.kill(runner.handle, no_restart=is_last)
         self._note_death(runner, f"hangs: it has not answered for {silent_s:.0f} s")
-        if is_last:
+        if runner.num_hangs == MAX_HANGS:
+            ray.kill(runner.handle, no_restart=True)
             self._give_up(
                 runner,
                 f"{runner.name} hung {MAX_HANGS} times without a group in between; if a pass of its engine takes "
@@ -551,27 +571,27 @@ class EnvRunnerGroup:
             )
 
     def _give_up(self, runner: Runner, reason: str) -> None:
+        self._watchdog.forget(runner)
         runner.is_lost, self._last_loss = True, reason
         logger.warning("%s; %d of %d go on", reason, self.num_healthy, len(self._runners))
 
-    def _read_probe(self, runner: Runner, now: float) -> None:
+    def _note_failed_call(self, runner: Runner, error: RayError) -> None:
+        """Note that a ping or probe failed: the runner is dead, or alive without an engine and then ended."""
+        if isinstance(error, RayTaskError):
+            runner.num_failed_loads += not runner.is_healthy
+            ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
+        self._mark_dead(runner, error)
+
+    def _read_probe(self, runner: Runner) -> None:
         if not ray.wait([runner.probe], timeout=0)[0]:
-            if runner.is_healthy and now - runner.probed_at > self._fault_tolerance.hang_timeout_s:
-                self._end_hung(runner, now - runner.probed_at)
             return
         probe, runner.probe = runner.probe, None
         try:
             process = ray.get(probe)
         except RayError as error:  # dead, or still restarting: it is probed again
-            if isinstance(error, RayTaskError):  # the actor is alive, without an engine
-                runner.num_failed_loads += not runner.is_healthy
-                ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
-            self._mark_dead(runner, error)
+            self._note_failed_call(runner, error)
             return
         runner.num_failed_loads = 0
-        if runner.is_healthy:
-            self._compare_process(runner, process)
-            return
         runner.is_healthy, runner.process = True, process
         if runner.died_at is not None:
             logger.warning("%s is back after %.0f s", runner.name, time.monotonic() - runner.died_at)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragr1_actors.rollout.env_runner import GroupRequest, Process
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, Process
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Runner:
     """An env runner, as the group sees it."""
 
@@ -78,3 +78,13 @@ class Newest:
     fetch: Callable[[], Any]
     """Returns its weights, once."""
     weights: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A sampled group: its summary, and a reference to its tokens."""
+
+    request: GroupRequest
+    summary: GroupSummary
+    batch: Any
+    """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""

@@ -29,7 +29,8 @@ from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.task_sampler import Issue
 from retrieval.base import needs_index
 from retrieval.corpora.corpus import Corpus

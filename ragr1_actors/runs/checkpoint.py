@@ -4,7 +4,8 @@
 
     checkpoints/
       step_10/            whole: it was renamed once everything in it was on disk
-        policy/           Hugging Face folder
+        digests.json      the files with their sizes and digests
+        policy/           Hugging Face folder, with a list of its own
         learner.safetensors, learner_1.safetensors, ...   one of each learner rank
         state.json        ``RunState``
       step_20/
@@ -29,7 +30,8 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ragr1_actors.core.errors import UserError, first_problem
+from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files, write_list
+from ragr1_actors.core.errors import DataError, UserError, first_problem
 from ragr1_actors.core.files import (
     WRITING,
     error_number,
@@ -96,7 +98,9 @@ class Standing(_Stored):
 
 def read_state(checkpoint: AnyFolder) -> RunState:
     """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged."""
-    return read_json_as(RunState, Path(on_this_node(part_of(checkpoint, STATE_FILE))) / STATE_FILE)
+    folder = Path(on_this_node(part_of(checkpoint, STATE_FILE, LIST_FILE)))
+    check_digests(folder, STATE_FILE.__eq__)
+    return read_json_as(RunState, folder / STATE_FILE)
 
 
 class Checkpoints(Protocol):
@@ -106,8 +110,11 @@ class Checkpoints(Protocol):
         """Return where the learner ranks write the checkpoint of ``step``; ``write`` has written the driver's part."""
         ...
 
-    def commit(self, step: int, finish: Callable[[], None] = ..., num_ranks: int = 0) -> AnyFolder:
-        """Call ``finish``, make the checkpoint that was begun whole, and return it; remove what is not kept."""
+    def commit(self, step: int, finish: Callable[[], Digests] = ..., num_ranks: int = 0) -> AnyFolder:
+        """Call ``finish``, which returns what the ranks wrote, make the checkpoint whole, and return it.
+
+        What is not kept is removed.
+        """
         ...
 
     def is_best(self, score: float) -> bool:
@@ -163,21 +170,24 @@ class CheckpointStore:
             write(writing)
         return writing
 
-    def commit(self, step: int, finish: Callable[[], None] = lambda: None, num_ranks: int = 0) -> Path:
+    def commit(self, step: int, finish: Callable[[], Digests] = dict, num_ranks: int = 0) -> Path:
         """Call ``finish``, wait until the folder of ``begin`` is on disk, and rename it to ``step_<step>``.
 
+        ``finish`` returns the digests of what the ranks wrote, which are listed with the driver's.
         Removes older checkpoints beyond ``num_to_keep``, but not the best one; and newer checkpoints: the run was
         resumed from before them. Raises as ``begin``; ``UserError`` too if one of ``num_ranks`` wrote elsewhere.
         """
         final, writing = self._directory / f"step_{step}", self._writing(step)
         with self._cleaned_up():
-            finish()
+            digests = finish()
             for rank, name in enumerate(learner_files(num_ranks) if num_ranks else ()):
                 if not (writing / name).is_file():
                     raise UserError(
                         f"{writing} does not hold what learner rank {rank} wrote there; put --run-dir on a file system "
                         "that its node and this one share, or on a storage such as s3://bucket/runs/mine"
                     )
+            own = [name for name in (STATE_FILE, SCORE_FILE) if (writing / name).is_file()]
+            write_list(writing, digests | digest_files(writing, own))
             sync_tree(writing)
             if final.exists():  # a rename cannot replace a folder with content
                 final.rename(self._directory / f"{_REPLACED}{final.name}")
@@ -221,9 +231,14 @@ class CheckpointStore:
 
     def _score(self, checkpoint: Path) -> float | None:
         path = checkpoint / SCORE_FILE
-        if not self._best_metric or not path.is_file():
+        if not self._best_metric:
             return None
-        return read_score(path.read_bytes(), self._best_metric, str(checkpoint))
+        try:
+            check_digests(checkpoint, SCORE_FILE.__eq__)
+        except DataError as error:
+            logger.warning("%s; %s does not count as the best checkpoint", error, checkpoint.name)
+            return None
+        return read_score(path.read_bytes(), self._best_metric, str(checkpoint)) if path.is_file() else None
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""

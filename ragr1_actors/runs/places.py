@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from cluster import leftovers
 from cluster.node_cache import FileContent, NodeCache
 from cluster.storage import Artifact, Storage, StorageSink, check_uri, is_uri, share, with_name
+from ragr1_actors.core.digests import Digests, digest_files, write_list
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
     POLICY_FILES,
@@ -56,7 +57,7 @@ FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
 """What is whole or absent in a run; everything else is files that grow."""
 _FIRST_FILES = ("config.yaml", "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
 """The files of an earlier process that this one reads, or goes on with."""
-_DRIVER = "driver"
+_DRIVER, _LIST = "driver", "list"
 _LISTING = re.compile(rf"{CHECKPOINTS}/step_(\d+)\.json")
 
 logger = logging.getLogger(__name__)
@@ -412,6 +413,8 @@ class StoredCheckpoints:
         self._place = place
         self._num_to_keep, self._best_metric = num_to_keep, best_metric
         self._sink: StorageSink | None = None
+        self._digests: Digests = {}
+        """Of the driver's part."""
 
     @property
     def _storage(self) -> Storage:
@@ -427,14 +430,17 @@ class StoredCheckpoints:
             elif before is not None and (content := self._storage.read(f"{before.prefix}/{SCORE_FILE}")) is not None:
                 (folder / SCORE_FILE).write_bytes(content)
             write(folder)
+            self._digests = digest_files(folder, [path.name for path in sorted(folder.iterdir())])
         return self._sink
 
-    def commit(self, step: int, finish: Callable[[], None] = lambda: None, num_ranks: int = 0) -> AnyFolder:
+    def commit(self, step: int, finish: Callable[[], Digests] = dict, num_ranks: int = 0) -> AnyFolder:
         """Call ``finish``, upload what the checkpoint refers to, such as the metrics so far, and then its listing."""
         assert self._sink is not None, "begin() first"
-        finish()
+        digests = finish()
+        with self._sink.part(_LIST) as folder:
+            write_list(folder, digests | self._digests)
         self._place.upload()
-        found = self._storage.finish(self._sink, [_DRIVER, *map(rank_part, range(num_ranks))])
+        found = self._storage.finish(self._sink, [_DRIVER, _LIST, *map(rank_part, range(num_ranks))])
         self._prune(step)
         return found
 

@@ -18,6 +18,7 @@ from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.telemetry.alarms import Alarm
 from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.runs.telemetry.metrics import Gap
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
@@ -91,6 +92,8 @@ class RunReport:
     """Training tasks that were given up, with the reason; those that failed on their data are in quarantine."""
     alarms: tuple[Alarm, ...] = ()
     """Those of the collapse guard."""
+    gaps: tuple[Gap, ...] = ()
+    """What a damaged ``metrics.jsonl`` lacks."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:

@@ -21,7 +21,12 @@ from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
+<<<<<<< HEAD
 from ragr1_actors.core.resolve import override, read_recipe, resolve
+=======
+from ragr1_actors.core.folders import warn_of_unlisted
+from ragr1_actors.core.resolve import override, resolve
+>>>>>>> main
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
@@ -221,6 +226,7 @@ def find_checkpoint(name: str | Path) -> tuple[Place, Path]:
     if is_uri(str(name)):
         return _find_stored(str(name))
     run_dir, checkpoint = _find_local(Path(name))
+    warn_of_unlisted(checkpoint / POLICY_FOLDER)
     return find_place(run_dir), checkpoint / POLICY_FOLDER
 
 
@@ -234,7 +240,9 @@ def _find_stored(uri: str) -> tuple[Place, Path]:
             f"{place} has no checkpoint {checkpoint.rpartition('/')[2]}".rstrip()
             + (" yet; let the run continue until it has written one" if not checkpoint else "; leave its name out")
         )
-    return place, found.only(f"{POLICY_FOLDER}/").fetch() / POLICY_FOLDER
+    policy_dir = found.only(f"{POLICY_FOLDER}/").fetch() / POLICY_FOLDER
+    warn_of_unlisted(policy_dir)
+    return place, policy_dir
 
 
 def _find_local(path: Path) -> tuple[Path, Path]:

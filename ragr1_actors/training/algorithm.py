@@ -36,18 +36,25 @@ from cluster.placement import Placement
 from learners.learner_group import LearnerGroup
 from learners.profiling import RankProfile, start_profile, stop_profile
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.digests import LIST_FILE
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.files import (
     LEARNER_PREFIX,
+    POLICY_FOLDER,
     WRITING,
     reply_to,
     write_json,
 )
+<<<<<<< HEAD
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of
 from ragr1_actors.core.resolve import MIXTURE
+=======
+from ragr1_actors.core.folders import AnyFolder, Sink, part_of, warn_of_unlisted
+from ragr1_actors.core.models.model_files import ADVICE
+>>>>>>> main
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
@@ -201,7 +208,7 @@ class Algorithm:
 
         Does nothing if a run was restored that has finished the stage.
         """
-        if self._is_pretrained():
+        if self.is_pretrained:
             return
         settings = self.config.sft
         scripts = draw_demonstrations(self.workspace, settings.num_demonstrations, self.config.debugging.seed)
@@ -225,16 +232,18 @@ class Algorithm:
             self._sft_policy = self.place.write_policy(SFT_POLICY, self._learners.save_policy)
             self._publish()
 
-    def _is_pretrained(self) -> bool:
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether stage 1, if there is one, has ended and its policy is there."""
         return self.sft_step >= self.config.sft.num_steps and self._sft_policy is not None
 
     @property
     def _stage_policy(self) -> AnyFolder:
         """The policy at the start of the stage."""
-        return self._sft_policy if self._is_pretrained() and self._sft_policy is not None else self._first_policy
+        return self._sft_policy if self.is_pretrained and self._sft_policy is not None else self._first_policy
 
     def _next_learner(self) -> str:
-        is_in_sft = self.config.sft.num_steps and not self._is_pretrained()
+        is_in_sft = self.config.sft.num_steps and not self.is_pretrained
         return "sft" if is_in_sft else self.config.training.algorithm
 
     def _demonstration_batches(self, groups: list[TrajectoryGroup]) -> Iterator[list[TrajectoryGroup]]:
@@ -468,14 +477,32 @@ class Algorithm:
         self.sft_step, self.iteration = state.sft_step, state.iteration
         self._collector.tasks.set_state(state.sampler.model_dump())
         self._sft_policy = self.place.find(SFT_POLICY)
+        warn_of_unlisted(checkpoint, *([self._sft_policy] if self._sft_policy is not None else []))
         self._transport.make_room()
         learner = self._next_learner()
-        self._build_learner(learner, self._stage_policy)
+        try:
+            if learner == "sft" and state.learner not in ("", "sft"):
+                raise DataError(f"{self.place}/{SFT_POLICY} is missing")
+            self._build_learner(learner, self._stage_policy)
+        except DataError as error:
+            raise RunDirectoryError(self._without_policy(str(error), checkpoint, state.learner)) from error
         if state.learner == learner:  # else it was saved between the stages, and the policy is the whole state
-            self._learners.load_state(part_of(checkpoint, LEARNER_PREFIX))
+            self._learners.load_state(part_of(checkpoint, LEARNER_PREFIX, LIST_FILE))
         self.policy_version = max(last_version, state.policy_version - 1)
         self._publish()
         return state.extra
+
+    def _without_policy(self, problem: str, checkpoint: AnyFolder, learner: str) -> str:
+        """Return the message on a damaged policy that the learner of a checkpoint begins from."""
+        what, rest = problem.removesuffix(f"; {ADVICE}"), ""
+        if self.is_pretrained and learner == "sft":
+            rest = f"delete {self._sft_policy}: --resume writes it again, from {checkpoint}"
+        else:
+            rest = (
+                f"put a copy of it back, as every checkpoint needs it, or begin a new run with a copy of "
+                f"{checkpoint}/{POLICY_FOLDER} as policy.model and with sft.num_steps=0"
+            )
+        return f"{what}; {rest}"
 
     def task_counts(self) -> dict[str, int]:
         """Return the tasks of RL: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
@@ -559,4 +586,4 @@ class CheckpointSaver:
         step, self._step = self._step, None
         num_ranks = max(1, self._learners.config.learners.num_learners)
         final = self._store.commit(step, self._learners.finish_save, num_ranks)
-        self._learners.saved(self._writing, part_of(final, LEARNER_PREFIX))
+        self._learners.saved(self._writing, part_of(final, LEARNER_PREFIX, LIST_FILE))

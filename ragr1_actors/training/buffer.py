@@ -10,7 +10,7 @@ from learners.advantages import has_variance
 from learners.options import GroupOptions, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over
 
 

@@ -21,7 +21,8 @@ from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup, FinishedGroup
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import TaskSampling
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside

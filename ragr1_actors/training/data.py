@@ -20,6 +20,7 @@ from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.sft import segment
 from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, named_folder, path_of
@@ -183,6 +184,7 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
             num_heads=policy.num_heads,
             max_position_embeddings=config.env_runners.max_context_tokens,
         )
+        write_list(writing)
 
     if not directory.exists():  # a resumed run: as with the index
         write_folder(directory, write, POLICY_FILES)

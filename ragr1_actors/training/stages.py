@@ -43,7 +43,9 @@ from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
 from ragr1_actors.runs.telemetry.metrics import (
     METRICS_FILE,
+    Gap,
     MetricsLogger,
+    find_gaps,
     read_decisions,
     read_incidents,
     read_metrics,
@@ -167,6 +169,7 @@ class TrainingRun:
             tasks=TaskCounts(**algorithm.task_counts()),
             failed_tasks=algorithm.failed_tasks(),
             alarms=tuple(self._guard.state.alarms),
+            gaps=self._gaps(algorithm),
         )
 
     def _write_page(self, report: RunReport, *, is_finished: bool = True) -> None:
@@ -205,6 +208,12 @@ class TrainingRun:
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
         self._guard = Guard(self._guard.settings, standing.guard)
         self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
+        for gap in self._gaps(algorithm):
+            self._print(f"{self._run_dir / METRICS_FILE} lacks the lines of {gap}; the report says so, too")
+
+    def _gaps(self, algorithm: Algorithm) -> tuple[Gap, ...]:
+        done = {"sft": algorithm.sft_step, "rl": algorithm.iteration}
+        return find_gaps(read_metrics(self._run_dir), done)
 
     def _save(self, algorithm: Algorithm, score: float | None = None, *, wait: bool = True) -> None:
         extra = {
@@ -240,7 +249,7 @@ class TrainingRun:
         config = self._config
         if not self._has_stage("start"):
             self._evaluate(algorithm, logger, "start", time.monotonic())
-        if config.sft.num_steps and not self._has_stage("sft"):
+        if config.sft.num_steps and not (self._has_stage("sft") and algorithm.is_pretrained):
             started = time.monotonic()
             with show_progress(self._console, "SFT", config.sft.num_steps, algorithm.sft_step) as report:
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.view.parts import PART_SCHEMA, STAGES, Origin, Part, Source, make_part, read_part
+from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.view.parts import PART_SCHEMA, STAGES, Origin, Part, Source, keep_part, make_part, read_part
 
 PARTS = "view"
 """The folder of a run with the parts; it can be removed at any time."""
@@ -43,7 +43,7 @@ class Snapshot:
     num_files: int
     """Files of trajectories in the run; more than ``parts`` while the index is made."""
     problems: tuple[str, ...] = ()
-    """A sentence for each file that cannot be read."""
+    """A sentence for each file that cannot be read, and one if parts cannot be written."""
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:  # [num_parts + 1]
@@ -93,6 +93,8 @@ class Index:
         self._trajectories, self._directory = trajectories, parts
         self._parts: dict[Path, Part] = {}
         self._refused: dict[Source, str] = {}
+        self._odd: tuple[str, ...] = ()
+        self._unwritten = ""
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.snapshot = Snapshot(0, (), 0)
@@ -100,54 +102,62 @@ class Index:
     def refresh(self) -> bool:
         """Look for files that are new, changed or gone; return whether there were any.
 
-        Snapshots appear meanwhile, so that the newest files can be seen while older ones are still indexed.
-
-        Raises:
-            OSError: the parts cannot be written.
+        Snapshots appear meanwhile, so that the newest files can be seen while older ones are still indexed. A part that
+        cannot be written is kept in memory.
         """
         with self._lock:
-            sources = list(self._sources())
+            sources, odd = self._look()
             gone = self._parts.keys() - {source.path for source in sources}
             for path in gone:
                 del self._parts[path]
             refused = {source: self._refused[source] for source in sources if source in self._refused}
             is_mended, self._refused = len(refused) < len(self._refused), refused
+            is_other, self._odd = odd != self._odd, odd
             new = [s for s in sources if s not in self._refused and not self._holds(s)]
-            if not new and not gone and not is_mended and len(sources) == self.snapshot.num_files:
+            num_files = len(sources) + len(odd)
+            if not (new or gone or is_mended or is_other) and num_files == self.snapshot.num_files:
                 return False
             missing = [source for source in new if not self._map(source)]
-            if missing:
-                self._directory.mkdir(parents=True, exist_ok=True)
-            self._publish(len(sources))
+            self._publish(num_files)
             published = time.monotonic()
             for source in missing:
                 if self._stopped.is_set():
                     break
                 self._make(source)
                 if time.monotonic() - published > _PUBLISH_INTERVAL_S:
-                    self._publish(len(sources))
+                    self._publish(num_files)
                     published = time.monotonic()
-            self._publish(len(sources))
+            self._publish(num_files)
             return True
 
     def stop(self) -> None:
-        """Have ``refresh`` return after its current file."""
+        """Have ``refresh`` return soon."""
         self._stopped.set()
 
-    def _sources(self) -> Iterator[Source]:
-        """Yield the files, the newest iterations first."""
+    def _look(self) -> tuple[list[Source], tuple[str, ...]]:
+        """Return the files, the newest iterations first, and a sentence for each entry that is none."""
+        sources, odd = [], []
         found = self._trajectories.glob("*.arrow")
         for path in sorted(found, key=lambda path: Origin.of(path.stem), reverse=True):
-            if path.name.startswith(".") or not path.name.isprintable():  # JSON cannot name a file that is not UTF-8
+            if path.name.startswith("."):
                 continue
             try:
-                yield Source.of(path)
-            except FileNotFoundError:  # the run is rolling back
-                continue
+                if not path.name.isprintable():  # JSON cannot name a file that is not UTF-8
+                    raise DataError(f"{path.name!a} has characters that the page cannot show; rename it")
+                sources.append(Source.of(path))
+            except (OSError, DataError) as error:
+                if path.is_symlink() or not isinstance(error, FileNotFoundError):  # else the run is rolling back
+                    odd.append(str(error) if isinstance(error, DataError) else _unreadable(path, error))
+        return sources, tuple(odd)
 
     def _holds(self, source: Source) -> bool:
         held = self._parts.get(source.path)
-        return held is not None and held.source == source
+        if held is None or held.source != source:
+            return False
+        try:  # a part that was changed where it is mapped is made again
+            return held.kept is None or Source.of(held.kept.path) == held.kept
+        except (OSError, DataError):
+            return False
 
     def _map(self, source: Source) -> bool:
         part = read_part(self._directory / source.path.name, source)
@@ -157,14 +167,37 @@ class Index:
 
     def _make(self, source: Source) -> None:
         try:
-            self._parts[source.path] = make_part(self._directory / source.path.name, source)
+            part = make_part(source, self._stopped.is_set)
         except DataError as error:
             logger.warning("%s", error)
+            self._parts.pop(source.path, None)
             self._refused[source] = str(error)
+            return
+        if part is not None:
+            self._parts[source.path] = self._kept(part)
+
+    def _kept(self, part: Part) -> Part:
+        kept = self._directory / part.source.path.name
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            return keep_part(kept, part)
+        except OSError as error:  # a full disk, say: what is indexed can be seen all the same
+            if not self._unwritten:
+                self._unwritten = (
+                    f"{kept} cannot be written: {one_line(error)}; the index is in memory for now: free some space, or "
+                    "remove what is in its way, and start the viewer again"
+                )
+                logger.warning("%s", self._unwritten)
+            return part
 
     def _publish(self, num_files: int) -> None:
         parts = tuple(sorted(self._parts.values(), key=lambda part: part.origin))
-        problems = tuple(dict.fromkeys(self._refused.values()))
+        found = (*self._odd, *self._refused.values(), self._unwritten)
+        problems = tuple(dict.fromkeys(problem for problem in found if problem))
         snapshot = Snapshot(self.snapshot.version + 1, parts, num_files, problems)
         _ = snapshot.scalars, snapshot.strings  # here, not in the first query
         self.snapshot = snapshot
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read: {error.strerror}; restore it, or remove it from the run"

@@ -4,14 +4,19 @@
 
     trajectories/iteration_00012.arrow ──► view/iteration_00012.arrow   a tenth of the bytes, mapped and not read
 
-A part is plain Arrow without compression, so that the texts of all parts are searched where they are mapped. It carries
-the size and the time of the file that it was made from, and is made again when they differ.
+A part is plain Arrow without compression, so that the texts of all parts are searched where they are mapped. After it
+comes a digest of its bytes, of this format and of the size and the time of the file that it was made from. A part that
+is damaged, of another version or of another file has another digest, and is made again.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
-from collections.abc import Iterable
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from envs.base import exact_match
@@ -28,9 +34,8 @@ from ragr1_actors.core.schema import TRAJECTORY_SCHEMA
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, normalize_answer
 from retrieval.corpora.text import found_evidence
 
-FORMAT = "2"
-"""Raise it when the columns of a part change; parts of another format are made again."""
-_FORMAT_KEY, _SOURCE_KEY = b"ragr1_actors.view", b"ragr1_actors.view.source"
+FORMAT = "3"
+"""Raise it when the meaning of a column changes; parts of another format, or with other columns, are made again."""
 PART_SCHEMA = pa.schema(
     {
         "batch": pa.int32(),  # of the file
@@ -55,6 +60,9 @@ PART_SCHEMA = pa.schema(
         "text": pa.string(),
     }
 )
+_DIGEST_BYTES = 16
+_ROWS_AT_ONCE = 2000
+"""A viewer that is stopped waits for so many: a fraction of a second."""
 _READ = ("group", "trajectory_id", "task", "turns", "stop_reason", "reward", "answer", "error")
 _FAILED = {reason.value for reason in StopReason if reason.is_failure}
 _TRUNCATED = {StopReason.MAX_TURNS.value, StopReason.CONTEXT_FULL.value}
@@ -100,78 +108,125 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of trajectories as it was seen: it is another one once its size or its time differs."""
+    """A file as it was seen: it is another one once its size or its time differs."""
 
     path: Path
     version: str
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """Look at a file; ``OSError`` if it is gone."""
+        """Look at a file.
+
+        Raises:
+            OSError: it is gone.
+            DataError: it is none: a reader of a FIFO would wait for ever.
+        """
         found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} is no regular file; remove it from the run")
         return cls(path, f"{found.st_size}:{found.st_mtime_ns}")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one file; ``table`` is mapped from disk."""
+    """The rows of one file."""
 
     origin: Origin
     source: Source
+    kept: Source | None
+    """The file that ``table`` is mapped from; None if it could not be written, and is in memory."""
     table: pa.Table
 
 
-def read_part(path: Path, source: Source) -> Part | None:
-    """Map the part of a file; None if there is none, or it was made from another file or by another version."""
+def map_file(path: Path) -> pa.Buffer:
+    """Map a regular file; ``OSError`` if it is none, or empty. Another file is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (OSError, pa.ArrowInvalid):  # not there, or damaged: it is made again
-        return None
-    found = table.schema.metadata or {}
-    if found.get(_FORMAT_KEY) != FORMAT.encode() or found.get(_SOURCE_KEY) != source.version.encode():
-        return None
-    return Part(Origin.of(source.path.stem), source, table)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        return pa.py_buffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    except ValueError:
+        raise OSError("it is empty") from None
+    finally:
+        os.close(descriptor)
 
 
-def make_part(path: Path, source: Source) -> Part:
-    """Read a file of trajectories, write its part and map it.
+def read_part(path: Path, source: Source) -> Part | None:
+    """Map the part of a file; None if there is none, or it is damaged, or of another file or another version."""
+    try:
+        kept = Source.of(path)
+        mapped = map_file(path)
+    except (OSError, DataError):
+        return None
+    rows = mapped.slice(0, max(0, mapped.size - _DIGEST_BYTES))
+    if mapped.slice(rows.size).to_pybytes() != _digest(rows, source):
+        return None
+    return Part(Origin.of(source.path.stem), source, kept, pa.ipc.open_file(rows).read_all())
+
+
+def make_part(source: Source, is_stopped: Callable[[], bool]) -> Part | None:
+    """Read a file of trajectories; None if the viewer is stopped meanwhile.
 
     Raises:
         DataError: the file is no file of trajectories of this version, or is damaged.
-        OSError: the part cannot be written.
     """
-    metadata = {_FORMAT_KEY: FORMAT.encode(), _SOURCE_KEY: source.version.encode()}
-    schema = PART_SCHEMA.with_metadata(metadata)
-    table = pa.Table.from_batches(_rows_of(source.path), schema=PART_SCHEMA).replace_schema_metadata(metadata)
+    batches = []
+    for batch in _rows_of(source.path):
+        if is_stopped():
+            return None
+        batches.append(batch)
+    table = pa.Table.from_batches(batches, schema=PART_SCHEMA).combine_chunks()
+    return Part(Origin.of(source.path.stem), source, None, table)
+
+
+def keep_part(path: Path, part: Part) -> Part:
+    """Write a part, in place of whatever is there, and return it mapped; ``OSError`` if it cannot be written."""
 
     def write(writing: Path) -> None:
-        with pa.OSFile(str(writing), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_table(table.combine_chunks())
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_file(buffer, PART_SCHEMA) as writer:
+            writer.write_table(part.table)
+        rows = buffer.getvalue()
+        with writing.open("wb") as file:
+            file.write(rows)
+            file.write(_digest(rows, part.source))
 
+    if path.is_dir() and not path.is_symlink():  # the folder is ours, and nothing can take the place of a folder
+        shutil.rmtree(path)
     write_file(path, write)
-    return read_part(path, source) or Part(Origin.of(source.path.stem), source, table)
+    return read_part(path, part.source) or part
 
 
-def _rows_of(path: Path) -> list[pa.RecordBatch]:
+def _digest(rows: pa.Buffer, source: Source) -> bytes:
+    digest = xxhash.xxh3_128(f"{FORMAT} {source.path.name} {source.version} {PART_SCHEMA}".encode())
+    digest.update(rows)
+    return digest.digest()
+
+
+def _rows_of(path: Path) -> Iterator[pa.RecordBatch]:
     options = pa.ipc.IpcReadOptions(included_fields=[TRAJECTORY_SCHEMA.get_field_index(name) for name in _READ])
     try:
-        with pa.memory_map(str(path)) as mapped:
-            reader = pa.ipc.open_file(mapped, options=options)
-            if reader.schema.names != [name for name in TRAJECTORY_SCHEMA.names if name in _READ]:
-                raise DataError(
-                    f"{path} has other columns than this version of ragr1 writes; view the run with the version that "
-                    "wrote it"
-                )
-            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-            for batch in batches:
-                batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
-            return _rows(batches) if batches else []
+        reader = pa.ipc.open_file(map_file(path), options=options)
+        if reader.schema.names != [name for name in TRAJECTORY_SCHEMA.names if name in _READ]:
+            raise DataError(
+                f"{path} has other columns than this version of ragr1 writes; view the run with the version that "
+                "wrote it"
+            )
+        first, batches = 0, []
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
+            batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
+            batches.append(batch)
+            if sum(batch.num_rows for batch in batches) >= _ROWS_AT_ONCE or index + 1 == reader.num_record_batches:
+                yield _rows(batches, first)
+                first, batches = index + 1, []
     # what validation finds, and nulls where the schema has none
     except (pa.ArrowException, ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 
-def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
+    """Return the rows of some batches of a file; ``first`` is the index of the first of them."""
     # a run writes a batch for each group, and every step below has a cost per batch: they become one
     counts = [batch.num_rows for batch in batches]
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
@@ -186,7 +241,7 @@ def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     golden = task.field("golden_answers").to_pylist()
     bounds = list(zip(turn_offsets[:-1].tolist(), turn_offsets[1:].tolist(), strict=True))
     columns: dict[str, Any] = {
-        "batch": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        "batch": np.repeat(np.arange(first, first + len(counts), dtype=np.int32), counts),
         "row": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         "group": batch.column("group"),
         "trajectory_id": ids,
@@ -213,7 +268,7 @@ def _rows(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
         ],
     }
     arrays = [_array(columns[field.name], field.type) for field in PART_SCHEMA]
-    return [pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)]
+    return pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)
 
 
 @lru_cache(100_000)

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
 from ragr1_actors.view.index import Snapshot
-from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct
+from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct, map_file
 from ragr1_actors.view.queries import OUTCOMES, Found
 
 logger = logging.getLogger(__name__)
@@ -146,13 +147,14 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
     path = snapshot.parts[int(columns["part"][row])].source.path
     expected = snapshot.strings.column("trajectory_id")[row].as_py()
     try:
-        with pa.memory_map(str(path)) as mapped:
-            batch = pa.ipc.open_file(mapped).get_batch(int(columns["batch"][row]))
-            batch = batch.slice(int(columns["row"][row]), 1)
-            (group,) = groups_from_record_batch(batch)
-            names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
-            learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}
-    except (OSError, pa.ArrowInvalid, ValueError) as error:
+        batch = pa.ipc.open_file(map_file(path)).get_batch(int(columns["batch"][row]))
+        batch.validate(full=True)  # the file may have been damaged since
+        batch = batch.slice(int(columns["row"][row]), 1)
+        (group,) = groups_from_record_batch(batch)
+        names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
+        learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}
+    # what validation finds, and nulls where the schema has none
+    except (OSError, pa.ArrowException, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; reload the page") from error
     (trajectory,) = group.trajectories
     if trajectory.trajectory_id != expected:
@@ -164,6 +166,7 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
 def _read_tokenizer(path: Path, written_ns: int) -> Any:
     """Return a tokenizer, or None if the file, which was written at that time, is damaged; said once."""
     try:
+        check_digests(path.parent, path.name.__eq__)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more exact
         logger.warning("%s cannot be read: %s; restore it to see the text of tokens", path, one_line(error))

@@ -7,8 +7,8 @@
     GET /api/trajectories  ?text= &stage= &first= &last= &task= &outcome= &order= &offset= &limit=
     GET /api/trajectory    ?id= &file=
 
-Every error is ``{"error": "one sentence"}``. Trajectories hold text that a model or a web page wrote: answers are JSON,
-the page shows text as text, and its content security policy allows no script but its own.
+``cluster/http.py`` guards it as every server. Trajectories hold text that a model or a web page wrote: answers are
+JSON, the page shows text as text, and its content security policy allows no script but its own.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from pydantic_core import to_json
 
-from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from cluster.http import HttpServer, Limits, RequestError, run_until_signal
+from ragr1_actors.core.errors import DataError, UserError, one_line
 from ragr1_actors.view.index import Index
 from ragr1_actors.view.payloads import TokenPieces, find_row, list_payload, run_payload, trajectory_payload
 from ragr1_actors.view.queries import Query, Scope, Searcher
 
-HOST = "127.0.0.1"
 LOOK_INTERVAL_S = 1.0
 """How often the run is looked at for new files."""
+DRAIN_S = 1.0
+"""For the requests in flight when the viewer stops."""
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
     "/": ("index.html", "text/html"),
@@ -46,9 +46,7 @@ _HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 
@@ -74,33 +72,28 @@ class ViewServer:
                 called again until there is one.
             port: 0 takes a free one.
         """
-        self._index, self._name, self._tokenizers, self._port = index, name, tokenizers, port
+        self._index, self._name, self._tokenizers = index, name, tokenizers
         self._pieces = TokenPieces(tokenizers())
         self._searcher = Searcher()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="view")
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="index")
-        app = web.Application(middlewares=[self._answer])
-        for path in _FILES:
-            app.router.add_get(path, self._show_file)
-        app.router.add_get("/api/run", self._show_run)
-        app.router.add_get("/api/trajectories", self._show_list)
-        app.router.add_get("/api/trajectory", self._show_trajectory)
-        self._runner = web.AppRunner(app, access_log=None)
+        routes = [
+            *(web.get(path, self._show_file) for path in _FILES),
+            web.get("/api/run", self._show_run),
+            web.get("/api/trajectories", self._show_list),
+            web.get("/api/trajectory", self._show_trajectory),
+        ]
+        self._http = HttpServer(routes, port=port, limits=Limits(drain_s=DRAIN_S), headers=_HEADERS)
         self._follower: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """The address it listens on."""
-        return f"http://{HOST}:{self._runner.addresses[0][1]}"
+        return self._http.url
 
     async def __aenter__(self) -> Self:
         """Start to listen; raises ``ConfigError`` if the port is in use."""
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, HOST, self._port).start()
-        except (OSError, OverflowError) as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on port {self._port}: {error}; choose another --port") from None
+        await self._http.__aenter__()
         self._follower = asyncio.create_task(self._follow())
         return self
 
@@ -111,39 +104,22 @@ class ViewServer:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._follower
-        await self._runner.cleanup()
+        await self._http.__aexit__(*error)
         for threads in (self._threads, self._looking):
             threads.shutdown(cancel_futures=True)
         self._searcher.close()
 
     async def _follow(self) -> None:
+        said = ""
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._looking, self._index.refresh)
-            except OSError as error:  # a full disk: what is indexed can be seen all the same
-                logger.warning("the index cannot be written: %s; free some space, or remove what is in its way", error)
-            except Exception:  # the task's boundary: an error must neither be silent nor end the looking
-                logger.exception("the trajectories cannot be indexed")
+            except Exception as error:  # the task's boundary: an error must neither be silent nor end the looking
+                if said != (said := one_line(error)):  # not every second
+                    logger.exception("the trajectories cannot be indexed")
             if not self._pieces.is_text:
                 self._pieces = TokenPieces(self._tokenizers())
             await asyncio.sleep(LOOK_INTERVAL_S)
-
-    @web.middleware
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        port = self._runner.addresses[0][1]
-        try:
-            if request.host not in (f"{HOST}:{port}", f"localhost:{port}"):  # a page elsewhere whose name leads here
-                response: web.StreamResponse = _refuse(403, f"open the page as {self.url}")
-            else:
-                response = await handler(request)
-        except DataError as error:
-            response = _refuse(404, str(error))
-        except UserError as error:
-            response = _refuse(400, str(error))
-        except web.HTTPException as error:
-            response = _refuse(error.status, f"{error.reason}: expected one of {', '.join(_FILES)}")
-        response.headers.update(_HEADERS)
-        return response
 
     async def _show_file(self, request: web.Request) -> web.Response:
         name, kind = _FILES[request.path]
@@ -153,7 +129,9 @@ class ViewServer:
         return _json(run_payload(self._name, self._index.snapshot))
 
     async def _show_list(self, request: web.Request) -> web.Response:
-        return await self._compute(partial(self._list, _query(request.query)))
+        with _refusals():
+            query = _query(request.query)
+        return await self._compute(partial(self._list, query))
 
     def _list(self, query: Query) -> dict[str, Any]:
         snapshot = self._index.snapshot
@@ -168,22 +146,23 @@ class ViewServer:
         return trajectory_payload(snapshot, find_row(snapshot, file, trajectory_id), self._pieces)
 
     async def _compute(self, compute: Callable[[], dict[str, Any]]) -> web.Response:
-        return _json(await asyncio.get_running_loop().run_in_executor(self._threads, compute))
+        with _refusals():
+            return _json(await asyncio.get_running_loop().run_in_executor(self._threads, compute))
 
 
 def run_view(server: ViewServer, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` gets the address once the page answers."""
-    asyncio.run(_serve(server, ready))
+    run_until_signal(server, lambda: ready(server.url))
 
 
-async def _serve(server: ViewServer, ready: Callable[[str], None]) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    async with server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
-        ready(server.url)
-        await stopped.wait()
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise RequestError(404, str(error)) from None
+    except UserError as error:
+        raise RequestError(400, str(error)) from None
 
 
 def _query(given: Mapping[str, str]) -> Query:
@@ -216,7 +195,3 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
 def _json(value: Any) -> web.Response:
     # a score or log-prob that is not finite becomes null, which JSON has
     return web.Response(body=to_json(value, inf_nan_mode="null"), content_type="application/json", charset="utf-8")
-
-
-def _refuse(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)

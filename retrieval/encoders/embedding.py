@@ -15,6 +15,7 @@ shards, and several processes can fill one store. Vectors do not pass through th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, one_line
 from ragr1_actors.core.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from retrieval.corpora.corpus import Corpus
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 HEADER_FILE = "store.json"
 START_TIMEOUT_S = 600.0
 """Seconds that the first actor may take to start; a cluster may have to grow."""
@@ -48,6 +52,8 @@ SHARDS_PER_ACTOR = 2
 MAX_DEATHS_IN_A_ROW = 5
 """Deaths of actors without one shard written in between."""
 _BLOCK_ROWS = 1024
+_HEALTH = "health"
+"""Ray's concurrency group of the watchdog's questions."""
 
 
 @plain_dataclass(frozen=True)
@@ -181,6 +187,9 @@ class EmbeddingActor:
         self._encoder_name = encoder_name
         self._workers = workers
 
+    def pulse(self) -> None:
+        """Answer that the process runs."""
+
     def fill(self, number: int) -> None:
         """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node.
 
@@ -284,25 +293,21 @@ def _fill_with_actors(
     """
     import ray
 
-    def start() -> Any:
-        remote = ray.remote(EmbeddingActor).options(
-            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, **workers.resources
-        )
-        return remote.remote(store, corpus_dir, encoder_name, workers)
-
     waiting = deque(missing)
-    actors: list[Any] = []
+    encoders = _Encoders(store, corpus_dir, encoder_name, workers)
+    actors = encoders.actors
     busy: dict[Any, tuple[Any, int]] = {}
     num_deaths = 0
     try:
-        actors.extend(start() for _ in range(min(workers.num_actors, len(missing))))
+        for _ in range(min(workers.num_actors, len(missing))):
+            encoders.start()
         _wait_for_one(actors, workers)
         free = actors * SHARDS_PER_ACTOR
         while waiting or busy:
             while waiting and free:
                 actor, number = free.pop(), waiting.popleft()
                 busy[actor.fill.remote(number)] = (actor, number)
-            (done,), _ = ray.wait(list(busy), num_returns=1)
+            (done,), _ = ray.wait(list(busy), num_returns=1)  # the watchdog ends one that hangs, and so its calls
             actor, number = busy.pop(done)
             try:
                 ray.get(done)
@@ -312,22 +317,59 @@ def _fill_with_actors(
                     continue
                 num_deaths += 1
                 _check_death(error, num_deaths)
-                actors.remove(actor)
-                ray.kill(actor, no_restart=True)  # it may only be out of reach
-                actors.append(start())
+                encoders.end(actor)  # it may only be out of reach
+                encoders.start()
                 free = [other for other in free if other in actors] + SHARDS_PER_ACTOR * actors[-1:]
             else:
                 num_deaths = 0
                 advance(len(store.rows(number)))
                 free.append(actor)
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        encoders.stop()
+
+
+class _Encoders:
+    """The actors that encode, and the watchdog that ends those that hang."""
+
+    def __init__(self, store: EmbeddingStore, corpus_dir: Path, encoder_name: str, workers: Workers) -> None:
+        import ray
+
+        self._actor_class: Any = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
+            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
+        )(EmbeddingActor)
+        self._arguments = store, corpus_dir, encoder_name, workers
+        self.actors: list[Any] = []
+        self._watchdog = Watchdog[Any](
+            lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(), self._warn, HANG_TIMEOUT_S
+        ).start()
+
+    def start(self) -> None:
+        actor = self._actor_class.remote(*self._arguments)
+        self.actors.append(actor)
+        self._watchdog.watch(actor, actor)
+
+    def end(self, actor: Any) -> None:
+        import ray
+
+        self._watchdog.forget(actor)
+        self.actors.remove(actor)
+        ray.kill(actor, no_restart=True)
+
+    def stop(self) -> None:
+        self._watchdog.stop()
+        for actor in tuple(self.actors):
+            self.end(actor)
+
+    @staticmethod
+    def _warn(actor: Any, finding: Finding) -> None:
+        if finding.silent_s:
+            logger.warning("an actor that encodes hangs: no answer for %.0f s; another starts", finding.silent_s)
 
 
 def _wait_for_one(actors: list[Any], workers: Workers) -> None:
     import ray
 
+    # Ray may have to add nodes for them first
     started, _ = ray.wait([actor.__ray_ready__.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
     if not started:
         wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
 from ragr1_actors.core.imports import quick_imports
@@ -57,8 +58,6 @@ _NO_LIMIT = 2**20
 """Tokens; a tokenizer without a limit says 10**30."""
 _Batch = tuple[list[int], dict[str, torch.Tensor]]
 """Positions of texts in a request, and what the model's first module takes: tensors of as many rows."""
-# What the libraries raise for a damaged folder depends on where the damage is.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
 
 class TokenizedTexts(NamedTuple):
@@ -112,6 +111,10 @@ class Encoder:
         folder = _find(name)
         if any(find_code(part) for part in (folder, *folder.glob("*/"))):
             raise code_refused("encoder", name)
+        try:
+            check_digests(folder)
+        except DataError as error:
+            raise DataError(f"{error}; copy the index as a whole or build it again") from error
         plan = plan_encoder(folder, name)
         try:
             with _quiet():
@@ -119,7 +122,7 @@ class Encoder:
                 _check_model(model, folder, plan)
         except DataError:
             raise
-        except _LOAD_ERRORS as error:
+        except Exception as error:  # of a damaged tokenizer.json, tokenizers raises its own without a class
             if "trust_remote_code" in str(error):
                 raise code_refused("encoder", name) from error
             raise DataError(
@@ -354,6 +357,8 @@ def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
         files = sorted(path for path in (folder / name).glob("*") if path.is_file())
         is_old = not any(path.suffix == _WEIGHTS for path in files)
         for path in files:
+            if path.name == LIST_FILE:
+                continue
             if path.suffix in _MODEL_FILES or (is_old and path.suffix == _OLD_WEIGHTS):
                 digest.update(os.fsencode(path.relative_to(folder).as_posix()) + b"\0")
                 digest.update(fingerprint_file(path).encode())
@@ -420,6 +425,7 @@ def make_static_encoder(directory: str | Path, texts: Iterable[str], *, dimensio
         model.save_pretrained(str(directory), create_model_card=False)
     except Exception as error:  # safetensors and tokenizers report a full disk with their own exceptions
         raise OSError(f"{directory} could not be written: {error}") from error
+    write_list(Path(directory))
     return Path(directory)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cluster.metrics import observe
 from cluster.rpc import RpcAddress, RpcServer, encode
+from cluster.watchdog import beating
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
 from retrieval.fleet.batching import ClientLoad
@@ -163,7 +164,8 @@ class RetrieverActor(RpcActor):
         """
         super().__init__()
         self._reranks = bool(settings.reranker)
-        self.run(self._load_index, settings)
+        with beating():
+            self.run(self._load_index, settings)
         self.serve(self.search_batch, self.rank_batch)
 
     def _load_index(self, settings: ActorSettings) -> None:
@@ -218,7 +220,8 @@ class EncoderActor(RpcActor):
             DataError: the encoder is not the one of the index.
         """
         super().__init__()
-        self.run(self._load_encoder, settings)
+        with beating():
+            self.run(self._load_encoder, settings)
         self.serve(self.encode)
 
     def _load_encoder(self, settings: ActorSettings) -> None:

@@ -7,7 +7,8 @@
         └─► list of names ─────┴────────────────┘   which clients read every ``REFRESH_S``
 
 The list is in Ray's key-value store. A member that is removed is taken off the list first, and ended ``LEAVE_S`` later,
-when no client uses it any more.
+when no client uses it any more. A ``Watchdog`` asks every actor for its load in a thread of this process, and ends one
+that hangs: the owner of a fleet may serve requests, evaluate or train meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import threading
 import time
 import uuid
@@ -31,6 +31,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line
+from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
 from ragr1_actors.core.errors import FleetError
 from retrieval.fleet.actor import ActorLoad, RpcActor
 from retrieval.fleet.batching import ClientLoad
@@ -55,10 +56,6 @@ class _Member:
 
     name: str
     actors: dict[str, ActorHandle[Any]]
-    calls: dict[str, Any] = field(default_factory=dict)
-    """Open calls of ``load``."""
-    asked_at: dict[str, float] = field(default_factory=dict)
-    """When each of them was made."""
     loads: dict[str, ActorLoad] = field(default_factory=dict)
     """What each actor answered last, since it was last reached."""
     died_at: dict[str, float] = field(default_factory=dict)
@@ -83,7 +80,7 @@ class ActorFleet:
         num_cpus: float = 0.0,
         num_gpus: float = 0.0,
         actor_options: ActorOptions = anywhere,
-        hang_timeout_s: float = math.inf,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
         """Hold no member yet.
 
@@ -93,7 +90,7 @@ class ActorFleet:
             arguments: of the actors of a member, one tuple for each.
             num_cpus: of one actor, as ``num_gpus``.
             actor_options: where the first, second, ... actor that is started runs.
-            hang_timeout_s: an actor that has not answered ``state`` for so long is ended, and Ray starts it again.
+            hang_timeout_s: an actor that has shown no life for so long is ended, and Ray starts it again.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
@@ -113,7 +110,10 @@ class ActorFleet:
         self._leaving: dict[str, tuple[threading.Timer, _Member]] = {}
         self._num_started = 0
         self._busy_s = self._num_answered = 0.0
+        self._lock = threading.RLock()
+        """Holds the members and what is known of them, which the watchdog's thread changes too."""
         self._hang_timeout_s = hang_timeout_s
+        self._watchdog = Watchdog[tuple[_Member, str]](_ask, self._note, hang_timeout_s).start()
         self.num_hangs = 0
         """Actors that were ended because they did not answer."""
 
@@ -129,13 +129,14 @@ class ActorFleet:
 
     def scale_to(self, num_members: int) -> None:
         """Start members, or end some while clients go on: first those that still start, then the newest."""
-        members = [member for member in self._members if not member.is_draining]
-        for _ in range(num_members - len(members)):
-            self._members.append(self._start(self._num_started))
-            self._num_started += 1
-        members.reverse()
-        members.sort(key=lambda member: member.is_running)
-        self._remove(members[: max(0, len(members) - num_members)])
+        with self._lock:
+            members = [member for member in self._members if not member.is_draining]
+            for _ in range(num_members - len(members)):
+                self._members.append(self._start(self._num_started))
+                self._num_started += 1
+            members.reverse()
+            members.sort(key=lambda member: member.is_running)
+            self._remove(members[: max(0, len(members) - num_members)])
 
     def _start(self, number: int) -> _Member:
         name, num_actors = f"{self.name}-{number}", len(self._arguments)
@@ -143,17 +144,21 @@ class ActorFleet:
         for index, arguments in enumerate(self._arguments):
             options = {"name": f"{name}.{index}", **self._actor_options(number * num_actors + index)}
             started[options["name"]] = self._actor_class.options(**options).remote(*arguments)
-        return _Member(name, started)
+        member = _Member(name, started)
+        for actor_name, handle in started.items():
+            self._watchdog.watch((member, actor_name), handle)
+        return member
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the members with an actor on these nodes of Ray leave, once ``scale_to`` has replaced them.
 
         Returns their number.
         """
-        leaving = [m for m in self._members if any(load.node_id in node_ids for load in m.loads.values())]
-        new = [member for member in leaving if not member.is_draining]
-        for member in new:
-            member.is_draining = True
+        with self._lock:
+            leaving = [m for m in self._members if any(load.node_id in node_ids for load in m.loads.values())]
+            new = [member for member in leaving if not member.is_draining]
+            for member in new:
+                member.is_draining = True
         return len(new)
 
     def _remove(self, leaving: Sequence[_Member]) -> None:
@@ -167,12 +172,16 @@ class ActorFleet:
 
     def _end(self, member: _Member) -> None:
         """End the actors of a member that no client uses any more, after the calls that they have."""
-        if self._leaving.pop(member.name, None) is None:  # the fleet was stopped
-            return
+        with self._lock:
+            if self._leaving.pop(member.name, None) is None:  # the fleet was stopped
+                return
+        for name in member.actors:
+            self._watchdog.forget((member, name))
         with contextlib.suppress(RayError):
+            drained: list[Any] = [handle.drain.remote() for handle in member.actors.values()]
+            ray.wait(drained, num_returns=len(drained), timeout=self._hang_timeout_s)
             for handle in member.actors.values():
-                handle.drain.remote()
-                handle.__ray_terminate__.remote()
+                ray.kill(handle, no_restart=True)
 
     def _publish(self) -> None:
         found = {name: member.is_running for member in self._members for name in member.actors}
@@ -195,20 +204,20 @@ class ActorFleet:
 
     def loads(self) -> dict[str, ActorLoad]:
         """Return the load of each actor that answers within 5 seconds, by name."""
-        self._ask()
-        calls = [call for member in self._members for call in member.calls.values()]
+        calls = {_ask(handle): name for name, handle in self.handles.items()}
+        found = {}
         if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)
-        self._note()
-        return {name: load for m in self._members for name, load in m.loads.items() if name not in m.calls}
+            for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)[0]:
+                with contextlib.suppress(RayError):  # the watchdog tells
+                    found[calls[call]] = ray.get(call)
+        return {name: found[name] for name in self.handles if name in found}
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads, as the actors answered lately; does not wait.
+        """Return what the fleet's autoscaler reads, as the actors answered lately. Requests are queries."""
+        with self._lock:
+            return self._state()
 
-        Requests are queries. Call it about once a second.
-        """
-        self._note()
-        self._ask()
+    def _state(self) -> FleetState:
         draining = [member for member in self._members if member.is_draining]
         members = [member for member in self._members if not member.is_draining]
         num_running = sum(member.is_running for member in members)
@@ -226,63 +235,49 @@ class ActorFleet:
             num_answered=self._num_answered / len(self._arguments),
         )
 
-    def _ask(self) -> None:
-        for member in self._members:
-            for name, handle in member.actors.items():
-                if name not in member.calls:
-                    member.calls[name] = handle.load.options(concurrency_group=_HEALTH).remote()
-                    member.asked_at[name] = time.monotonic()
-
-    def _note(self) -> None:
-        """Keep what the actors have answered to ``_ask``."""
-        calls = {call: (member, name) for member in self._members for name, call in member.calls.items()}
-        if not calls:
-            return
-        num_running = sum(member.is_running for member in self._members)
-        for call in ray.wait(list(calls), num_returns=len(calls), timeout=0)[0]:
-            member, name = calls[call]
-            del member.calls[name]
+    def _note(self, key: tuple[_Member, str], finding: Finding) -> None:
+        """Keep what the watchdog has found, in its thread."""
+        member, name = key
+        with self._lock:
+            num_running = sum(member.is_running for member in self._members)
             before = member.loads.pop(name, None)
-            try:
-                load = member.loads[name] = ray.get(call)
-            except RayError as error:  # it restarts
+            if finding.silent_s:
+                self.num_hangs += 1
+                member.died_at.setdefault(name, time.monotonic())
+                logger.warning("%s %s hangs: it has not answered for %.0f s", self.kind, name, finding.silent_s)
+            elif finding.error is not None:  # it restarts
                 if before is not None:
                     member.died_at[name] = time.monotonic()
-                    logger.warning("%s %s died (%s)", self.kind, name, last_line(error))
-                continue
-            if name in member.died_at:
-                logger.warning(
-                    "%s %s is back after %.0f s", self.kind, name, time.monotonic() - member.died_at.pop(name)
-                )
-            is_same = before is not None and before.started == load.started
-            self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
-            self._num_answered += load.queries - (before.queries if before and is_same else 0)
-        self._end_hung()
-        if num_running != sum(member.is_running for member in self._members):
-            self._publish()
+                    logger.warning("%s %s died (%s)", self.kind, name, last_line(finding.error))
+            else:
+                self._note_load(member, name, before, finding.answer)
+            if num_running != sum(member.is_running for member in self._members):
+                self._publish()
 
-    def _end_hung(self) -> None:
-        """End the actors that answered before and do not any more; one that still loads has not answered yet."""
-        for member in self._members:
-            for name in member.loads.keys() & member.calls.keys():
-                waited_s = time.monotonic() - member.asked_at[name]
-                if waited_s > self._hang_timeout_s:
-                    logger.warning("%s %s hangs: it has not answered for %.0f s", self.kind, name, waited_s)
-                    self.num_hangs += 1
-                    del member.loads[name]
-                    member.died_at[name] = time.monotonic()
-                    ray.kill(member.actors[name], no_restart=False)
+    def _note_load(self, member: _Member, name: str, before: ActorLoad | None, load: ActorLoad) -> None:
+        member.loads[name] = load
+        if name in member.died_at:
+            logger.warning("%s %s is back after %.0f s", self.kind, name, time.monotonic() - member.died_at.pop(name))
+        is_same = before is not None and before.started == load.started
+        self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
+        self._num_answered += load.queries - (before.queries if before and is_same else 0)
 
     def stop(self) -> None:
         """End all actors, without a restart. Their calls fail."""
-        leaving, self._leaving = self._leaving, {}
-        for timer, member in leaving.values():
-            timer.cancel()
-            self._members.append(member)
-        for handle in self.handles.values():
-            ray.kill(handle, no_restart=True)
-        self._members = []
+        self._watchdog.stop()
+        with self._lock:
+            leaving, self._leaving = self._leaving, {}
+            for timer, member in leaving.values():
+                timer.cancel()
+                self._members.append(member)
+            for handle in self.handles.values():
+                ray.kill(handle, no_restart=True)
+            self._members = []
         _internal_kv_del(self.name, namespace=_NAMESPACE)
+
+
+def _ask(actor: Any) -> Any:
+    return actor.load.options(concurrency_group=_HEALTH).remote()
 
 
 def client_reports(loads: Iterable[ActorLoad]) -> list[tuple[float, ClientLoad]]:

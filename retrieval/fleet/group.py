@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 
 from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
+from cluster.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
@@ -41,7 +42,7 @@ class RetrieverGroup:
         share: Share = in_place,
         retriever_options: ActorOptions | None = None,
         encoder_options: ActorOptions | None = None,
-        hang_timeout_s: float = math.inf,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
         """Start ``settings.num_retrievers`` replicas and ``num_encoders``; ``wait_until_ready`` waits for them.
 

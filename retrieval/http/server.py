@@ -11,7 +11,7 @@ r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers ca
     {"result": [[{"id": "7", "contents": "\"Riga\"\nRiga lies ..."}, ...]]}       if return_scores is false
 
 Our answers also give ``title`` and ``text`` of each document, and the ``index_version``.
-Every error is ``{"error": "one sentence"}``. The server listens on loopback; other hosts need a bearer token.
+The server listens on loopback; other hosts need a bearer token. ``cluster/http.py`` has the guards of every server.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import logging
 import math
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Self
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
+from cluster.http import HttpServer, Limits, RequestError, is_loopback, refuse, run_until_signal
 from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
@@ -46,30 +44,20 @@ from retrieval.local import LocalRetriever
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
 """How long the result of a health probe is valid; it bounds the cost of ``/healthz``."""
 PROBE_TIMEOUT_S = 10.0
-DRAIN_S = 10.0
-"""Time for the requests in flight when the server stops."""
 DEFAULT_TOPK = 3
 """Passages per query for a request without ``topk``."""
 MAX_TOPK = 1000
 MAX_QUERIES = 512
 MAX_QUERY_CHARS = 100_000
 """More than 10,000 words. An encoder truncates a long query, so a long query is not an error."""
-MAX_BODY_BYTES = 8 * 2**20
 MAX_REQUESTS = 1024
 """Requests in flight. Search-R1's client sends one request per trajectory and does not retry."""
-BODY_TIMEOUT_S = 30.0
-"""Time for the whole body of a request to arrive."""
-_PATHS = {"/retrieve", "/healthz", "/metrics"}
-_CLIENT_CLOSED = 499
-"""Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the buckets of the duration histogram."""
 _MAX_QUOTED = 40
 _EXAMPLE = 'expected {"queries": ["a question"], "topk": 3}'
 
 logger = logging.getLogger(__name__)
-_http_logger = logging.getLogger(f"{__name__}.http")
-_http_logger.setLevel(logging.CRITICAL)  # aiohttp logs a traceback per port scan; errors of handlers are logged here
 
 
 class Question(BaseModel):
@@ -83,16 +71,6 @@ class Question(BaseModel):
     ]
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
     return_scores: bool | None = None
-
-
-class RequestError(Exception):
-    """A request that the server refuses with an HTTP status and one sentence."""
-
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        """Refuse with ``status`` (4xx, or 503 for "later") and ``message``; ``headers`` go into the answer."""
-        super().__init__(message)
-        self.status = status
-        self.headers = headers or {}
 
 
 def _parse_question(body: bytes) -> Question:
@@ -148,7 +126,16 @@ class RetrievalServer:
             print(server.url)          # http://127.0.0.1:40123
     """
 
-    def __init__(self, retriever: Retriever, *, host: str = "127.0.0.1", port: int = 8000, token: str = "") -> None:
+    def __init__(
+        self,
+        retriever: Retriever,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        token: str = "",
+        allowed_hosts: Collection[str] = (),
+        limits: Limits | None = None,
+    ) -> None:
         """Check the host and the token.
 
         Args:
@@ -156,19 +143,19 @@ class RetrievalServer:
             host: a name or address of this machine.
             port: 0 takes a free one.
             token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
+            allowed_hosts: further names by which clients reach the server.
+            limits: of connections, bodies and times.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        self._host = host.strip("[]")
-        if not token and not _is_loopback(self._host):
+        if not token and not is_loopback(host.strip("[]")):
             raise ConfigError(
                 f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
                 "and name it with --token-env, or bind to 127.0.0.1"
             )
         if token and not is_token(token):
             raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
-        self._port = port
         self._token = token.encode()
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica: neither an index nor a model is needed twice at the same time.
@@ -186,81 +173,47 @@ class RetrievalServer:
         )
         in_flight = Gauge("ragr1_retrieve_requests_in_flight", "Requests being answered.", registry=registry)
         in_flight.set_function(lambda: self._num_in_flight)
-        app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/retrieve", self._retrieve)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/metrics", self._show_metrics)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,  # stop the search of a client that closed the connection
-            access_log=None,  # would write 1,000 lines per second
-            logger=_http_logger,
-            auto_decompress=False,
-            shutdown_timeout=DRAIN_S,
+        self._http = HttpServer(
+            [
+                web.post("/retrieve", self._retrieve),
+                web.get("/healthz", self._healthz),
+                web.get("/metrics", self._show_metrics),
+            ],
+            host=host,
+            port=port,
+            allowed_hosts=allowed_hosts,
+            limits=limits,
+            count=lambda path, status: self._num_answers.labels(path, status).inc(),
         )
 
     @property
     def url(self) -> str:
         """The address it listens on, without a path."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._http.url
 
     async def __aenter__(self) -> Self:
         """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
-        await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
-        except (OSError, OverflowError) as error:
-            await self.__aexit__()
-            why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(
-                f"cannot listen on port {self._port} of {self._host}: {why}; choose another --port or --host"
-            ) from None
+            await self._http.__aenter__()
+        except ConfigError:
+            self._close()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Answer the requests in flight, for at most ``DRAIN_S``, and stop."""
-        await self._runner.cleanup()
+        """Answer the requests in flight, for a limited time, and stop."""
+        await self._http.__aexit__(*error)
+        self._close()
+
+    def _close(self) -> None:
         if self._thread is not None:
             self._thread.close()
-
-    @web.middleware
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn every error into an answer, and count the answer."""
-        status = _CLIENT_CLOSED
-        try:
-            response = await self._answer_or_refuse(request, handler)
-            status = response.status
-            return response
-        finally:
-            # each label value is a time series for ever, so unknown paths share one
-            path = request.path if request.path in _PATHS else "other"
-            self._num_answers.labels(path, status).inc()
-
-    async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except RequestError as error:
-            return _refuse(error.status, str(error), error.headers)
-        except RetrievalError as error:
-            logger.warning("a search failed: %s", error)
-            return _refuse(503, f"the search failed: {error}", {"Retry-After": "1"})
-        except web.HTTPRequestEntityTooLarge:
-            return _refuse(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send several requests")
-        except web.HTTPMethodNotAllowed as error:
-            return _refuse(405, f"{request.path} does not take {request.method}", {"Allow": error.headers["Allow"]})
-        except web.HTTPException as error:
-            known = ", ".join(sorted(_PATHS))
-            return _refuse(error.status, f"{request.path[:80]}: {error.reason}; expected one of {known}")
-        except Exception:  # a boundary of the process: one request must not stop the others
-            logger.exception("a request failed")
-            return _refuse(500, "the server or its retriever has a bug; the log of the server has the details")
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         started = time.monotonic()
         self._authorise(request)
         with self._in_flight():
-            question = _parse_question(await self._read(request))
+            question = _parse_question(await self._http.read_body(request))
             body = _format_answer(await self._search(question), return_scores=bool(question.return_scores))
         self._num_queries.inc(len(question.queries))
         self._duration.observe(time.monotonic() - started)
@@ -270,25 +223,14 @@ class RetrievalServer:
         queries = question.queries
         if not queries:
             return []
-        found = await self._retriever.search(queries, question.topk or DEFAULT_TOPK)
-        if len(found) != len(queries):
-            raise RetrievalError(f"got {len(found)} answers to {len(queries)} queries")
-        return found
-
-    async def _read(self, request: web.Request) -> bytes:
-        if request.content_type != "application/json":
-            raise RequestError(415, f"got content of type {request.content_type[:80]!r}, expected application/json")
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise RequestError(415, "got a compressed body, expected plain application/json")
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await request.read()
-        except TimeoutError:
-            raise RequestError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-        except web.RequestPayloadError:
-            raise RequestError(400, "the body does not match its headers") from None
+            found = await self._retriever.search(queries, question.topk or DEFAULT_TOPK)
+            if len(found) != len(queries):
+                raise RetrievalError(f"got {len(found)} answers to {len(queries)} queries")
+        except RetrievalError as error:
+            logger.warning("a search failed: %s", error)
+            raise RequestError(503, f"the search failed: {error}", {"Retry-After": "1"}) from None
+        return found
 
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[None]:
@@ -305,7 +247,7 @@ class RetrievalServer:
             if time.monotonic() >= self._problem_valid_until:
                 self._problem = await self._probe()
                 self._problem_valid_until = time.monotonic() + (UNHEALTHY_S if self._problem else HEALTHY_S)
-        return _refuse(503, self._problem) if self._problem else web.json_response({"status": "ok"})
+        return refuse(503, self._problem) if self._problem else web.json_response({"status": "ok"})
 
     async def _probe(self) -> str:
         """Return why searches are not answered, or "" if they are."""
@@ -363,34 +305,22 @@ class SearchThread:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def run_server(retriever: Retriever, *, host: str = "127.0.0.1", port: int = 8000, token: str = "") -> None:
+def run_server(
+    retriever: Retriever,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str = "",
+    allowed_hosts: Collection[str] = (),
+) -> None:
     """Serve until SIGINT or SIGTERM, then answer the requests in flight. Writes the address to standard error.
 
     A second signal ends the process at once. Arguments and errors are those of ``RetrievalServer``.
     """
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(RetrievalServer(retriever, host=host, port=port, token=token)))
+    server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts)
 
-
-async def _serve(server: RetrievalServer) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    async with server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
+    def say() -> None:
         sys.stderr.write(f"{server.url}/retrieve answers; Ctrl-C stops it\n")
         sys.stderr.flush()
-        await stopped.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # a second signal ends the process
 
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response({"error": message}, status=status, headers=headers)
+    run_until_signal(server, say)

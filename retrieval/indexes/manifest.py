@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
 from ragr1_actors.core.files import fingerprint_file
 
@@ -32,6 +33,8 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
+ENCODER_LIST = f"{ENCODER_FOLDER}/{LIST_FILE}"
+"""What is in the folder of the encoder, which ``Encoder.load`` compares."""
 BM25 = "bm25"
 HYBRID = "hybrid"
 FLAT = "flat"
@@ -105,7 +108,7 @@ class Manifest:
     """Passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file except the shards: the inverted index."""
+    """Every other file except the shards: the inverted index, and the list of the encoder's."""
     metric: str = ""
     """``inner_product``, of vectors of length 1. Empty for ``bm25``, and so are all fields below."""
     vector_type: str = ""
@@ -124,7 +127,8 @@ class Manifest:
     def version(self) -> str:
         """Name of the evidence, 12 hexadecimal digits: equal for two directories that give equal answers."""
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
-        parts += [shard.file.fingerprint for shard in self.shards] + [file.fingerprint for file in self.files]
+        parts += [shard.file.fingerprint for shard in self.shards]
+        parts += [file.fingerprint for file in self.files if file.name != ENCODER_LIST]  # its encoder is in it
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     @property
@@ -140,6 +144,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write ``directory/manifest.json``."""
         content = {"format_version": FORMAT_VERSION, "version": self.version, **asdict(self)}
+        content["digest"] = _digest(content)
         (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -156,6 +161,9 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: not valid JSON ({error}); build the index again") from error
+        digest = content.pop("digest", None) if isinstance(content, dict) else None  # earlier versions wrote none
+        if digest not in (None, _digest(content)):
+            raise DataError(f"{path}: damaged or edited: its digest is of another content; build the index again")
         format_version = content.pop("format_version", None) if isinstance(content, dict) else None
         if format_version != FORMAT_VERSION:
             raise DataError(
@@ -182,6 +190,10 @@ class Manifest:
         """
         for file in (self.corpus, *self.files):
             file.check(Path(directory))
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @plain_dataclass(frozen=True)

@@ -13,18 +13,34 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import read_json
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 ADVICE = "copy the folder again, or take another model or checkpoint"
+LOAD_ERRORS = (OSError, ValueError, TypeError, AttributeError, ArithmeticError)
+"""What transformers raises for a damaged configuration, beside ``StrictDataclassError``."""
 
 
-def check_files(folder: str | Path) -> None:
-    """Read the JSON files of a model's folder and the headers of its weights, which tell a file that was cut.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
-    Nothing is checked of a hub name. Raises ``DataError``: names the file.
+
+def is_weight(name: str) -> bool:
+    """Return whether a file of a model's folder holds weights, or says which file holds which."""
+    return name.endswith(_WEIGHT_SUFFIXES)
+
+
+def check_files(folder: str | Path, *, weights: bool = False) -> None:
+    """Compare a model's folder with its list, and read its JSON files and the headers of its weights.
+
+    The headers tell a file that was cut where a folder has no list. A process that uses the ``weights`` has them read,
+    others only look at their size. Nothing is checked of a hub name. Raises ``DataError``: names the file.
     """
+    try:
+        check_digests(Path(folder), is_read=lambda name: weights or not is_weight(name))
+    except DataError as error:
+        raise DataError(f"{error}; {ADVICE}") from error
     present = [path for name in _JSON_FILES if (path := Path(folder, name)).is_file()]
     for path in (*present, *sorted(Path(folder).glob("*.safetensors"))):
         try:
@@ -60,7 +76,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
         raise DataError(f"cannot load a model from {policy}: {one_line(error, 200)}; {ADVICE}") from error
     model, found = loaded
     modules = dict(model.named_modules())

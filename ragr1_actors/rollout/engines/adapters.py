@@ -23,7 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from cluster.storage import Artifact
+from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import EngineError, UserError
+from ragr1_actors.core.models.model_files import is_weight
 from ragr1_actors.core.weight_transport import AdapterBase
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -85,6 +87,7 @@ def _read_weights(base: AdapterBase) -> dict[str, torch.Tensor]:
         directory = Artifact.of(base.reference).fetch() if base.reference else Path(base.folder)
         if not directory.is_dir():
             directory = Path(snapshot_download(base.folder, allow_patterns=["*.safetensors", _INDEX_FILE]))
+        check_digests(directory, is_weight)
         index = directory / _INDEX_FILE
         files = [_WEIGHT_FILE]
         if index.is_file():

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ class _Row(BaseModel):
     iteration: int
     decisions: list[ScalingDecision] = Field(default=[], alias=DECISIONS)
     incidents: list[Incident] = Field(default=[], alias=INCIDENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Steps of SFT or iterations of RL whose lines a damaged file lacks: ``Gap("rl", 5, 8)``."""
+
+    stage: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        """Return ``"rl 5 to 8"``."""
+        return f"{self.stage} {self.first} to {self.last}"
 
 
 class MetricsLogger:
@@ -175,6 +188,19 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def is_iteration(row: Mapping[str, Any]) -> bool:
     """Return whether a line is of an iteration of RL: those of evaluations between two have the stage ``rl``, too."""
     return row["stage"] == "rl" and "time/iteration_s" in row
+
+
+def find_gaps(rows: Iterable[Mapping[str, Any]], done: Mapping[str, int]) -> tuple[Gap, ...]:
+    """Return what lines lack of the steps up to ``done`` by stage, such as ``{"sft": 300, "rl": 8}``."""
+    found = {(row["stage"], row["iteration"]) for row in rows if row["stage"] != "rl" or is_iteration(row)}
+    gaps: list[Gap] = []
+    for stage, last in done.items():
+        for number in (number for number in range(1, last + 1) if (stage, number) not in found):
+            if gaps and (gaps[-1].stage, gaps[-1].last) == (stage, number - 1):
+                gaps[-1] = replace(gaps[-1], last=number)
+            else:
+                gaps.append(Gap(stage, number, number))
+    return tuple(gaps)
 
 
 def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:

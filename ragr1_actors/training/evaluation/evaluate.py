@@ -22,7 +22,7 @@ from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.env_runner import GroupSummary, engine_settings
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (

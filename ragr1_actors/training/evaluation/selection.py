@@ -25,7 +25,7 @@ from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_names, resolve
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, session_for
 from ragr1_actors.runs.places import INDEX
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory

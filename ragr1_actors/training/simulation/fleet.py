@@ -18,7 +18,7 @@ from cluster.autoscaler import FleetState
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.training.planning.pace import Pace
 from ragr1_actors.training.simulation.engine import LoadAt, SimulatedEngine, SimulatedReplica
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop

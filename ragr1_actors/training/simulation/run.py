@@ -17,7 +17,7 @@ from math import fsum
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.weight_transport import choose_transport
-from ragr1_actors.rollout.env_runner_group import FinishedGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
 from ragr1_actors.training.buffer import rollout_metrics
 from ragr1_actors.training.collector import BatchCollector, mean_lag

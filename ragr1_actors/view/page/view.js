@@ -191,7 +191,7 @@ async function overIterations() {
 function showState() {
   const making = run.num_indexed < run.num_files - run.problems.length ? `, indexing: ${run.num_indexed} of ${run.num_files} files` : "";
   $("state").className = run.problems.length ? "bad" : "";
-  $("state").textContent = `${run.num_trajectories.toLocaleString("en")} trajectories in ${run.num_indexed} files${making}` + (run.problems.length ? `; ${run.problems[0]}` : "");
+  $("state").textContent = `${run.num_trajectories.toLocaleString("en")} trajectories in ${run.num_indexed} files${making}` + (run.problems.length ? `; ${run.problems[0]}` : "") + (run.problems.length > 1 ? ` (and ${run.problems.length - 1} more)` : "");
 }
 async function look() {
   try {

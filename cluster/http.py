@@ -1,0 +1,299 @@
+"""The one HTTP shell: each server of the project answers through it, so that all have the same guards.
+
+::
+
+    connection ──► room? headers in time? ──► Host, Origin, Content-Type ──► the server's own handler ──► answer in time
+
+Every error is ``{"error": "one sentence"}``. What a stranger sends reaches neither the log nor, as a traceback, the
+terminal. A browser that a page elsewhere sent here is refused: its ``Host`` or its ``Origin`` is not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import re
+import resource
+import signal
+import socket
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ragr1_actors.core.errors import ConfigError, shortened
+
+CLIENT_CLOSED = 499
+"""Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
+OTHER_PATH = "other"
+"""What unknown paths are counted as: each label of a metric is a time series for ever."""
+_MAX_QUOTED = 80
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/@\s]+))(?::\d{1,5})?")
+_FULL = b'{"error": "too many connections are open; ask again later"}'
+
+logger = logging.getLogger(__name__)
+_connections_logger = logging.getLogger(f"{__name__}.connections")
+_connections_logger.setLevel(logging.CRITICAL)  # aiohttp logs a traceback per port scan; errors of handlers are logged
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of a server one client can hold, and for how long."""
+
+    idle_s: float = 30.0
+    """Until the headers of a request are whole, from the connection's start or its last answer. Clients that keep
+    connections close them earlier (aiohttp's after 15 s), so that none sends a request into a closing one."""
+    body_s: float = 30.0
+    """Until a request's body is whole."""
+    answer_s: float = 120.0
+    """Until the client has taken the answer."""
+    body_bytes: int = 8 * 2**20
+    connections: int = 2048
+    """Open at a time; at most half of the files that the process may open."""
+    drain_s: float = 10.0
+    """For the requests in flight when the server stops."""
+
+
+class RequestError(Exception):
+    """A request that the server refuses with an HTTP status and one sentence."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        """Refuse with ``status`` (4xx, or 503 for "later") and ``message``; ``headers`` go into the answer."""
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+
+
+class HttpServer:
+    """Listens while its ``async with`` block runs.
+
+    ::
+
+        async with HttpServer([web.get("/", show)], port=0) as server:
+            print(server.url)          # http://127.0.0.1:40123
+    """
+
+    def __init__(
+        self,
+        routes: Collection[web.RouteDef],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allowed_hosts: Collection[str] = (),
+        limits: Limits | None = None,
+        headers: Mapping[str, str] | None = None,
+        count: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """Serve ``routes``, whose handlers may raise ``RequestError``.
+
+        Args:
+            routes: such as ``web.post("/retrieve", retrieve)``. A POST is JSON; its handler calls ``read_body``.
+            host: a name or address of this machine.
+            port: 0 takes a free one.
+            allowed_hosts: further names by which clients reach the server, such as that of a proxy before it.
+            limits: of connections, bodies and times.
+            headers: of every answer.
+            count: is called with path and status of every answer.
+        """
+        self._host, self._port = host.strip("[]"), port
+        self._limits = limits or Limits()
+        self._headers = {**_HEADERS, **(headers or {})}
+        self._count = count
+        self._paths = sorted({route.path for route in routes})
+        self._names = {name.lower() for name in (*allowed_hosts, self._host, "localhost")}
+        self._is_ours = lru_cache(64)(self._names_this_server)  # clients repeat the header
+        app = web.Application(middlewares=[self._answer], client_max_size=self._limits.body_bytes)
+        app.add_routes(routes)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # stop the work for a client that closed the connection
+            access_log=None,  # would write 1,000 lines per second
+            logger=_connections_logger,
+            auto_decompress=False,
+            keepalive_timeout=self._limits.idle_s,  # it runs from the connection's start, too
+            shutdown_timeout=self._limits.drain_s,
+        )
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        """The address it listens on, without a path."""
+        assert self._listener is not None
+        host, port = self._listener.sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, idle or not."""
+        return len(self._runner.server.connections) if self._runner.server is not None else 0
+
+    async def __aenter__(self) -> Self:
+        """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
+        await self._runner.setup()
+        if not is_loopback(self._host):
+            self._names |= {socket.gethostname().lower(), (await asyncio.to_thread(socket.getfqdn)).lower()}
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connect, self._host, self._port, backlog=self._limits.connections
+            )
+        except (OSError, OverflowError) as error:
+            await self._runner.cleanup()
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"cannot listen on port {self._port} of {self._host}: {why}; choose another port or address"
+            ) from None
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Answer the requests in flight, for at most ``drain_s``, and stop."""
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    async def read_body(self, request: web.Request) -> bytes:
+        """Return the whole body of a request.
+
+        Raises:
+            RequestError: it is compressed, too large, too slow, or does not match its headers.
+        """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestError(415, "got a compressed body, expected plain application/json")
+        if (request.content_length or 0) > self._limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes)
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await request.read()
+        except TimeoutError:
+            raise RequestError(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
+        except web.RequestPayloadError:
+            raise RequestError(400, "the body does not match its headers") from None
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        """Return what serves a new connection."""
+        assert self._runner.server is not None
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = (
+            self._limits.connections if files == resource.RLIM_INFINITY else min(self._limits.connections, files // 2)
+        )
+        return self._runner.server() if self.num_connections < most else _Refusal()
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn every error into an answer, send the answer and count it."""
+        status = CLIENT_CLOSED
+        try:
+            response = await self._answer_or_refuse(request, handler)
+            response.headers.update(self._headers)
+            status = response.status
+        finally:
+            if self._count is not None:
+                self._count(request.path if request.path in self._paths else OTHER_PATH, status)
+        if request.transport is None:  # the client left
+            return response
+        late = asyncio.get_running_loop().call_later(self._limits.answer_s, request.transport.abort)  # it does not read
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        finally:
+            late.cancel()
+        return response
+
+    async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._guard(request)
+            return await handler(request)
+        except RequestError as error:
+            return refuse(error.status, str(error), error.headers)
+        except web.HTTPRequestEntityTooLarge:
+            return refuse(413, f"the body is larger than {self._limits.body_bytes} bytes; send several requests")
+        except web.HTTPMethodNotAllowed as error:
+            return refuse(405, f"{request.path} does not take {request.method}", {"Allow": error.headers["Allow"]})
+        except web.HTTPException as error:
+            path = shortened(request.path, _MAX_QUOTED)
+            return refuse(error.status, f"{path}: {error.reason}; expected one of {', '.join(self._paths)}")
+        except Exception:  # a boundary of the process: one request must not stop the others
+            logger.exception("a request failed")
+            return refuse(500, "the server has a bug; its log has the details")
+
+    def _guard(self, request: web.Request) -> None:
+        """Refuse what a browser sends for a page elsewhere, by a name that leads here or across origins."""
+        host = request.headers.get("Host", "")  # aiohttp refuses two
+        if not self._is_ours(host):
+            got = shortened(ascii(host), _MAX_QUOTED)
+            raise RequestError(403, f"got the host {got}, expected {self.url} or a name that this server was given")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.lower().partition("://")[2] != host.lower():
+            raise RequestError(403, f"a page of {shortened(ascii(origin), _MAX_QUOTED)} may not use this server")
+        is_known = request.match_info.http_exception is None  # else 404 or 405 follows
+        if is_known and request.method == "POST" and request.content_type != "application/json":
+            got = shortened(repr(request.content_type), _MAX_QUOTED)
+            raise RequestError(415, f"got content of type {got}, expected application/json")
+
+    def _names_this_server(self, host: str) -> bool:
+        """Whether a ``Host`` header names this server. An address does: whoever owns a name cannot make it one."""
+        if (match := _HOST.fullmatch(host)) is None:
+            return False
+        name = (match[1] or match[2]).lower().rstrip(".")
+        return name in self._names or is_loopback(name) or (not is_loopback(self._host) and _is_address(name))
+
+
+class _Refusal(asyncio.Protocol):
+    """Answers a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            f"Connection: close\r\nContent-Length: {len(_FULL)}\r\n\r\n"
+        )
+        transport.write(head.encode() + _FULL)
+        transport.close()
+
+
+def run_until_signal(server: AbstractAsyncContextManager[object], ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM, and call ``ready`` once the server listens. A second signal ends the process.
+
+    The process may open as many files as the system allows it to.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(server, ready))
+
+
+async def _serve(server: AbstractAsyncContextManager[object], ready: Callable[[], None]) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        ready()
+        await stopped.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return the answer that refuses a request."""
+    return web.json_response({"error": message}, status=status, headers=headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: ``is_loopback("127.0.0.1")``, ``is_loopback("localhost")``."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Watchdog: finds the actors that hang and ends them, whatever the owner of the fleet waits for meanwhile.
+
+::
+
+    actor ── answers a question that its work does not block ──┐
+      └───── beats while it loads, in Ray's key-value store ───┴─► Watchdog, a thread ──► Finding ──► the fleet
+                                                                     └─► ray.kill, if it shows no life for too long
+
+An actor that is killed fails its open calls, so every wait on an actor ends about ``hang_timeout_s`` after it stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+from ragr1_actors.core.config import FaultToleranceSettings
+
+Key = TypeVar("Key", bound=Hashable)
+
+HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
+"""Of a fleet without a recipe, such as that of ``ragr1 index serve``."""
+LOOK_S = 1.0
+"""Between two looks at the actors."""
+_BEAT_S = 2.0
+_NAMESPACE = "ragr1_beats"
+
+
+@contextlib.contextmanager
+def beating(first_s: float = 0.0) -> Iterator[None]:
+    """Show life while the block runs in an actor that cannot answer meanwhile: it loads, or copies all weights.
+
+    A thread writes; it gets Python's lock between two steps of an import or a copy (0.6 s at most, measured while
+    torch, transformers, DeepSpeed, faiss and vLLM were imported on two cores). ``first_s`` is the time of the first
+    beat: a block that ends before writes nothing.
+    """
+    actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    if actor_id is None:  # not in an actor: nothing watches
+        yield
+        return
+    key, has_ended = _key(actor_id), threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not has_ended.wait(_BEAT_S if count else first_s):
+            count += 1
+            with contextlib.suppress(RayError):  # the head does not answer: its next beat may
+                _internal_kv_put(key, f"{os.getpid()} {count}", namespace=_NAMESPACE)
+        if count:
+            with contextlib.suppress(RayError):
+                _internal_kv_del(key, namespace=_NAMESPACE)
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _key(actor_id: str) -> str:
+    return f"beat {actor_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a watchdog found out about an actor: one of the three."""
+
+    answer: Any = None
+    """Its answer to the question."""
+    error: RayError | None = None
+    """It is dead, or its answer was an error. Told once until it answers again."""
+    silent_s: float = 0.0
+    """It has shown no life for so many seconds, and is killed now. Ray restarts it if it has restarts left."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    actor: Any
+    alive_at: float | None = None
+    """Its last sign of life on the watchdog's clock; None before the first in this life: it may have no room yet."""
+    asked_at: float = 0.0
+    call: Any = None
+    beat: bytes | None = None
+    is_out: bool = False
+    """It was dead at the last look."""
+
+
+class Watchdog(Generic[Key]):
+    """A thread that asks actors whether they are alive, and kills those that show no life for ``hang_timeout_s``."""
+
+    def __init__(
+        self,
+        ask: Callable[[Any], Any],
+        tell: Callable[[Key, Finding], None],
+        hang_timeout_s: float,
+        *,
+        interval_s: float = LOOK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Watch nothing yet; ``start`` starts the thread.
+
+        Args:
+            ask: given an actor, calls its method that answers whatever it works on; returns the reference.
+            tell: called in the watchdog's thread with the key of an actor and each finding, a hang before the kill.
+            hang_timeout_s: longest silence.
+            interval_s: between two questions to an actor that answers.
+            clock: returns seconds.
+        """
+        self._ask, self._tell, self._clock = ask, tell, clock
+        self._hang_timeout_s, self._interval_s = hang_timeout_s, interval_s
+        self._watched: dict[Key, _Watched] = {}
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
+        self._looked_at = clock()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> Self:
+        """Look at the actors about once a second from now on, in a thread."""
+        self._thread.start()
+        return self
+
+    def watch(self, key: Key, actor: Any) -> None:
+        """Watch an actor from now on; it may still wait for room or load."""
+        with self._lock:
+            self._watched[key] = _Watched(actor)
+
+    def forget(self, key: Key) -> None:
+        """Watch an actor no more; it is no error if it is not watched."""
+        with self._lock:
+            self._watched.pop(key, None)
+
+    def stop(self) -> None:
+        """Watch nothing any more, and return once the thread has ended."""
+        self._has_ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(LOOK_S) and ray.is_initialized():
+            self.look()
+
+    def look(self) -> None:
+        """Look at every actor once."""
+        now = self._clock()
+        # Ctrl-Z, a suspended machine, or a head node that did not answer: nothing was seen of the actors meanwhile
+        unseen_s = max(0.0, now - self._looked_at - 2 * LOOK_S)
+        with self._lock:
+            watched = dict(self._watched)
+        for key, actor in watched.items():
+            if actor.alive_at is not None:
+                actor.alive_at += unseen_s
+            with contextlib.suppress(RayError):  # the head does not answer, so nothing can be said
+                for finding in self._examine(actor, now):
+                    if self._has_ended.is_set() or not self._is_watched(key, actor):
+                        break
+                    self._tell(key, finding)
+                    if finding.silent_s:
+                        self._end(actor)
+        self._looked_at = now
+
+    def _is_watched(self, key: Key, actor: _Watched) -> bool:
+        with self._lock:
+            return self._watched.get(key) is actor
+
+    def _examine(self, actor: _Watched, now: float) -> Iterator[Finding]:
+        if actor.call is None and (actor.alive_at is None or actor.is_out or now - actor.asked_at >= self._interval_s):
+            actor.call, actor.asked_at = self._ask(actor.actor), now
+        if actor.call is None:
+            return
+        if ray.wait([actor.call], timeout=0)[0]:
+            call, actor.call = actor.call, None
+            try:
+                answer = ray.get(call)
+            except RayError as error:  # Ray refuses calls until the actor has loaded again: beats tell how that goes
+                if not actor.is_out:
+                    _forget_beat(actor)
+                    actor.is_out, actor.alive_at = True, None
+                    yield Finding(error=error)
+            else:
+                actor.is_out, actor.alive_at, actor.beat = False, now, None
+                yield Finding(answer=answer)
+                return
+        beat = _internal_kv_get(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
+        if beat not in (None, actor.beat):
+            actor.beat, actor.alive_at = beat, now
+        if actor.alive_at is not None and now - actor.alive_at > self._hang_timeout_s:
+            yield Finding(silent_s=now - actor.alive_at)
+
+    def _end(self, actor: _Watched) -> None:
+        ray.kill(actor.actor, no_restart=False)
+        _forget_beat(actor)
+        actor.call, actor.alive_at, actor.is_out = None, None, True
+
+
+def _forget_beat(actor: _Watched) -> None:
+    """Drop what the process that ended wrote last: nobody else does, and its successor may have to wait for room."""
+    _internal_kv_del(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
+    actor.beat = None

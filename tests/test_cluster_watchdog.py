@@ -1,0 +1,199 @@
+"""Watchdog: what is a hang of an actor, and what is not. The clock is the test's; the processes are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ray._private.state import state
+from ray.experimental.internal_kv import _internal_kv_get
+
+from cluster import watchdog
+from cluster.watchdog import LOOK_S, Finding, Watchdog, beating
+
+pytestmark = pytest.mark.ray
+
+HANG_TIMEOUT_S = 20.0
+WAIT_S = 600.0
+
+
+class Loader:
+    """Loads for as long as a file is there, and shows life meanwhile."""
+
+    def __init__(self, hold: Path) -> None:
+        with beating():
+            while hold.exists():
+                time.sleep(0.05)
+
+    def pulse(self) -> int:
+        return os.getpid()
+
+
+class World:
+    """A watchdog over one actor, on a clock that goes on by a second at each look."""
+
+    def __init__(self, ray: ModuleType, hold: Path, num_cpus: float = 0.0) -> None:
+        self.ray, self.now, self.found = ray, 100.0, list[Finding]()
+        options = {"num_cpus": num_cpus, "max_restarts": -1, "max_task_retries": 0}
+        self.actor: Any = ray.remote(Loader).options(**options).remote(hold)
+        self.watchdog = Watchdog[str](
+            lambda actor: actor.pulse.remote(),
+            lambda name, finding: self.found.append(finding),
+            HANG_TIMEOUT_S,
+            clock=lambda: self.now,
+        )
+        self.watchdog.watch("loader", self.actor)
+
+    @property
+    def hangs(self) -> list[float]:
+        return [finding.silent_s for finding in self.found if finding.silent_s]
+
+    def look(self, seconds: float = LOOK_S) -> None:
+        self.now += seconds
+        self.watchdog.look()
+
+    def answers(self) -> list[int]:
+        return [finding.answer for finding in self.found if finding.answer is not None]
+
+    def until_answer(self, besides: tuple[int, ...] = ()) -> int:
+        """Look until another process than ``besides`` has answered; the clock stands, so that nothing is a hang."""
+        deadline = time.monotonic() + WAIT_S
+        while not set(self.answers()) - set(besides):
+            assert time.monotonic() < deadline
+            self.watchdog.look()
+            time.sleep(0.02)
+        return next(pid for pid in self.answers() if pid not in besides)
+
+    def beat(self) -> bytes | None:
+        found: bytes | None = _internal_kv_get(watchdog._key(self.actor._actor_id.hex()), namespace=watchdog._NAMESPACE)
+        return found
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    return tmp_path / "loading"
+
+
+@pytest.fixture
+def world(ray_local: ModuleType, hold: Path) -> Iterator[World]:
+    world = World(ray_local, hold)
+    yield world
+    ray_local.kill(world.actor)
+
+
+def test_an_actor_that_is_stopped_is_ended_and_comes_back(world: World) -> None:
+    pid = world.until_answer()
+    os.kill(pid, signal.SIGSTOP)
+    while not world.hangs:
+        world.look()
+    assert world.hangs == [HANG_TIMEOUT_S + 1]
+    assert world.until_answer((pid,)) != pid
+    assert len(world.hangs) == 1
+
+
+def test_an_actor_that_goes_on_in_time_is_left_alone(world: World) -> None:
+    pid = world.until_answer()
+    for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(round(HANG_TIMEOUT_S) - 1):
+            world.look()
+        os.kill(pid, signal.SIGCONT)
+        world.found.clear()
+        world.until_answer()
+    assert not world.hangs
+    assert set(world.answers()) == {pid}
+
+
+def test_an_actor_that_is_stopped_while_it_loads_is_ended_and_loads_again(ray_local: ModuleType, hold: Path) -> None:
+    hold.touch()
+    world = World(ray_local, hold)
+    deadline = time.monotonic() + WAIT_S
+    while world.beat() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = state.actor_table(world.actor._actor_id.hex())["Pid"]
+    os.kill(pid, signal.SIGSTOP)
+    while not world.hangs:
+        world.look()
+    hold.unlink()
+    assert world.until_answer((pid,)) != pid
+    assert len(world.hangs) == 1
+    ray_local.kill(world.actor)
+
+
+def test_an_actor_that_loads_for_long_is_left_alone(ray_local: ModuleType, hold: Path) -> None:
+    hold.touch()
+    world = World(ray_local, hold)
+    beats = set()
+    deadline = time.monotonic() + WAIT_S
+    while len(beats) < 3:
+        assert time.monotonic() < deadline
+        if (beat := world.beat()) not in beats | {None}:
+            beats.add(beat)
+            for _ in range(round(HANG_TIMEOUT_S) - 1):
+                world.look()
+        time.sleep(0.02)
+    hold.unlink()
+    world.until_answer()
+    assert not world.hangs
+    ray_local.kill(world.actor)
+
+
+def test_an_actor_without_room_may_wait(ray_local: ModuleType, hold: Path) -> None:
+    world = World(ray_local, hold, num_cpus=1_000)
+    for _ in range(10 * round(HANG_TIMEOUT_S)):
+        world.look()
+    assert world.found == []
+    ray_local.kill(world.actor)
+
+
+def test_a_driver_that_stood_still_blames_no_actor(world: World) -> None:
+    pid = world.until_answer()
+    os.kill(pid, signal.SIGSTOP)
+    world.look()
+    world.look(10 * HANG_TIMEOUT_S)
+    world.look()
+    assert not world.hangs
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_death_is_told_once_and_an_old_beat_is_no_life(ray_local: ModuleType, hold: Path) -> None:
+    hold.touch()
+    world = World(ray_local, hold)
+    deadline = time.monotonic() + WAIT_S
+    while world.beat() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    hold.unlink()
+    pid = world.until_answer()
+    os.kill(pid, signal.SIGKILL)
+    world.look()  # asks
+    world.until_answer((pid,))
+    assert [type(finding.error).__name__ for finding in world.found if finding.error] in (
+        ["ActorUnavailableError"],
+        ["ActorDiedError"],
+    )
+    assert world.beat() is None, "what has loaded beats no more"
+    ray_local.kill(world.actor)
+
+
+def test_an_actor_that_is_forgotten_is_not_ended(world: World) -> None:
+    pid = world.until_answer()
+    world.watchdog.forget("loader")
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(3 * round(HANG_TIMEOUT_S)):
+        world.look()
+    os.kill(pid, signal.SIGCONT)
+    assert world.ray.get(world.actor.pulse.remote()) == pid
+    assert not world.hangs
+
+
+def test_beating_does_nothing_outside_an_actor(ray_local: ModuleType) -> None:
+    with beating():
+        pass
