@@ -21,12 +21,8 @@ from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
-<<<<<<< HEAD
-from ragr1_actors.core.resolve import override, read_recipe, resolve
-=======
 from ragr1_actors.core.folders import warn_of_unlisted
-from ragr1_actors.core.resolve import override, resolve
->>>>>>> main
+from ragr1_actors.core.resolve import override, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint

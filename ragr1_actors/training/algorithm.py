@@ -45,13 +45,9 @@ from ragr1_actors.core.files import (
     reply_to,
     write_json,
 )
-<<<<<<< HEAD
-from ragr1_actors.core.folders import AnyFolder, Sink, part_of
-from ragr1_actors.core.resolve import MIXTURE
-=======
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of, warn_of_unlisted
 from ragr1_actors.core.models.model_files import ADVICE
->>>>>>> main
+from ragr1_actors.core.resolve import MIXTURE
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
