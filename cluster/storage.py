@@ -52,7 +52,7 @@ _EXPECTED = f"expected one {_EXAMPLE}"
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_OPEN_SECRET = re.compile(r"[^/\s?#@]*:(?!\d+/)\S*@")
+_OPEN_SECRET = re.compile(r"[^/\s?#@:]*+:(?!\d+/)\S*@")
 """User and secret where the secret has a ``/``, ``?`` or ``#`` that should have been ``%2F``, ``%3F`` or ``%23``."""
 
 

@@ -37,9 +37,8 @@ _END_OF_QUERY: dict[QueryFormat, re.Pattern[str]] = {
     "comma": re.compile(r",|</search>"),
     "single": re.compile("</search>"),
 }
-_STRING = r'("(?:[^"\\]|\\.)*+")'
-_FIRST_STRING = re.compile(r"\s*+\[\s*+" + _STRING, re.DOTALL)
-_NEXT_STRING = re.compile(r"\s*+,\s*+" + _STRING, re.DOTALL)
+_BLANKS = re.compile(r"\s*+")
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
 # Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -159,13 +158,13 @@ class QueryStream:
     ``feed("<search>Ana")`` is ``[]``, then ``feed("<search>Ana Bell\nBo")`` is ``["Ana Bell"]``, and
     ``feed("<search>Ana Bell\nBo Cole</search>")`` is ``["Bo Cole"]``: together what ``parse_action`` reads of it all.
 
-    A hint only: the turn may still become malformed. No text is read twice but a JSON string that has not ended.
+    A hint only: the turn may still become malformed. No text is read twice.
     """
 
     def __init__(self, query_format: QueryFormat) -> None:
         """Start in front of a turn."""
         self._end_of_query = _END_OF_QUERY.get(query_format)  # None for JSON
-        self._next_string = _FIRST_STRING
+        self._marks = '["'  # of JSON: what comes before the next string; empty inside one
         self._state = "outside"  # or think, search, answer, done
         self._position = 0  # the text before it has been read
         self._start = 0  # of the query that is being read
@@ -213,12 +212,21 @@ class QueryStream:
         return True
 
     def _read_string(self, text: str, found: list[str]) -> bool:
-        string = self._next_string.match(text, self._position)
-        if string is None:
+        """Read up to the next mark, or to the end of a string."""
+        unread = _BLANKS if self._marks else _IN_STRING
+        self._position = unread.match(text, self._position).end()  # type: ignore[union-attr]  # both match nothing, too
+        if self._position == len(text):
             return False
-        self._position, self._next_string = string.end(), _NEXT_STRING
+        if not text.startswith(self._marks[:1] or '"', self._position):  # no list of strings, or half an escape
+            self._state = "done" if self._marks else self._state
+            return False
+        self._position += 1
+        if self._marks:
+            self._start, self._marks = self._position - 1, self._marks[1:]
+            return True
+        self._marks = ',"'
         try:
-            found.append(json.loads(string[1]))
+            found.append(json.loads(text[self._start : self._position]))
         except ValueError:
             self._state = "done"
         return True

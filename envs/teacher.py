@@ -46,11 +46,10 @@ _TAGS = {
 """Tags of R1-Searcher, Hermes and ReSearch."""
 _TEACHER = ("assistant", "gpt")
 _USER = ("user", "human")
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_INFORMATION = re.compile(r"\s*<information>.*?</information>\s*", re.DOTALL)
-_QUESTION = re.compile(r"Question:[ \t]*(.+?)[ \t]*(?=\n|</?(?:think|search|information|answer)>|$)")
+# Each of these reads a text once, whatever is in it: files of other people may be of one line of a gigabyte.
+_QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
-_TURN = re.compile(r".*?</(?:search|answer)>", re.DOTALL)
+_END_OF_TURN = re.compile(r"(?<=</search>)|(?<=</answer>)")
 
 
 def load_demonstrations(
@@ -99,16 +98,36 @@ def load_demonstrations(
 def _read(record: Record, query_format: QueryFormat) -> tuple[str, tuple[str, ...]]:
     """Return the question, and the teacher's turns."""
     asked, written = _dialogue(record, query_format)
-    asked = _INFORMATION.sub("", _as_our_tags(asked, query_format, record.where, is_prompt=True))
+    asked = _without_documents(_as_our_tags(asked, query_format, record.where, is_prompt=True))
     question = record.fields.get("question")
     if question is None:  # the last one: a prompt may have an example before it
         found = max(_QUESTION.finditer(asked), key=lambda match: match.start(), default=None)
-        question, before = (found[1], asked[found.end() :]) if found else (asked, "")
+        question, before = (found[1].rstrip(" \t"), asked[found.end() :]) if found else (asked, "")
     else:
         before = asked.partition(question)[2] if isinstance(question, str) and question else asked
     earlier = _FIRST_TAG.search(before)
-    text = _INFORMATION.sub("", _as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
-    return question, tuple(turn.strip() for turn in _TURN.findall(text))
+    text = _without_documents(_as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
+    return question, tuple(turn.strip() for turn in _END_OF_TURN.split(text)[:-1])
+
+
+def _split_tags(text: str, tag: str) -> tuple[list[str], list[str]]:
+    """Return what is outside of a tag, ``[n + 1]``, and what is inside, ``[n]``; a tag that is not closed is text."""
+    outside, inside, position = [], [], 0
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
+        outside.append(text[position:start])
+        inside.append(text[start + len(opening) : end])
+        position = end + len(closing)
+    return [*outside, text[position:]], inside
+
+
+def _without_documents(text: str) -> str:
+    """Leave out what was retrieved, and the white space around it."""
+    first, *rest = _split_tags(text, "information")[0]
+    if not rest:
+        return text
+    *between, last = rest
+    return "".join([first.rstrip(), *(part.strip() for part in between), last.lstrip()])
 
 
 def _dialogue(record: Record, query_format: QueryFormat) -> tuple[str, str]:
@@ -147,12 +166,14 @@ def _as_our_tags(text: str, query_format: QueryFormat, where: str, *, is_prompt:
     for theirs, ours in _TAGS.items():
         text = text.replace(theirs, ours)
 
-    def search(call: re.Match[str]) -> str:
-        if is_prompt and not _is_json(call[1]):  # a prompt may say how a call is written
-            return call[0]
-        return _search(_parsed(call[1], where), query_format, where)
-
-    return _TOOL_CALL.sub(search, text)
+    (first, *rest), calls = _split_tags(text, "tool_call")
+    written = [first]
+    for call, after in zip(calls, rest, strict=True):
+        if is_prompt and not _is_json(call):  # a prompt may say how a call is written
+            written += (f"<tool_call>{call}</tool_call>", after)
+        else:
+            written += (_search(_parsed(call, where), query_format, where), after)
+    return "".join(written)
 
 
 def _is_json(text: str) -> bool:

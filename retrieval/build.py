@@ -27,6 +27,7 @@ from rich.console import Console
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
 from ragr1_actors.core.files import fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
 from ragr1_actors.core.progress_bar import progress_bar
+from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
 from retrieval.corpora.text import valid_unicode
@@ -49,7 +50,6 @@ from retrieval.indexes.manifest import (
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
 
-STATIC = "static"
 ARGUMENTS_FILE = "arguments.json"
 _LOCK_FILE = "lock"
 _STORE_FOLDER = "embeddings"
@@ -118,8 +118,8 @@ def build_index(
     _check_free(out_dir)
     if index_type == BM25:
         encoder = ""
-    elif encoder not in ("", STATIC) and Path(encoder).is_dir():
-        encoder = str(Path(encoder).resolve())  # the index may be opened from another working directory
+    elif (folder := named_folder(encoder, STATIC)) is not None:
+        encoder = str(folder.resolve())  # the index may be opened from another working directory
     arguments = BuildArguments(encoder, index_type, vector_type, num_shards, dict(options or {}), seed)
     try:
         with _work_directory(out_dir, arguments, restart) as directory:

@@ -60,7 +60,7 @@ class EncoderShape:
         Raises:
             ConfigError: neither; its sizes are not known.
         """
-        if name in ENCODERS:
+        if name in ENCODERS and not Path(name).is_dir():  # a folder is what is loaded
             return cls(*ENCODERS[name])
         path = Path(name) / "config.json"
         try:

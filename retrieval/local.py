@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
 from ragr1_actors.core.folders import Folder
-from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import RetrievalRecord
 from retrieval.base import RETRIEVERS, SHARED_KEYS, Hits, Passage, Retriever
@@ -60,8 +60,9 @@ def named_index(settings: RetrievalSettings) -> Path:
 def _is_encoder_of(manifest: Manifest, name: str) -> bool:
     """Whether an index was built with an encoder; a folder may have been given by any path or link to it."""
     if manifest.encoder == ENCODER_FOLDER:
-        return name in ("static", ENCODER_FOLDER)
-    return name == manifest.encoder or Path(name).resolve().name == Path(manifest.encoder).name
+        return name in (STATIC, ENCODER_FOLDER)
+    path = path_of(name, STATIC)
+    return path is not None and (name == manifest.encoder or path.resolve().name == Path(manifest.encoder).name)
 
 
 class LocalRetriever:

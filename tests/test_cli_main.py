@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -21,8 +22,10 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import Comparison, app, describe_start, how_to_continue, render_comparison
+from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import change_learners, create_run_directory, open_run_directory
+from ragr1_actors.runs.run_directory import change_learners, check_recipe, create_run_directory, open_run_directory
+from ragr1_actors.runs.starts import STARTS_FILE, append_start, this_start
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -154,6 +157,37 @@ def test_a_resumed_run_takes_other_learners_and_nothing_else(tmp_path: Path, ove
     create_run_directory(config, tmp_path)
     assert message in invoke("train", "quickstart", "--resume", "--run-dir", str(tmp_path), override)
     assert open_run_directory(tmp_path) == config
+
+
+def test_a_run_goes_on_by_its_own_recipe_only(tmp_path: Path) -> None:
+    """An engine that does not exist stands for training: it is refused after the recipe."""
+    own, run_dir = tmp_path / "own.yaml", tmp_path / "run"
+    own.write_text("training: {lr: 0.5, num_iterations: 3}")
+    words = [str(own), "debugging.seed=7", "env_runners.engine=nonsense"]
+    create_run_directory(AlgorithmConfig.from_recipe(words[0]).override(words[1:]).freeze(), run_dir)
+    append_start(run_dir, this_start(words))
+
+    def resume(recipe: str, *overrides: str) -> str:
+        return invoke("train", recipe, *overrides, "--resume", "--run-dir", str(run_dir))
+
+    for overrides in ((), ("debugging.seed=7",), tuple(words[1:]), ("learners.num_learners=0",)):
+        assert resume(str(own), *overrides).startswith("error: env_runners.engine: got 'nonsense'")
+    assert "got debugging.seed; a resumed run keeps its configuration" in resume(str(own), "debugging.seed=8")
+    assert "unknown recipe 'mine'" in resume("mine")
+    other = tmp_path / "other.yaml"
+    other.write_text("training: {lr: 0.25, num_iterations: 3}")
+    assert resume(str(other)) == (
+        f"error: {run_dir} was started by {' '.join(words)}, and {other} has another training.lr; name its own recipe, "
+        "or start another run in another --run-dir"
+    )
+    assert re.search(r" has another (\w+\.\w+ and ){3}\d+ other keys; ", resume("quickstart"))
+    own.write_text(other.read_text())  # it was changed since
+    assert "has another training.lr;" in resume(str(own))
+    (run_dir / STARTS_FILE).unlink()  # as in a run of the Python interface
+    assert resume("quickstart").startswith("error: env_runners.engine: got 'nonsense'")
+    note = check_recipe(find_place(run_dir), open_run_directory(run_dir), "quickstart")
+    assert note.startswith("quickstart has another ")
+    assert note.endswith(" than the run, which goes on with its own configuration")
 
 
 def test_other_learners_are_kept_in_the_runs_configuration(tmp_path: Path) -> None:

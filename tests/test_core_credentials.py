@@ -73,3 +73,12 @@ def test_names_of_variables_and_other_words_are_no_secrets() -> None:
         assert not is_secret(name)
     for name in ("key", "API-KEY", "access_token", "Cookie", "client.secret", "sig"):
         assert is_secret(name)
+
+
+@pytest.mark.timeout(60)  # for each of these a pattern that goes back took hours
+@pytest.mark.parametrize("unit", ["a", "?", "&", "http://a:b,", "http://", "https://a", "://", ":", "a.", "a@", " "])
+def test_a_long_text_is_read_once(unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))
+    assert not is_secret(text)
+    refuse_credentials(text, "--run-dir")
+    refuse_credentials(f"s3://{text} s3://x", "--run-dir")

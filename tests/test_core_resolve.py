@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from small_world import invoke
 
-from ragr1_actors.core.errors import ConfigError, RunDirectoryError
-from ragr1_actors.core.resolve import recipe_descriptions, recipe_names
-from ragr1_actors.runs.run_directory import open_run_directory
+from envs.tasks.published_sets import load_set
+from ragr1_actors.cli.view import tokenizer_folders
+from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
+from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
+from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_names
+from ragr1_actors.runs.places import LocalPlace
+from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.planning.plan import count_passages
+from ragr1_actors.training.planning.preflight import check_names
+from retrieval.base import Passage
+from retrieval.build import build_index
+from retrieval.capacity import EncoderShape
 
 LONG = "x" * 300
+ENDPOINT = ("--endpoint", "http://127.0.0.1:1/v1", "--model", "m")
 
 
 def refusal(text: str | bytes, directory: Path) -> str:
@@ -69,20 +83,69 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     assert AlgorithmConfig.from_recipe(str(path)).freeze().training.lr == 0.5
 
 
-def test_names_that_are_too_long_for_a_file(tmp_path: Path) -> None:
-    for refused in (
-        invoke("train", f"{LONG}.yaml"),
-        invoke("train", LONG),
-        invoke("train", "quickstart", "--run-dir", str(tmp_path / LONG)),
-        invoke("train", "quickstart", "--run-dir", str(tmp_path / LONG), "--resume"),
-        invoke("train", "quickstart", f"environment.tasks={LONG}", "--run-dir", str(tmp_path / "run")),
-        invoke("train", "quickstart", f"policy.model={LONG}", "--run-dir", str(tmp_path / "run")),
-        invoke("ask", str(tmp_path / LONG), "Where?"),
-    ):
-        assert refused.startswith("error: "), refused
-        assert "too long" in refused or "unknown recipe" in refused
-        assert "\n" not in refused
-    assert list(tmp_path.iterdir()) == []
+TRAIN = ("train", "quickstart", "--run-dir", "run")
+TAKES_PATH = [
+    ("train", "PATH.yaml"),
+    ("train", "quickstart", "--run-dir", "PATH"),
+    ("train", "quickstart", "--run-dir", "PATH", "--resume"),
+    ("train", "quickstart", "--run-dir", "PATH", "--auto-resume"),
+    ("train", "quickstart", "--run-dir", "file://HERE/PATH"),
+    *((*TRAIN, f"{key}=PATH") for key in ("environment.tasks", "environment.eval_tasks", "sft.demonstrations")),
+    *((*TRAIN, f"{key}=PATH") for key in ("policy.model", "retrieval.corpus", "retrieval.index")),
+    ("evaluate", *ENDPOINT, "--tasks", "tasks.jsonl", "retrieval.type=replay", "retrieval.options={run: PATH}"),
+    ("claims", "--run-dir", "PATH"),
+    ("plan", "PATH.yaml"),
+    ("plan", "quickstart", "policy.model=PATH/x"),
+    ("simulate", "PATH.yaml"),
+    ("simulate", "quickstart", "--from", "PATH"),
+    ("scale", "PATH", "--runners", "2"),
+    ("submit", "quickstart", "--address", "http://127.0.0.1:1", "--working-dir", "PATH"),
+    ("chaos", "quickstart", "--run-dir", "PATH"),
+    ("chaos", "--run", "PATH"),
+    ("evaluate", "PATH"),
+    ("evaluate", "PATH", "--recipe", "quickstart"),
+    ("evaluate", "RUN", "--recipe", "PATH.yaml"),
+    *(("evaluate", *ENDPOINT, option, "PATH") for option in ("--tasks", "--prompt", "--against")),
+    ("evaluate", *ENDPOINT, "--tasks", "tasks.jsonl", "--out", "PATH/out.jsonl"),
+    ("evaluate", *ENDPOINT, "--tasks", "tasks.jsonl", "--out", "PATH"),
+    ("evaluate", *ENDPOINT, "--tasks", "tasks.jsonl", "--index", "PATH"),
+    ("evaluate", *ENDPOINT, "--tasks", "nq", "--data", "PATH"),
+    ("select", "PATH/x", "--tasks", "tasks.jsonl", "--out", "out.jsonl"),
+    ("select", "quickstart", "--tasks", "PATH", "--out", "out.jsonl"),
+    ("select", "quickstart", "--tasks", "tasks.jsonl", "--out", "PATH"),
+    ("select", "quickstart", "--tasks", "tasks.jsonl", "--out", "out.jsonl", "--index", "PATH"),
+    ("ask", "PATH", "Where?"),
+    ("view", "PATH"),
+    ("report", "PATH"),
+    ("report", "RUN", "--html", "--out", "PATH"),
+    ("index", "build", "--corpus", "PATH", "--out", "index"),
+    ("index", "build", "--corpus", "tasks.jsonl", "--out", "PATH"),
+    ("index", "build", "--corpus", "corpus.jsonl", "--out", "index", "--encoder", "PATH/x/y"),
+    ("index", "info", "PATH"),
+    ("index", "search", "PATH", "riga"),
+    ("index", "eval", "PATH", "--tasks", "tasks.jsonl"),
+    ("index", "eval", "index", "--tasks", "PATH"),
+    ("index", "audit", "PATH", "--tasks", "tasks.jsonl"),
+    ("index", "serve", "PATH", "--port", "0"),
+]
+
+
+@pytest.mark.parametrize("path", [LONG, "tasks.jsonl/x", "a\0b"], ids=["long", "below a file", "nul"])
+@pytest.mark.parametrize("arguments", TAKES_PATH, ids=" ".join)
+def test_a_path_that_cannot_be_is_one_sentence(
+    arguments: tuple[str, ...], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"question": "Where is Riga?", "answer": "Latvia"}')
+    Path("corpus.jsonl").write_text('{"id": "a", "title": "Riga", "text": "Riga lies in Latvia."}')
+    create_run_directory(AlgorithmConfig().freeze(), "run" if "RUN" in arguments else "other")
+    named = {"RUN": "run", "PATH": path, "HERE": str(tmp_path)}
+    before = sorted(Path.cwd().rglob("*"))
+    said = invoke(*(reduce(lambda word, name: word.replace(name, named[name]), named, word) for word in arguments))
+    assert said.startswith("error: "), said
+    assert "\n" not in said
+    assert len(said) < 900
+    assert sorted(Path.cwd().rglob("*")) == before
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 20_000, b"a: 2024-13-45", b"a: " + b"1" * 5000])
@@ -119,3 +182,82 @@ def test_every_recipe_says_what_it_is() -> None:
     assert described["quickstart"].startswith("A small model from nothing")
     printed = " ".join(invoke("recipes").split())
     assert "quickstart A small model from nothing" in printed
+
+
+def check_key(name: str) -> Callable[[str], object]:
+    return lambda value: check_names(AlgorithmConfig().override([f"{name}={value}"]).freeze())
+
+
+def build_by(encoder: str) -> None:
+    build_index([Passage("a", "Riga", "Riga lies in Latvia.", 0.0)], mkdtemp(dir="."), encoder=encoder, progress=False)
+
+
+def count_by(corpus: str) -> None:
+    assert count_passages(AlgorithmConfig().retrieval(corpus=corpus).freeze()) > 1  # the line of the file is one
+
+
+def select_by(source: str) -> None:
+    Path("tasks.jsonl").write_text('{"question": "Where is Riga?", "answer": "Latvia"}')
+    said = invoke("select", source, "--tasks", "tasks.jsonl", "--out", "out.jsonl", "training.lrr=1")
+    if "did you mean 'lr'?" not in said:  # the recipe was read before
+        raise ConfigError(said)
+
+
+def load_published(name: str) -> None:
+    Path("sets").mkdir(exist_ok=True)
+    Path("sets", "nq.jsonl").write_text('{"question": "Where is Riga?", "golden_answers": ["Latvia"]}')
+    load_set(name, Path("sets"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize(
+    ("word", "use"),
+    [
+        ("tiny", check_key("policy.model")),
+        ("world", check_key("environment.tasks")),
+        ("world", count_by),
+        ("correct", check_key("sft.demonstrations")),
+        ("mixture", check_key("sft.demonstrations")),
+        pytest.param("static", build_by, marks=pytest.mark.engine),
+        ("nq", load_published),
+        ("quickstart", read_recipe),
+        ("quickstart", select_by),
+    ],
+)
+def test_a_known_word_wins_over_a_file_of_its_name(
+    word: str, use: Callable[[str], object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the current folder is nonsense here: a file that says nothing, or a folder without anything."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "folder":
+        Path(word).mkdir()
+    else:
+        Path(word).write_bytes(b"\xff")
+    use(word)
+    with pytest.raises((UserError, AssertionError)):
+        use(f"./{word}")
+
+
+def test_the_viewer_and_an_index_know_a_word_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path("tiny") not in tokenizer_folders(LocalPlace(tmp_path / "run"), "tiny")
+    assert Path("tiny") in tokenizer_folders(LocalPlace(tmp_path / "run"), "./tiny")
+
+
+def test_a_folder_wins_over_a_hub_name_as_it_does_where_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, encoder = "Qwen/Qwen2.5-7B", "BAAI/bge-large-en-v1.5"
+    known = ModelShape.of(model), EncoderShape.of(encoder)
+    for name in (model, encoder):
+        Path(name).mkdir(parents=True)
+    Path(model, "config.json").write_text(json.dumps(dict(HUB_CONFIGS["Qwen/Qwen2.5-0.5B"])))
+    Path(encoder, "config.json").write_text(
+        json.dumps(
+            {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+            | {"vocab_size": 9, "max_position_embeddings": 9}
+        )
+    )
+    assert ModelShape.of(model) == ModelShape.from_config(HUB_CONFIGS["Qwen/Qwen2.5-0.5B"], "") != known[0]
+    assert EncoderShape.of(encoder).dimension == 8 != known[1].dimension

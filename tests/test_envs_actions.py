@@ -271,3 +271,12 @@ def test_a_million_texts_break_nothing() -> None:
         names[type(check(completion, query_format, 1 + index // 16 % 3))] += 1
         QueryStream(query_format).feed(completion)
     assert min(names.values()) > 50_000, names
+
+
+@pytest.mark.timeout(60)  # reading again from the string's or the list's beginning took hours
+@pytest.mark.parametrize("beginning", ['["', "[", '["a",', '["a"', ""])
+def test_the_stream_of_a_turn_reads_nothing_twice(beginning: str) -> None:
+    stream = QueryStream("json")
+    text = "<search>" + beginning + ("a" if beginning.endswith('["') else " ") * 1_000_000
+    found = [query for _ in range(20_000) for query in stream.feed(text)]  # as many tokens, if they were empty
+    assert found == (["a"] if '"a"' in beginning else [])

@@ -148,3 +148,12 @@ def test_several_queries_need_a_format_that_takes_them(tmp_path: Path) -> None:
 def test_a_file_without_a_finished_demonstration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of 1 demonstrations has a question, an answer and an end"):
         load(tmp_path, {"instruction": PROMPT, "output": SEARCH})
+
+
+@pytest.mark.timeout(60)  # for each of these a pattern that goes back took hours
+@pytest.mark.parametrize("unit", ["a", " ", "Question: ", "<tool_call>", "<information>", "<search>", "<answer> "])
+def test_a_long_demonstration_is_read_once(unit: str, tmp_path: Path) -> None:
+    text = unit * (1_000_000 // len(unit))
+    asked = "" if unit in ("<search>", "<answer> ") else text  # they would begin the first turn
+    _, turns_of = load(tmp_path, {"instruction": f"{PROMPT}{asked}b", "input": "", "output": ANSWER + text})
+    assert [turns[-1][-len(ANSWER) :] for turns in turns_of.values()] == [ANSWER]

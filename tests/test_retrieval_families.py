@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.encoders.encoder import Encoder
+from retrieval.encoders.families import plan_encoder
 
 pytestmark = pytest.mark.engine
 
@@ -374,3 +375,12 @@ def test_old_weight_files_are_read_and_checked(tmp_path: Path) -> None:
     torch.save({key: value for key, value in weights.items() if "layer.1" not in key}, folder / "pytorch_model.bin")
     with pytest.raises(DataError, match="16 weights are missing"):
         Encoder.load(folder)
+
+
+@pytest.mark.timeout(60)  # for each of these a pattern that goes back took hours
+@pytest.mark.parametrize("unit", ["#", " ", "a ", "model-index:\n", "\n"])
+def test_a_long_model_card_is_read_once(unit: str, tmp_path: Path) -> None:
+    card = f"# a{unit * (1_000_000 // len(unit))}b"
+    (tmp_path / "README.md").write_text(card)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert plan_encoder(tmp_path, "bge-base-en").pooling == "cls"

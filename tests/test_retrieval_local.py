@@ -143,6 +143,11 @@ def test_an_index_knows_its_encoder_by_any_path_to_it(
     assert named_index(RetrievalSettings(index=static, encoder="static")) == index_dirs["flat"]
     with pytest.raises(DataError, match=r"but retrieval\.encoder is 'models/encoder'"):  # the name of the folder inside
         named_index(RetrievalSettings(index=static, encoder="models/encoder"))
+    make_static_encoder(tmp_path / "static", words)  # a folder called as the word
+    named = str(build_index(PASSAGES, tmp_path / "other", encoder="./static", progress=False))
+    assert str(named_index(RetrievalSettings(index=named, encoder="./static"))) == named
+    with pytest.raises(DataError, match=r"but retrieval\.encoder is 'static'"):
+        named_index(RetrievalSettings(index=named, encoder="static"))
 
 
 def test_options_are_checked_and_passed_on(index_dirs: dict[str, Path]) -> None:

@@ -60,7 +60,7 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 
 
 def resume(run_dir: Path) -> str:
-    return invoke("train", "recipe", "--run-dir", str(run_dir), "--resume")
+    return invoke("train", "quickstart", "--run-dir", str(run_dir), "--resume")
 
 
 LINES = [

@@ -146,8 +146,8 @@ def test_an_unknown_retrieval_type_lists_the_known() -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    for key in ("environment.tasks", "environment.eval_tasks"):
-        assert "there is no file nowhere.json, expected world or a task file" in refusal(key, "nowhere.json")
+    for key, words in (("environment.tasks", "world or "), ("environment.eval_tasks", "")):
+        assert f"there is no file nowhere.json, expected {words}a task file" in refusal(key, "nowhere.json")
         assert "there is no file" in refusal(key, str(tmp_path))
     assert "got nothing" in refusal("environment.tasks", "")
     assert "nowhere.json, expected correct, mixture or a file" in refusal("sft.demonstrations", "nowhere.json")

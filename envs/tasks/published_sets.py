@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from envs.tasks.files import LoadedTasks, load_tasks
 from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.resolve import path_of
 
 HUB_NAME = "RUC-NLPIR/FlashRAG_datasets"
 _ENDINGS = (".jsonl", ".json", ".parquet", ".tsv", ".csv")
@@ -79,16 +80,17 @@ def published_em(name: str) -> list[tuple[str, str, float]]:
 
 
 def load_set(tasks: str | Path, folder: Path | None = None) -> LoadedTasks:
-    """Read a set of ``SETS`` by its name, or a task file by its path, whole; a file of that name comes first.
+    """Read a set of ``SETS`` by its name, or a task file by its path, whole; a file called ``nq`` is ``./nq``.
 
     ``folder`` holds FlashRAG's folders, or files such as ``musique.jsonl``; None is the hub.
 
     Raises:
         DataError: the folder has no such set, the hub cannot be reached, or the file cannot be used.
     """
+    file = path_of(tasks, *SETS)
+    if file is not None:
+        return load_tasks(file, whole=True)
     name = str(tasks)
-    if Path(tasks).is_file() or name not in SETS:
-        return load_tasks(tasks, whole=True)
     published = SETS[name]
     path = _from_hub(name, published) if folder is None else _from_folder(name, published, folder)
     return load_tasks(path, whole=True, source=name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import shlex
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +58,36 @@ rounds per question against 2.53, which is 15 % fewer."""
 class Commands(Group):
     """The commands of ``ragr1``. An interrupt of any is one line, and the exit status of its signal."""
 
-    def invoke(self, ctx: Any) -> Any:  # typer does not export the base of its Context
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer does not export the base of its Context
+        """Refuse what no path, address or text can hold; only a program can give it."""
+        if wrong := [word for word in args if "\0" in word]:
+            raise UserError(f"got {shortened(repr(wrong[0]))}, expected words without the character NUL; leave it out")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with exit_on_interrupt(START_AGAIN), InterruptGuard():
+        with exit_on_interrupt(START_AGAIN), _paths_refused(), InterruptGuard():
             return super().invoke(ctx)
+
+
+_UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EROFS)
+"""What the system says of a path that a person has to change."""
+
+
+@contextmanager
+def _paths_refused() -> Iterator[None]:
+    """Make one sentence of a path that the system refuses, wherever a command first uses it.
+
+    Some commands look at a path sooner than others, and each of them may be given one that is too long for a name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE or error.filename is None:
+            raise
+        raise DataError(
+            f"{shortened(str(error.filename))} cannot be used: {error.strerror}; give another path"
+        ) from error
 
 
 @contextmanager
@@ -119,7 +146,11 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     run_dir: RunDirOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run-dir; only learners.key=value may be changed.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in --run-dir, by the same recipe; only learners.key=value may be changed.",
+        ),
     ] = False,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Continue the run in --run-dir if it holds one, else start it there.")
@@ -133,6 +164,7 @@ def train(
         from ragr1_actors.runs.places import INDEX, find_place
         from ragr1_actors.runs.run_directory import (
             change_learners,
+            check_recipe,
             holds_run,
             open_run_directory,
             removed_if_unused,
@@ -153,6 +185,8 @@ def train(
             print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
             return
         if resume:
+            if note := check_recipe(place, config, recipe):
+                print_error(f"warning: {note}", "yellow")
             config = change_learners(place, config, overrides or [])
         else:
             asked = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
@@ -160,15 +194,16 @@ def train(
         check_names(config, has_index=place.bring(INDEX).is_dir())
         check_gpus(config)
         cleaned: AbstractContextManager[None] = nullcontext()
+        words: tuple[str, ...] = ()
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         _check_profile(config, profile)
-        config, cleaned = _begin(config, place), removed_if_unused(place)
+        config, cleaned, words = _begin(config, place), removed_if_unused(place), (recipe, *(overrides or []))
     lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
     advice = how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)
     with exit_on_interrupt(advice), cleaned:
         console.print(describe_start(recipe, config, str(place)))
-        _run(config, place, advice, profile)
+        _run(config, place, advice, profile, words)
     print_line(f"try: {advised('ask', str(place), _question(place))}")
 
 
@@ -447,12 +482,12 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
     return config
 
 
-def _run(config: RunConfig, place: Place, advice: str, num_profiled: int = 0) -> RunReport:
+def _run(config: RunConfig, place: Place, advice: str, num_profiled: int = 0, words: Sequence[str] = ()) -> RunReport:
     """Take a run to its end and print its table; ``advice`` is what an interrupt before its start prints."""
     with ended_during_imports(advice):
         from ragr1_actors.training.stages import TrainingRun
 
-    run = TrainingRun(config, place, console, num_profiled=num_profiled)
+    run = TrainingRun(config, place, console, num_profiled=num_profiled, words=words)
     report = run.execute()
     run.describe_end(report)
     return report

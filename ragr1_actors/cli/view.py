@@ -48,9 +48,12 @@ def tokenizer_folders(place: Place, model: str) -> Iterator[Path]:
     """Yield the folders of a run that may hold its tokenizer; ``model`` is its ``policy.model``."""
     from ragr1_actors.core.files import POLICY_FOLDER
     from ragr1_actors.core.folders import on_this_node, part_of
+    from ragr1_actors.core.resolve import TINY, path_of
     from ragr1_actors.runs.places import POLICY, SFT_POLICY
 
-    yield from (place.bring(POLICY), place.bring(SFT_POLICY), Path(model))
+    yield from (place.bring(POLICY), place.bring(SFT_POLICY))
+    if (folder := path_of(model, TINY)) is not None:
+        yield folder
     if (newest := place.checkpoints().latest()) is not None:
         yield Path(on_this_node(part_of(newest, f"{POLICY_FOLDER}/tokenizer"))) / POLICY_FOLDER
 

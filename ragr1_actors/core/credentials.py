@@ -12,9 +12,10 @@ from ragr1_actors.core.errors import ConfigError
 
 _OPTIONS = ("retrieval.options", "env_runners.engine_options")
 """Options that reach search APIs and engines, which need keys."""
-_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]*:(?!\d+/)[^\s@]*@|https?://[^/\s?#@:]+@", re.IGNORECASE)
-"""A user and a password, which may hold ``/``, ``?`` and ``#``, or a token instead of a user. A port is neither."""
-_PARAMETER = re.compile(r"[?&]([^=&#\s]+)=")
+_PASSWORD = re.compile(r"[A-Za-z0-9+.-]://[^/?#:]*+:(?!\d+/)|https?://[^/?#:]++\Z", re.IGNORECASE)
+"""What stands before an ``@``: a user and a password, which may hold ``/``, ``?`` and ``#``, or a token instead of a
+user. A port is neither. As all patterns here it takes time linear in the text."""
+_PARAMETER = re.compile(r"[?&]([^=?&#\s]+)=")
 _SECRET_NAME = re.compile(
     r"(^|.*[-_.])(key|apikey|token|secret|password|passwd|pwd|auth|authorization|cookie|credentials?|sig|signature)",
     re.IGNORECASE,
@@ -35,8 +36,8 @@ def refuse_credentials(text: str, where: str) -> None:
     Raises:
         ConfigError: ``text`` holds such an address; ``where`` names it in the message: ``--run-dir``.
     """
-    has_password = _PASSWORD.search(text) is not None
-    if has_password or ("://" in text and any(map(is_secret, _PARAMETER.findall(text)))):
+    before_at = (part for word in text.split() for part in word.split("@")[:-1])
+    if any(map(_PASSWORD.search, before_at)) or ("://" in text and any(map(is_secret, _PARAMETER.findall(text)))):
         raise ConfigError(
             f"{where}: the address holds a password or a key, which would be stored and printed; take it out and give "
             "the secret in the environment of the processes that use it"

@@ -37,8 +37,34 @@ Sections = dict[str, dict[str, Any]]
 """Keys that differ from the defaults, such as ``{"training": {"lr": 1e-4}}``."""
 MAX_DEPTH = 16
 """Levels of lists and mappings in one value: ``env_runners.engine_options`` needs a few."""
+RECIPE_ENDINGS = (".yaml", ".yml")
+"""Of a recipe's file, which its name tells from a recipe's name."""
+TINY = "tiny"
+WORLD = "world"
+STATIC = "static"
+CORRECT = "correct"
+MIXTURE = "mixture"
 _MAX_BITS = 64
 _RECIPES = resources.files("ragr1_actors").joinpath("recipes")
+
+
+def path_of(value: str | Path, *words: str) -> Path | None:
+    """Return the path that the value of a key or an option names, or None if it is one of the ``words`` that it knows.
+
+    A word wins over a file or folder of its name, so that what lies in the current folder changes the meaning of no
+    recipe: ``path_of("tiny", TINY) is None``, and ``./tiny`` is the path. A ``Path``, which has lost its ``./``, is no
+    word.
+    """
+    return None if isinstance(value, str) and value in words else Path(value)
+
+
+def named_folder(value: str, *words: str) -> Path | None:
+    """Return the folder that ``value`` names; None if it is a word, or a name on a model hub, which is no folder here.
+
+    Of a folder and a hub name that are spelled alike the folder is taken, as transformers does.
+    """
+    path = path_of(value, *words)
+    return path if path is not None and value and path.is_dir() else None
 
 
 def resolve(sections: Sections) -> RunConfig:
@@ -82,11 +108,11 @@ def read_recipe(name_or_path: str) -> Sections:
 
     ``ConfigError`` if there is no such recipe, or it does not hold sections of keys.
     """
-    if Path(name_or_path).suffix in (".yaml", ".yml"):
-        instead = f"give an existing YAML file or one of: {', '.join(recipe_names())}"
-        sections = read_yaml_file(Path(name_or_path), instead)
-    elif name_or_path in recipe_names():
+    path = path_of(name_or_path, *recipe_names())
+    if path is None:
         sections = parse_yaml(_recipe_text(name_or_path), name_or_path)
+    elif path.suffix in RECIPE_ENDINGS:
+        sections = read_yaml_file(path, f"give an existing YAML file or one of: {', '.join(recipe_names())}")
     else:
         raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, recipe_names())}")
     sections = {} if sections is None else sections
@@ -118,7 +144,7 @@ def _check_settings(config: RunConfig) -> None:
             "is put; without it the policy would never see what to answer"
         )
     policy = config.policy
-    if policy.model == "tiny":
+    if policy.model == TINY:
         head_size, rest = divmod(policy.hidden_size, policy.num_heads)
         if rest or head_size % 2 or not head_size:
             possible = max(4, (head_size + 1) // 2 * 2) * policy.num_heads

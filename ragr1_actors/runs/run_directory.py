@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,10 +22,11 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.folders import warn_of_unlisted
-from ragr1_actors.core.resolve import override, resolve
+from ragr1_actors.core.resolve import override, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
+from ragr1_actors.runs.starts import read_starts
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -94,15 +96,13 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
 def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[str]) -> RunConfig:
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
-    ``ConfigError`` on a key of another section and on ``learners.lora``, which checkpoints depend on.
+    ``ConfigError`` on another value of a key of another section, or of ``learners.lora``, which checkpoints depend on.
     """
-    for name in (assignment.partition("=")[0] for assignment in assignments):
-        if not _may_change(name):
-            raise ConfigError(
-                f"got {name}; a resumed run keeps its configuration, and takes only learners.key=value without lora: "
-                "leave it out, or start another run"
-            )
+    for name in (assignment.partition("=")[0] for assignment in assignments if "=" not in assignment):
+        raise _kept(name)
     changed = resolve(override(config.model_dump(), assignments))
+    for name in _differing(config, changed):
+        raise _kept(name)
     if changed != config:
         _write_config(changed, find_place(run_dir))
     return changed
@@ -113,26 +113,58 @@ def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
 
     ``ConfigError`` if they differ from the stored ones in more than what ``change_learners`` may change.
     """
-    before = stored.model_dump()
-    changed = [
-        f"{section}.{key}"
-        for section, keys in asked.model_dump().items()
-        for key, value in keys.items()
-        if value != before[section][key]
-    ]
-    fixed = [name for name in changed if not _may_change(name)]
-    if fixed:
+    if fixed := _differing(stored, asked):
         raise ConfigError(
             f"{place} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
             "started with, or another --run-dir"
         )
-    if changed:
+    if asked != stored:
         _write_config(asked, place)
     return asked
 
 
+def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
+    """Refuse to go on with a run by another recipe than its own; the overrides of its start need not be given again.
+
+    Returns:
+        What a person should know, if the run does not say by which overrides it was started, else "".
+
+    Raises:
+        ConfigError: the recipe is unknown, or another one; the message says what differs.
+    """
+    words = next((start.words for start in read_starts(place.path)), ())
+    differing = _differing(stored, resolve(override(read_recipe(recipe), words[1:])))
+    if not differing:
+        return ""
+    named = " and ".join(differing if len(differing) < 4 else [*differing[:3], f"{len(differing) - 3} other keys"])
+    if not words:
+        return f"{recipe} has another {named} than the run, which goes on with its own configuration"
+    raise ConfigError(
+        f"{place} was started by {shlex.join(words)}, and {recipe} has another {named}; name its own recipe, or start "
+        "another run in another --run-dir"
+    )
+
+
+def _differing(stored: RunConfig, asked: RunConfig) -> list[str]:
+    """Return the keys with another value, but those that a resumed run may change."""
+    before = stored.model_dump()
+    return [
+        name
+        for section, keys in asked.model_dump().items()
+        for key, value in keys.items()
+        if value != before[section][key] and not _may_change(name := f"{section}.{key}")
+    ]
+
+
 def _may_change(name: str) -> bool:
     return name.startswith("learners.") and name != "learners.lora"  # checkpoints depend on adapters
+
+
+def _kept(name: str) -> ConfigError:
+    return ConfigError(
+        f"got {name}; a resumed run keeps its configuration, and takes only learners.key=value without lora: leave it "
+        "out, or start another run"
+    )
 
 
 def holds_run(place: Place) -> bool:

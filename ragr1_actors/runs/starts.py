@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,13 +47,15 @@ class Start:
     python: str
     versions: dict[str, str]
     """Versions of the packages that are installed, by name."""
+    words: tuple[str, ...] = ()
+    """Recipe and overrides that began the run, as they were given; empty if it was begun before, or not by them."""
 
 
 _START = TypeAdapter(Start)
 
 
-def this_start() -> Start:
-    """Describe this process and its machine."""
+def this_start(words: Sequence[str] = ()) -> Start:
+    """Describe this process and its machine; ``words`` are those that began the run."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -60,7 +63,8 @@ def this_start() -> Start:
         except PackageNotFoundError:  # such as vllm, which a run may not need
             continue
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Start(time.time(), socket.gethostname(), system, os.cpu_count() or 1, platform.python_version(), versions)
+    machine = (socket.gethostname(), system, os.cpu_count() or 1, platform.python_version())
+    return Start(time.time(), *machine, versions, tuple(words))
 
 
 def append_start(run_dir: Path, start: Start) -> None:

@@ -47,6 +47,7 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of, warn_of_unlisted
 from ragr1_actors.core.models.model_files import ADVICE
+from ragr1_actors.core.resolve import MIXTURE
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -59,7 +60,7 @@ from ragr1_actors.runs.run_directory import create_run_directory, fetch_batches,
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
-from ragr1_actors.training.data import MIXTURE, Workspace, draw_demonstrations, learnable, prepare
+from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation.evaluate import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.planning.preflight import check_names

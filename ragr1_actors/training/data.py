@@ -23,6 +23,7 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, named_folder, path_of
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage, needs_index
@@ -31,10 +32,6 @@ from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.readers import read_passages
 from retrieval.local import named_index
 
-WORLD = "world"
-TINY = "tiny"
-CORRECT = "correct"
-MIXTURE = "mixture"
 HELD_OUT_SHARE = 0.2
 """The largest share of a task file that is held out if no file of evaluation tasks is given."""
 
@@ -75,7 +72,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     if not train:
         raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
     shown, turns_of = train, None
-    if config.sft.num_steps and config.sft.demonstrations not in (CORRECT, MIXTURE):
+    if config.sft.num_steps and path_of(config.sft.demonstrations, CORRECT, MIXTURE) is not None:
         loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
         shown = without_overlap(loaded.tasks, held_out)
         if not shown:
@@ -172,7 +169,8 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
     """Return ``policy.model``, or make a tiny policy in ``run_dir`` for the words of ``tasks`` and index."""
     policy = config.policy
     if policy.model != TINY:  # absolute: an actor elsewhere must not look for a folder's name on a hub
-        return str(Path(policy.model).absolute()) if Path(policy.model).is_dir() else policy.model
+        folder = named_folder(policy.model)
+        return str(folder.absolute()) if folder is not None else policy.model
     directory = run_dir / "policy"
 
     def write(writing: Path) -> None:

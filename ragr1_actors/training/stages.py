@@ -6,7 +6,7 @@ This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,12 +64,21 @@ SFT_CHECKPOINT_STEPS = 100
 class TrainingRun:
     """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
 
-    def __init__(self, config: RunConfig, run_dir: Path | Place, console: Console, *, num_profiled: int = 0) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path | Place,
+        console: Console,
+        *,
+        num_profiled: int = 0,
+        words: Sequence[str] = (),
+    ) -> None:
         """Open a run directory made by ``run_directory.create_run_directory``.
 
-        ``num_profiled`` iterations of RL are profiled, after the first one of this process.
+        ``num_profiled`` iterations of RL are profiled, after the first one of this process. ``words`` are the recipe
+        and the overrides that begin the run, for ``run_directory.check_recipe``.
         """
-        self._num_profiled = num_profiled
+        self._num_profiled, self._words = num_profiled, words
         self._profiled: list[dict[str, float]] | None = None  # metrics; None before a profile and after it
         self._config = config
         self._place = find_place(run_dir)
@@ -120,7 +129,7 @@ class TrainingRun:
                 for made in (INDEX, POLICY):
                     self._place.bring(made)
             workspace = prepare(self._config, self._run_dir)  # the build of an index shows its bars
-            append_start(self._run_dir, this_start())
+            append_start(self._run_dir, this_start(self._words))
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             changes = self._config.changes()
             track = stack.enter_context(trackers(self._config.debugging.trackers, self._run_dir, changes))

@@ -224,9 +224,9 @@ def _names(folder: Path, name: str, config: dict[str, Any]) -> list[tuple[str, s
 
 def _titles(card: str) -> list[str]:
     """Return what a model card calls the model: in its results, and in its first heading if that is a mere name."""
-    results = re.search(r"^model-index:\s*\n- name: *(\S+) *$", card, re.MULTILINE)
-    heading = re.search(r"^#+ +(.+?) *$", card, re.MULTILINE)
-    titles = [match[1] for match in (results, heading) if match]
+    results = re.search(r"^model-index:\s*\n- name: *+(\S++) *$", card, re.MULTILINE)
+    heading = re.search(r"^#++ ++(.+)$", card, re.MULTILINE)
+    titles = [match[1].rstrip(" ") for match in (results, heading) if match]
     # "SentenceTransformer based on BAAI/bge-base-en" is another model, trained with other prompts or none.
     return [title for title in titles if re.fullmatch(r"[\w./-]+", title)]
 

@@ -100,11 +100,11 @@ class ModelShape:
         Raises:
             ConfigError: there is no ``config.json``, or it is not one of ``MODEL_TYPES``.
         """
-        known = HUB_CONFIGS.get(model.removesuffix("-Instruct"))
-        if known is not None:
+        known, is_folder = HUB_CONFIGS.get(model.removesuffix("-Instruct")), Path(model).is_dir()
+        if known is not None and not is_folder:  # a folder is what is loaded
             return cls.from_config(known, model)
         path = Path(model) / "config.json"
-        if Path(model).is_dir() and not path.is_file():
+        if is_folder and not path.is_file():
             raise ConfigError(f"policy.model: the folder {model} holds no config.json; name a whole model folder")
         if not path.is_file():
             path = _hub_file(model)

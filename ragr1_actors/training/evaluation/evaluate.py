@@ -17,6 +17,7 @@ from envs.tasks.files import load_tasks, overlap
 from envs.tasks.published_sets import load_set
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, FleetError
+from ragr1_actors.core.resolve import WORLD, path_of
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
@@ -37,7 +38,7 @@ from ragr1_actors.runs.scores import (
     tasks_digest,
 )
 from ragr1_actors.runs.telemetry.metrics import mean_over
-from ragr1_actors.training.data import WORLD, prepare_index, split_tasks
+from ragr1_actors.training.data import prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import (
     EvalRequest,
     EvaluatedPolicy,
@@ -250,7 +251,8 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     environment = subject.run.environment
     if not subject.folder:
         return None
-    if environment.tasks == WORLD or not Path(environment.tasks).is_file():
+    file = path_of(environment.tasks, WORLD)
+    if file is None or not file.is_file():
         return None
     try:
         if environment.eval_tasks and not Path(environment.eval_tasks).is_file():  # on another machine

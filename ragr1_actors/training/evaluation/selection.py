@@ -23,7 +23,7 @@ from envs.tasks.files import load_tasks
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
-from ragr1_actors.core.resolve import override, read_recipe, recipe_names, resolve
+from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_names, resolve
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, session_for
@@ -140,9 +140,9 @@ def _selection_config(
     for name in (assignment.partition("=")[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
-    is_recipe = source in recipe_names() or Path(source).suffix in (".yaml", ".yml")
+    path = path_of(source, *recipe_names())
     own_index = ""
-    if is_recipe or not (Path(source).is_dir() or "/" in source):
+    if path is None or path.suffix in RECIPE_ENDINGS or not (path.is_dir() or "/" in source):
         sections = read_recipe(source)
     else:
         place, policy_dir = find_checkpoint(source)

@@ -33,6 +33,7 @@ from learners.deepspeed.memory import (
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.resolve import STATIC, TINY, WORLD
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from ragr1_actors.training.planning.remedies import find_remedy, place_changes, search_changes
@@ -203,7 +204,7 @@ def count_passages(config: RunConfig) -> int:
         return 0
     if retrieval.index:
         return Manifest.read(retrieval.index).count
-    if retrieval.corpus == "world":
+    if retrieval.corpus == WORLD:
         return len(make_world(config.environment.world_seed).passages)
     try:
         with Path(retrieval.corpus).open("rb") as file:
@@ -266,7 +267,7 @@ class _Run:
     @cached_property
     def shape(self) -> ModelShape:
         policy = self.config.policy
-        if policy.model != "tiny":
+        if policy.model != TINY:
             return ModelShape.of(policy.model)
         return ModelShape(
             hidden_size=policy.hidden_size,
@@ -283,7 +284,7 @@ class _Run:
     @cached_property
     def encoder(self) -> EncoderShape | None:
         retrieval = self.config.retrieval
-        is_used = needs_index(retrieval.type) and retrieval.type != "bm25" and retrieval.encoder != "static"
+        is_used = needs_index(retrieval.type) and retrieval.type != "bm25" and retrieval.encoder != STATIC
         return EncoderShape.of(retrieval.encoder) if is_used else None
 
     @cached_property

@@ -19,7 +19,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
-from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, PolicyTokenizer
 from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
@@ -46,15 +46,13 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
         )
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
-    for key, file in (("tasks", config.environment.tasks), ("eval_tasks", config.environment.eval_tasks)):
-        if file not in ("", "world"):
-            _check_file(f"environment.{key}", file, "world or a task file (JSON or JSONL)")
-            load_tasks(file, whole=key == "eval_tasks")
-    if config.sft.demonstrations not in ("correct", "mixture"):
-        _check_file("sft.demonstrations", config.sft.demonstrations, "correct, mixture or a file of demonstrations")
-        load_demonstrations(config.sft.demonstrations, config.environment.query_format)
-    if config.environment.tasks == "":
-        raise ConfigError("environment.tasks: got nothing, expected world or a task file (JSON or JSONL)")
+    environment, demonstrations = config.environment, config.sft.demonstrations
+    if _is_file("environment.tasks", environment.tasks, "a task file (JSON or JSONL)", WORLD):
+        load_tasks(environment.tasks)
+    if _is_file("environment.eval_tasks", environment.eval_tasks, "a task file (JSON or JSONL)", ""):
+        load_tasks(environment.eval_tasks, whole=True)
+    if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
+        load_demonstrations(demonstrations, environment.query_format)
 
 
 def check_gpus(config: RunConfig) -> None:
@@ -95,10 +93,9 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
-    _check_policy(config.policy.model)
-    check_code(config.policy.model, trusted=config.policy.trust_remote_code)
-    if Path(config.policy.model).is_dir():
-        _check_model(config.policy.model, trusted=config.policy.trust_remote_code)
+    if (policy := _policy_folder(config.policy.model)) is not None:
+        check_code(policy, trusted=config.policy.trust_remote_code)
+        _check_model(policy, trusted=config.policy.trust_remote_code)
     retrieval = config.retrieval
     run = str(retrieval.options.get("run", ""))
     if retrieval.type == "replay" and is_uri(run) and "@" in run:
@@ -116,9 +113,9 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
         load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
     elif needs_index(retrieval.type) and retrieval.index:
         Manifest.read(retrieval.index)
-    elif needs_index(retrieval.type) and retrieval.corpus != "world" and not has_index:
-        expected = "world or a corpus file, or retrieval.index=FOLDER of an index that is built"
-        _check_file("retrieval.corpus", retrieval.corpus, expected)
+    elif needs_index(retrieval.type) and not has_index:
+        expected = "a corpus file, or retrieval.index=FOLDER of an index that is built"
+        _is_file("retrieval.corpus", retrieval.corpus, expected, WORLD)
 
 
 def check_classes(config: SamplerConfig) -> None:
@@ -178,24 +175,27 @@ def _check_retrieval_type(name: str) -> None:
         )
 
 
-def _check_policy(model: str) -> None:
-    if model == "tiny":
-        return
+def _policy_folder(model: str) -> Path | None:
+    """Return the folder of the policy; None for ``tiny`` and hub names. ``ConfigError`` on what is none of these."""
+    path = path_of(model, TINY)
+    if path is None:
+        return None
     expected = "tiny, a Hugging Face folder (config.json, weights and tokenizer) or a hub name such as Qwen/Qwen2.5-7B"
-    path = Path(model or "/nowhere")  # the path "" is the current folder
     try:
-        is_folder, is_file, has_config = path.is_dir(), path.is_file(), (path / "config.json").is_file()
+        folder, has_config = named_folder(model), (path / "config.json").is_file()
+        file = next((found for found in (path, path.parent) if found.is_file()), None)
     except OSError as error:
         raise ConfigError(f"policy.model: {model[:80]!r}: {error.strerror}; expected {expected}") from error
-    if is_file:
-        raise ConfigError(f"policy.model: {model} is a file, expected {expected}")
-    if is_folder and not has_config:
+    if file is not None:
+        raise ConfigError(f"policy.model: {file} is a file, expected {expected}")
+    if folder is not None and not has_config:
         raise ConfigError(f"policy.model: the folder {model} holds no config.json, expected {expected}")
-    if not is_folder and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
+    if folder is None and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
         raise ConfigError(f"policy.model: there is no folder {model!r}, expected {expected}")
+    return folder
 
 
-def _check_model(folder: str, *, trusted: bool) -> None:
+def _check_model(folder: Path, *, trusted: bool) -> None:
     """Refuse a damaged folder here, and not in every actor that loads it; its weights are not read."""
     check_files(folder)
     is_quantized = "quantization_config" in read_json(Path(folder, "config.json"))
@@ -204,13 +204,21 @@ def _check_model(folder: str, *, trusted: bool) -> None:
         PolicyTokenizer(folder)
 
 
-def _check_file(key: str, name: str, expected: str) -> None:
+def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
+    """Return whether a key has the path of a file and not one of its words; ``ConfigError`` if it is neither."""
+    path = path_of(value, *words)
+    if path is None:
+        return False
+    expected = f"expected {' or '.join([*filter(None, [', '.join(words)]), expected])}"
+    if not value:
+        raise ConfigError(f"{key}: got nothing, {expected}")
     try:
-        is_file = Path(name).is_file()
+        is_file = path.is_file()
     except OSError as error:
-        raise ConfigError(f"{key}: {name[:80]!r}: {error.strerror}; expected {expected}") from error
+        raise ConfigError(f"{key}: {value[:80]!r}: {error.strerror}; {expected}") from error
     if not is_file:
-        raise ConfigError(f"{key}: there is no file {name}, expected {expected}")
+        raise ConfigError(f"{key}: there is no file {value}, {expected}")
+    return True
 
 
 def _load(key: str, name: str, known: Mapping[str, Any]) -> Any:
