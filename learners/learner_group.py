@@ -33,8 +33,8 @@ from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
 from ragr1_actors.core.config import RunConfig, read_fault_tolerance
-from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files
-from ragr1_actors.core.errors import DataError, FleetError, RagR1Error, UserError
+from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files
+from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
@@ -50,7 +50,7 @@ from ragr1_actors.core.files import (
     sync_tree,
     write_parts,
 )
-from ragr1_actors.core.folders import AnyFolder, Folder, Sink, as_sink, on_this_node
+from ragr1_actors.core.folders import AnyFolder, Folder, Sink, as_sink, compared, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 
@@ -514,15 +514,7 @@ class LearnerWorker:
 
     def load_state(self, folder: AnyFolder) -> None:
         """Continue from state files, once they are compared; the ranks of a node share their pages in memory."""
-        path = Path(on_this_node(folder))
-        # a copy in the cache of a node is another one than those of other nodes
-        share = (0, 1) if isinstance(folder, Folder) else (self._rank, self._world_size)
-        try:
-            check_digests(path, lambda name: name.startswith(LEARNER_PREFIX), share=share)
-        except DataError as error:
-            if isinstance(folder, Folder):  # what is stored was compared when it was fetched
-                raise UserError(f"{error}; delete the copy {path}, and it is fetched again from {folder}") from error
-            raise
+        path = compared(folder, LEARNER_PREFIX, (self._rank, self._world_size))
         self.learner.set_state(read_learner(path / LEARNER_FILE))
 
     def save_policy(self, sink: Sink) -> None:

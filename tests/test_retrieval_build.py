@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from encoder_world import change_json, write_modules, write_plain
 
+from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
@@ -84,7 +85,8 @@ def test_every_type_is_built_and_searched(tmp_path: Path, index_type: str, argum
         0: [], 1: [(0, 200)], 2: [(0, 100), (100, 100)], 3: [(0, 66), (66, 67), (133, 67)],
     }[num_shards]  # fmt: skip
     names = {file.name for file in manifest.files}
-    assert {path.relative_to(out).as_posix() for path in (out / "bm25").glob("*")} == names
+    listed = {out / "encoder" / LIST_FILE} & set(out.rglob("*"))
+    assert {path.relative_to(out).as_posix() for path in [*(out / "bm25").glob("*"), *listed]} == names
 
 
 def test_shards_answer_as_one_index_does(tmp_path: Path) -> None:

@@ -217,10 +217,12 @@ def _of_other_vectors(directory: Path) -> None:
     other.save(directory / "shard-0000.faiss")
 
 
-def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def _manifest(change: Callable[[dict[str, Any]], object], *, listed: bool = False) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         content = json.loads((directory / "manifest.json").read_text())
         change(content)
+        if not listed:  # as of a version that wrote no digest
+            del content["digest"]
         (directory / "manifest.json").write_text(json.dumps(content))
 
     return damage
@@ -253,6 +255,7 @@ def _other_encoder(directory: Path) -> None:
         (_manifest(lambda m: m.update(count=4)), "build the index again"),
         (_manifest(lambda m: m.update(count="four")), r"count: .*integer.*'four'"),
         (_manifest(lambda m: m.update(pages=4)), "pages: "),
+        (_manifest(lambda m: m.update(passage_prompt="x"), listed=True), "damaged or edited"),
         (_manifest(lambda m: m.update(shards=[])), "build the index again"),
         (_manifest(lambda m: m.update(encoder_fingerprint="0" * 64)), "it was edited"),
         (_manifest(lambda m: m["corpus"].update(name="../other.arrow")), "leads out of the index directory"),

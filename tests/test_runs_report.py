@@ -36,7 +36,7 @@ REPORT = RunReport(
 def test_report_json(tmp_path: Path) -> None:
     write_report(tmp_path, REPORT)
     written = json.loads((tmp_path / "report.json").read_text())
-    lists = {"alarms", "decisions", "incidents", "failed_tasks"}
+    lists = {"alarms", "decisions", "incidents", "failed_tasks", "gaps"}
     assert set(written) == {"stages", "wall_s", "peak_rss_bytes", "tasks", "ratios"} | lists
     assert written["stages"][2]["stage"] == "rl"
     assert written["stages"][2]["eval"]["em"] == 0.925

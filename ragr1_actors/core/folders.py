@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ragr1_actors.core.digests import LIST_FILE, warn_unlisted
+from ragr1_actors.core.digests import LIST_FILE, check_digests, warn_unlisted
+from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.files import check_seen, sync
 
 
@@ -63,6 +64,26 @@ def on_this_node(folder: AnyFolder) -> str | Path:
 def part_of(folder: AnyFolder, *prefixes: str) -> AnyFolder:
     """Return ``folder.only(*prefixes)``; a path as it is, because nothing of it is copied."""
     return folder.only(*prefixes) if isinstance(folder, Folder) else folder
+
+
+def compared(folder: AnyFolder, prefix: str, share: tuple[int, int] = (0, 1)) -> Path:
+    """Return a folder on this node whose files that start with ``prefix`` are those of its list.
+
+    ``share`` is that of ``check_digests``. A copy in this node's cache is compared whole: other nodes have others.
+
+    Raises:
+        DataError: a file is damaged or gone.
+        UserError: one of a copy is; what is stored was compared when it was fetched.
+    """
+    path = Path(on_this_node(folder))
+    is_copy = isinstance(folder, Folder)
+    try:
+        check_digests(path, lambda name: name.startswith(prefix), share=(0, 1) if is_copy else share)
+    except DataError as error:
+        if is_copy:
+            raise UserError(f"{error}; delete the copy {path}, and it is fetched again from {folder}") from error
+        raise
+    return path
 
 
 def warn_of_unlisted(*folders: AnyFolder) -> None:

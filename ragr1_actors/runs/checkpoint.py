@@ -42,7 +42,7 @@ from ragr1_actors.core.files import (
     sync_tree,
     write_json,
 )
-from ragr1_actors.core.folders import AnyFolder, Sink, on_this_node, part_of
+from ragr1_actors.core.folders import AnyFolder, Sink, compared, part_of
 from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.report import StageReport, TaskCounts
 from ragr1_actors.runs.telemetry.alarms import GuardState
@@ -98,8 +98,7 @@ class Standing(_Stored):
 
 def read_state(checkpoint: AnyFolder) -> RunState:
     """Read ``state.json`` of a checkpoint; ``DataError`` if it is missing or damaged."""
-    folder = Path(on_this_node(part_of(checkpoint, STATE_FILE, LIST_FILE)))
-    check_digests(folder, STATE_FILE.__eq__)
+    folder = compared(part_of(checkpoint, STATE_FILE, LIST_FILE), STATE_FILE)
     return read_json_as(RunState, folder / STATE_FILE)
 
 
