@@ -8,15 +8,16 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
-from ray.exceptions import AuthenticationError, RpcError
+from ray.exceptions import AuthenticationError, RayError, RpcError
 
 from cluster import leftovers
 from ragr1_actors.core.errors import FleetError, UserError, one_line
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 _ATTEMPTS = 2
+_NODE_LOOK_S = 5.0
+_LOST_NODE = (
+    "Ray's head has lost the node of this process, because its raylet does not answer any more: it was stopped, or the "
+    "machine is overloaded; give the same command again, a training run with --resume"
+)
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0, "worker_niceness": 0}
 """A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts.
@@ -58,9 +64,35 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
         with _own_handlers():
             _connect(address, num_cpus, folder)
         try:
-            yield
+            with _ended_with_its_node():
+                yield
         finally:
             ray.shutdown(wait_for_processes=True)  # which write into the folder
+
+
+@contextmanager
+def _ended_with_its_node() -> Iterator[None]:
+    """End this process with one sentence if Ray's head declares its node lost, as it does after about a minute.
+
+    A call of Ray that needs a raylet which was stopped never returns, and no signal ends it.
+    """
+    node_id, has_ended = ray.get_runtime_context().get_node_id(), threading.Event()
+
+    def look() -> None:
+        while not has_ended.wait(_NODE_LOOK_S):
+            with suppress(RayError):  # the head does not answer: nothing can be said
+                lost = any(node["NodeID"] == node_id and not node["Alive"] for node in ray.nodes())
+                if lost and not has_ended.is_set():
+                    print(f"\nfailed: {_LOST_NODE}", file=sys.stderr, flush=True)
+                    os._exit(1)
+
+    thread = threading.Thread(target=look, name="own node", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join(_NODE_LOOK_S)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
 LOOK_S = 1.0
 """Between two looks at the actors."""
 _BEAT_S = 2.0
+_STOP_TIMEOUT_S = 10.0
 _NAMESPACE = "ragr1_beats"
 
 
@@ -141,10 +142,10 @@ class Watchdog(Generic[Key]):
             self._watched.pop(key, None)
 
     def stop(self) -> None:
-        """Watch nothing any more, and return once the thread has ended."""
+        """Watch nothing any more, and return once the thread has ended, unless a head that hangs holds it."""
         self._has_ended.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._has_ended.wait(LOOK_S) and ray.is_initialized():

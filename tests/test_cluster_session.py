@@ -139,6 +139,33 @@ def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
     assert min(map(float, found)) < 0.8  # a busy machine delays some of them; a wait of 1 s would delay all
 
 
+STOPPED_RAYLET = """
+import os, signal, threading
+import psutil
+from cluster.session import ray_session
+with ray_session():
+    import ray
+    raylet, = (process for process in psutil.Process().children(recursive=True) if process.name() == "raylet")
+    raylet.send_signal(signal.SIGSTOP)
+    print("stopped", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_process_whose_raylet_stops_ends_with_a_sentence() -> None:
+    """Its own calls would wait for ever."""
+    quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED_RAYLET],
+        env=os.environ | quick | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1 and ended.stdout.startswith("stopped\n"), ended.stderr
+    assert "failed: Ray's head has lost the node of this process" in ended.stderr
+
+
 LOCAL = """
 import os, sys
 from pathlib import Path

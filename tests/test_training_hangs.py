@@ -6,12 +6,18 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_world import descendants, make_files, make_recipe, started, wait_for
+from small_world import a_persons_environment, descendants, make_files, make_recipe, started, wait_for
 
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.telemetry.metrics import read_metrics
@@ -60,17 +66,27 @@ def check_books(run_dir: Path) -> None:
     assert (tasks.failed, tasks.lost, tasks.doubled) == (0, 0, 0)
 
 
-def test_a_run_goes_on_without_the_runners_that_are_stopped(files: Path, tmp_path: Path) -> None:
-    """In SFT the driver waits for the learner; in RL weights move to a runner once the other has sampled its groups."""
-    run_dir, stopped = tmp_path / "run", list[int]()
-    with started(recipe(files, tmp_path, 15), "--run-dir", str(run_dir), cwd=tmp_path) as run:
+@pytest.fixture(scope="module")
+def interrupted_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[int]]:
+    """The directory of a run, what it printed, and the runners that were stopped in it, one in each stage.
+
+    In SFT the driver waits for the learner; in RL weights move to a runner once the other has sampled its groups.
+    """
+    directory = tmp_path_factory.mktemp("interrupted")
+    run_dir, stopped = directory / "run", list[int]()
+    with started(recipe(files, directory, 15), "--run-dir", str(run_dir), cwd=directory) as run:
         for stage in ("sft", "rl"):
             assert wait_for(lambda stage=stage: num_rows(run_dir, stage) > 0, 900, run), run.communicate()
             stopped.append(next(pid for pid in processes(run.pid, "ray::EnvRunnerActor") if pid not in stopped))
             os.kill(stopped[-1], signal.SIGSTOP)
         output, errors = run.communicate(timeout=1200)
     assert run.returncode == 0, output + errors
-    assert len(re.findall(r"env runner \d hangs: it has not answered for \d+ s", output + errors)) >= 2
+    return run_dir, output + errors, stopped
+
+
+def test_a_run_goes_on_without_the_runners_that_are_stopped(interrupted_run: tuple[Path, str, list[int]]) -> None:
+    run_dir, printed, stopped = interrupted_run
+    assert len(re.findall(r"env runner \d hangs: it has not answered for \d+ s", printed)) >= 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
     check_books(run_dir)
 
@@ -94,3 +110,56 @@ def test_short_stops_restart_nothing(files: Path, tmp_path: Path) -> None:
     restarts = ("env_runners/num_restarts", "loop/learner_restarts", "retrieval/retriever_restarts")
     assert [last(run_dir, metric) for metric in restarts] == [0, 0, 0]
     check_books(run_dir)
+
+
+@contextmanager
+def command(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a command of ``ragr1`` with its output in one pipe, and end it with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ragr1_actors", *arguments],
+        cwd=cwd,
+        env=a_persons_environment() | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=600)
+
+
+def test_a_retriever_behind_a_server_is_replaced(files: Path, tmp_path: Path) -> None:
+    with command("index", "serve", str(files / "index"), "--retrievers", "1", "--port", "0", cwd=tmp_path) as server:
+        assert server.stdout is not None
+        url = next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        (stopped,) = processes(server.pid, "ray::RetrieverActor")
+        os.kill(stopped, signal.SIGSTOP)
+        asked = json.dumps({"queries": ["Where does the lamp lie ?"], "topk": 1}).encode()
+
+        def answers() -> bool:
+            request = urllib.request.Request(f"{url}/retrieve", asked, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=300) as answer:
+                    return "lamp" in answer.read().decode()
+            except urllib.error.HTTPError:  # no replica answers
+                return False
+
+        assert wait_for(answers, 600, server)
+        assert processes(server.pid, "ray::RetrieverActor") != [stopped]
+
+
+def test_a_retriever_that_stops_in_an_evaluation_is_replaced(
+    files: Path, tmp_path: Path, interrupted_run: tuple[Path, str, list[int]]
+) -> None:
+    run_dir, *_ = interrupted_run
+    with command("evaluate", str(run_dir), "--tasks", str(files / "tasks.json"), cwd=tmp_path) as evaluation:
+        assert wait_for(lambda: bool(processes(evaluation.pid, "ray::RetrieverActor")), 600, evaluation)
+        (stopped,) = processes(evaluation.pid, "ray::RetrieverActor")
+        os.kill(stopped, signal.SIGSTOP)
+        output, _ = evaluation.communicate(timeout=900)
+    assert evaluation.returncode == 0, output
+    assert "exact match" in output.lower() or "em" in output.lower(), output
+    assert not Path(f"/proc/{stopped}").exists()

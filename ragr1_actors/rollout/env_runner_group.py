@@ -160,8 +160,9 @@ class EnvRunnerGroup:
             processes = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
+        self._take_findings()  # one that hung while it loaded has loaded again
         for runner, process in zip(self._runners, processes, strict=True):
-            runner.process = process
+            runner.is_healthy, runner.process, runner.died_at = True, process, None
 
     @property
     def num_unfinished(self) -> int:
