@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
-from ragr1_actors.core.digests import LIST_FILE, write_list
-from ragr1_actors.core.models.model_files import check_files, is_weight
+from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
+from ragr1_actors.core.models.model_files import is_weight
 
 if TYPE_CHECKING:  # imports peft
     from learners.models.lora import AdapterCopy
@@ -79,7 +79,7 @@ class PolicyCopy:
             OSError: the folder cannot be written; or ``SafetensorError``.
             DataError: a file that is copied was damaged meanwhile.
         """
-        check_files(self.source)
+        check_digests(self.source, is_read=lambda name: not is_weight(name))
         directory.mkdir(parents=True, exist_ok=True)
         for file in self.source.iterdir():
             is_copied = file.name != LIST_FILE and not is_weight(file.name)

@@ -25,7 +25,7 @@ from typing import Literal
 import xxhash
 
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import WRITING, read_json_as, sync, write_file, write_json
+from ragr1_actors.core.files import WRITING, read_json_as, sync, write_json
 
 LIST_FILE = "digests.json"
 _BUFFER_BYTES = 2**20
@@ -62,7 +62,8 @@ class _List:
 
 @lru_cache(maxsize=1024)
 def _digest(path: Path, version: tuple[int, ...]) -> str:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BUFFER_BYTES))
+    num_bytes = min(_BUFFER_BYTES, path.stat().st_size + 1)
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(num_bytes))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
             digest.update(buffer[:num_bytes])  # without Python's lock
@@ -82,6 +83,8 @@ def digest_files(folder: Path, names: Collection[str]) -> Digests:
 def write_list(folder: Path, digests: Digests | None = None) -> None:
     """Write the list of a folder; without ``digests``, of all files that are in it and below it.
 
+    The folder gets its name later, so that the list need not be whole or absent by itself.
+
     Raises:
         OSError: a file cannot be read, or the list cannot be written.
     """
@@ -91,7 +94,8 @@ def write_list(folder: Path, digests: Digests | None = None) -> None:
             folder, [path.relative_to(folder).as_posix() for path in paths if path.name != LIST_FILE]
         )
     content = asdict(_List(1, digests, _digest_of_list(digests)))
-    write_file(folder / LIST_FILE, lambda writing: write_json(writing, content))
+    write_json(folder / LIST_FILE, content)
+    sync(folder / LIST_FILE)
 
 
 def read_list(folder: Path) -> Digests:
