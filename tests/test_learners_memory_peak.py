@@ -53,14 +53,4 @@ def test_the_prediction_is_within_a_fifth_of_the_peak(tmp_path: Path, build: Bui
     learner.update(groups)
     measured = peak_bytes() - before
     expected = rank_memory(ModelShape.of(str(tmp_path / "policy")), config, has_critic=False, on_gpu=False)
-    print(
-        dtype,
-        tokens,
-        "MEASURED",
-        measured / 2**20,
-        "EXPECTED",
-        expected.peak_bytes / 2**20,
-        expected,
-        learner.num_micro_batches,
-    )
     assert expected.peak_bytes == pytest.approx(measured, rel=0.2)
