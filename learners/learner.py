@@ -95,7 +95,7 @@ class Learner(ABC):
         """Trained and scored; ``LearnerGroup`` reads it from another thread, as a sign of progress."""
         self.learned: pa.RecordBatch | None = None
         """What the newest update computed per token, of ``LEARNED_SCHEMA``; on rank 0, where trajectories are kept."""
-        self.row_tokens = config.learners.micro_batch_tokens
+        self.row_tokens = config.learners.row_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
         self.lora = read_lora(config.learners.lora)
         self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES

@@ -248,7 +248,7 @@ class PaddedLearner(GRPOLearner):
         advantages = group_advantages(rewards, group_ids).float()
         num_tokens = sum(t.num_model_tokens for t in trajectories)
         longest = max(t.num_tokens for t in trajectories)
-        num_rows = max(1, self.config.learners.micro_batch_tokens // longest)
+        num_rows = max(1, self.config.learners.row_tokens // longest)
         total, computed = 0.0, 0
         for start in range(0, len(trajectories), num_rows):
             rows = trajectories[start : start + num_rows]

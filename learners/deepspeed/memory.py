@@ -167,13 +167,21 @@ def kept_parts(parts: Parts) -> Parts:
     return {name: size for name, size in parts.items() if name.endswith(("weights", "moments"))}
 
 
+def _tokens_of_a_step(config: RunConfig) -> int:
+    """Return the most tokens that one rank has in one optimizer step: a row is not longer, whatever its budget."""
+    training, num_ranks = config.training, max(1, config.learners.num_learners)
+    num_trajectories = training.train_batch_size * training.group_size
+    return -(-num_trajectories // (training.num_minibatches * num_ranks)) * config.env_runners.max_context_tokens
+
+
 def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gpu: bool = True) -> RankMemory:
     """Return the bytes of one learner rank in RL; ``has_critic`` for PPO."""
     settings, e = config.learners, ELEMENT_BYTES[config.policy.dtype]
     lora = read_lora(settings.lora)
     adapters = lora_parameters(shape, lora.rank, lora.target_modules) if lora is not None else 0
     trained = trained_parameters(shape, config, has_critic=has_critic)
-    tokens = max(settings.micro_batch_tokens, config.env_runners.max_context_tokens)
+    longest = config.env_runners.max_context_tokens
+    tokens = max(longest, min(settings.row_tokens, _tokens_of_a_step(config)))
     flash = on_gpu and e == 2
     activations = activation_bytes(shape, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=flash)
     policy = engine_state(shape.num_parameters + adapters, trained["policy"], settings, e)

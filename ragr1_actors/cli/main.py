@@ -262,7 +262,7 @@ def claims(
     for recipe in ("quickstart", "quickstart_sq"):
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         place = below(base, recipe)
-        _begin(config, place)
+        config = _begin(config, place)
         with removed_if_unused(place):
             reports.append(_run(config, place, START_AGAIN))
     comparison = Comparison(*(report.stages[-1].eval for report in reports))
@@ -472,10 +472,14 @@ def main() -> None:
 def _begin(config: RunConfig, place: Place) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
     from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.training.planning.micro_batch import fit_micro_batch
     from ragr1_actors.training.planning.preflight import check_gpus, check_names, check_room
 
     check_names(config)
     check_gpus(config)
+    if (chosen := fit_micro_batch(config, Path.cwd())) is not config:
+        config = chosen
+        console.print(f"learners.micro_batch_tokens={config.learners.micro_batch_tokens}, the largest that fits here")
     for warning in check_room(config, Path.cwd()):
         print_error(f"warning: {warning}", "yellow")
     create_run_directory(config, place)

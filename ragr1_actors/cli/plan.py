@@ -36,6 +36,7 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.planning.micro_batch import choose_micro_batch
     from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
     from ragr1_actors.training.planning.preflight import check_classes
 
@@ -48,7 +49,9 @@ def plan(
         machine = Machine(GPUS[gpu] if gpus else None, gpus, cpus, *sizes, machines)
     else:
         raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")
-    found = make_plan(config, machine, passages or count_passages(config))
+    num_passages = passages or count_passages(config)
+    config = choose_micro_batch(config, machine, num_passages)
+    found = make_plan(config, machine, num_passages)
     if as_json:
         print_json({"machine": asdict(machine), **asdict(found), "problems": found.problems})
     else:
@@ -73,6 +76,7 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
             if size >= GIB // 20:
                 table.add_row(f"  {name}", f"{size / GIB:,.1f}", "")
         table.add_section()
+    table.add_row("learners.micro_batch_tokens", f"{plan.micro_batch_tokens:,}", "")
     times = plan.times
     seconds = {"generation": times.generation_s, "search": times.search_s, "learning": times.learning_s}
     seconds["one batch of searches"] = times.batch_search_s

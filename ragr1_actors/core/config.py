@@ -326,6 +326,10 @@ def read_guard(settings: TrainingSettings) -> GuardSettings:
     return GuardSettings.read(settings.guard, "training.guard")
 
 
+MICRO_BATCH_TOKENS = 16384
+"""Where ``learners.micro_batch_tokens`` is not set and nothing chose it."""
+
+
 class LearnerSettings(Section):
     """The learner group: the DeepSpeed ranks that compute gradients."""
 
@@ -342,8 +346,9 @@ class LearnerSettings(Section):
     """Nodes that learner ranks may run on, as ``env_runners.label_selector``."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights."""
-    micro_batch_tokens: int = Field(16384, ge=32)
-    """Token budget of one forward and backward pass per rank; raise it until the GPU's memory is full."""
+    micro_batch_tokens: int | None = Field(None, ge=32)
+    """Token budget of one forward and backward pass per rank. Default: the largest of 16384, 8192, ... 1024 with which
+    the learner fits this machine by `ragr1 plan`, and 16384 where a cluster runs it."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
@@ -352,6 +357,11 @@ class LearnerSettings(Section):
     lora: dict[str, Any] = {}
     """Train low-rank adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``, the
     keys of ``LoraSettings``; ``{}`` (default) trains every weight."""
+
+    @property
+    def row_tokens(self) -> int:
+        """``micro_batch_tokens``, whether it is set or not."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
 
 class LoraSettings(Section):

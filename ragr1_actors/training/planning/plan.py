@@ -180,6 +180,8 @@ class Plan:
     gpus_available: int
     needs: tuple[Need, ...]
     times: Times
+    micro_batch_tokens: int
+    """Set or chosen: ``micro_batch.py``."""
 
     @property
     def problems(self) -> list[str]:
@@ -240,7 +242,14 @@ def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
         gpus_available=machine.num_gpus * machine.num_machines,
         needs=tuple(replace(need, remedy=_need_remedy(need, run)) for need in run.needs()),
         times=replace(times, remedy=_search_remedy(times, run)),
+        micro_batch_tokens=config.learners.row_tokens,
     )
+
+
+def learner_fits(config: RunConfig, machine: Machine, num_passages: int) -> bool:
+    """Return whether the memory in which the learner computes holds what it must; raises as ``make_plan``."""
+    place = "learner GPU" if config.learners.num_gpus_per_learner else "host memory"
+    return all(need.fits for need in _Run(config, machine, num_passages).needs() if need.place.startswith(place))
 
 
 def make_pace(config: RunConfig, machine: Machine, num_passages: int) -> Pace:

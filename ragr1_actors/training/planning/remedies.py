@@ -39,7 +39,7 @@ def _advice(settings: dict[str, Any]) -> str:
 def place_changes(place: str, config: RunConfig) -> Iterator[Change]:
     """Yield settings that need less of a place, those that cost least time first."""
     runners, retrieval = config.env_runners, config.retrieval
-    if place == "learner GPU":
+    if place == "learner GPU" or (place == "host memory" and not config.learners.num_gpus_per_learner):
         yield from _learner_changes(config.learners, runners.max_context_tokens)
     if place == "env runner GPU" and runners.engine == "vllm":
         for size in (2, 4, 8):
@@ -73,12 +73,14 @@ def search_changes(config: RunConfig, num_cpus: int) -> Iterator[Change]:
 
 
 def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iterator[Change]:
-    tokens = learners.micro_batch_tokens
+    tokens = learners.row_tokens
     while tokens > max_context_tokens:
         tokens = max(tokens // 2, max_context_tokens)
         yield "learners.micro_batch_tokens", tokens
     if not learners.gradient_checkpointing:
         yield "learners.gradient_checkpointing", True
+    if not learners.num_gpus_per_learner:
+        return  # what follows moves bytes from a GPU to the host, or to another machine
     resting = [part for part in ("reference", "critic") if part not in learners.offload]
     if resting:
         yield "learners.offload", [*learners.offload, *resting]
