@@ -29,6 +29,7 @@ from ragr1_actors.core.files import WRITING, read_json_as, sync, write_json
 
 LIST_FILE = "digests.json"
 _BUFFER_BYTES = 2**20
+_SMALL_BYTES = 64 * 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,14 @@ def _digest(path: Path, version: tuple[int, ...]) -> str:
 
 
 def digest_files(folder: Path, names: Collection[str]) -> Digests:
-    """Digest files of a folder and wait until they are on disk, both at the same time; ``OSError`` as of either."""
+    """Digest files of a folder and wait until they are on disk; ``OSError`` if one cannot be read or written.
+
+    Large files are digested while they go to disk, which takes longer. For small ones threads would cost more.
+    """
+    if sum((folder / name).stat().st_size for name in names) < _SMALL_BYTES:
+        for name in names:
+            sync(folder / name)
+        return {name: FileDigest.of(folder / name) for name in names}
     with ThreadPoolExecutor() as pool:
         syncing = [pool.submit(sync, folder / name) for name in names]
         digests = dict(zip(names, pool.map(lambda name: FileDigest.of(folder / name), names), strict=True))
@@ -83,7 +91,7 @@ def digest_files(folder: Path, names: Collection[str]) -> Digests:
 def write_list(folder: Path, digests: Digests | None = None) -> None:
     """Write the list of a folder; without ``digests``, of all files that are in it and below it.
 
-    The folder gets its name later, so that the list need not be whole or absent by itself.
+    The folder gets its name later, once it is synced, so that the list need not be whole or absent by itself.
 
     Raises:
         OSError: a file cannot be read, or the list cannot be written.
@@ -95,7 +103,6 @@ def write_list(folder: Path, digests: Digests | None = None) -> None:
         )
     content = asdict(_List(1, digests, _digest_of_list(digests)))
     write_json(folder / LIST_FILE, content)
-    sync(folder / LIST_FILE)
 
 
 def read_list(folder: Path) -> Digests:
