@@ -145,7 +145,12 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_only_regular_files_are_read_and_others_are_named(tmp_path: Path, name: str) -> None:
+def test_only_regular_files_are_read_and_others_are_named(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    map_file = parts.map_file
+    monkeypatch.setattr(parts, "map_file", lambda path: (opened.append(path), map_file(path))[1])
     keep(tmp_path, "iteration_00001", every_outcome())
     odd = tmp_path / "trajectories" / "iteration_00002.arrow"
     ODD[name](odd)
@@ -154,6 +159,9 @@ def test_only_regular_files_are_read_and_others_are_named(tmp_path: Path, name: 
     (problem,) = index.snapshot.problems
     assert problem.startswith(f"{odd} ") and problem.endswith("remove it from the run")
     assert not index.refresh()
+    odd = odd.rename(odd.with_name("iteration_00003.arrow"))
+    assert index.refresh() and str(odd) in index.snapshot.problems[0]
+    assert name == "empty" or not [path for path in opened if path.name != "iteration_00001.arrow"]
     shutil.rmtree(odd) if odd.is_dir() else odd.unlink()
     assert index.refresh() and index.snapshot.problems == () and index.snapshot.num_files == 1
 
@@ -170,16 +178,16 @@ def test_a_file_that_is_replaced_by_a_fifo_or_damaged_is_an_error_of_one_traject
     snapshot = index_of(tmp_path).snapshot
     whole, rng = path.read_bytes(), np.random.default_rng(0)
     num_refused = 0
-    for _ in range(60):  # damaged offsets would end the process
+    for _ in range(250):  # damaged offsets would end the process
         damaged = bytearray(whole)
-        for place in rng.integers(len(whole), size=64):
+        for place in rng.integers(len(whole), size=rng.integers(1, 9)):
             damaged[place] = rng.integers(256)
         path.write_bytes(damaged)
         try:
             trajectory_payload(snapshot, 0, TokenPieces([]))
         except DataError as error:
             num_refused += str(path) in str(error)
-    assert num_refused > 10
+    assert num_refused > 100
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(DataError, match=r"iteration_00001\.arrow cannot be read: it is no regular file"):
