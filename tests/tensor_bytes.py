@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.utils._pytree import tree_map_only
 class TensorBytes(TorchDispatchMode):
     """A context that counts the bytes of all tensors that operators return; views of a storage count once."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """Leave out the storages of ``known``."""
         super().__init__()
         self.now = self.peak = 0
         """Bytes alive, and the most that were alive at a time."""
-        self._known: set[int] = set()
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from learners_common import make_groups, make_policy
+from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM
 
 from learners.deepspeed.deepspeed_engine import init_distributed
@@ -180,3 +181,18 @@ def test_padding_is_counted_where_there_are_blocks(in_blocks: bool, expected: fl
     meter.num_steps = 1
     init_distributed(0, 1)
     assert meter.reduce(torch.device("cpu"))["attention_padding"] == pytest.approx(expected)
+
+
+def test_keys_and_values_are_kept_once_for_the_heads_of_a_group_bit_for_bit() -> None:
+    layout, found = packed_layout([40, 37, 9]), []
+    for keeps_small in (True, False):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(86, heads, 8, requires_grad=True) for heads in (12, 2, 2))
+        with TensorBytes(known=(query, key, value)) as made:
+            output = block_attention(query, key, value, layout, keeps_small=keeps_small)
+            kept = made.now
+        output.square().sum().backward()
+        found.append((kept, output, query.grad, key.grad, value.grad))
+    (small, *ours), (large, *plain) = found
+    assert large - small > 4 * 86 * 8 * 2 * (12 - 2) - 1  # float32
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))

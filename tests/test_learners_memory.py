@@ -88,27 +88,20 @@ def test_adapters_are_counted(tmp_path: Path) -> None:
 def saved_bytes(config: Any, dtype: torch.dtype, num_tokens: int, *, checkpointing: bool) -> int:
     """Bytes that autograd keeps after a forward pass of the decoder, weights left out."""
     config = type(config).from_dict(config.to_dict() | {"attn_implementation": PACKED_ATTENTION})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    storages: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.get_decoder()(
+    with TensorBytes(known=model.parameters()) as made:
+        output = model.get_decoder()(
             input_ids=torch.zeros(1, num_tokens, dtype=torch.long),
             position_ids=torch.arange(num_tokens)[None],
             use_cache=False,
             packing=packed_layout([num_tokens]),
         )
-    return sum(size for size, _ in storages.values())
+        kept = made.now
+    del output
+    return kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -118,7 +111,7 @@ def test_saved_activations(config: Any, dtype: torch.dtype) -> None:
     deeper = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 6, "layer_types": None})
     shallow_bytes = saved_bytes(config, dtype, num_tokens, checkpointing=False)
     per_layer = (saved_bytes(deeper, dtype, num_tokens, checkpointing=False) - shallow_bytes) / 4 / num_tokens
-    assert layer_bytes_per_token(shape, dtype.itemsize, takes_rows=False) == pytest.approx(per_layer, rel=0.05)
+    assert layer_bytes_per_token(shape, dtype.itemsize, repeats_keys=False) == pytest.approx(per_layer, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -170,7 +163,7 @@ def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
     # the widths of Qwen2.5-7B, divided by 28
     config = Qwen2Config(**SIZES | {"hidden_size": 128, "intermediate_size": 676, "num_hidden_layers": 6})
     shape, num_tokens = shape_of(config), 1024
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()

@@ -101,16 +101,16 @@ def engine_state(num_parameters: int, num_trained: int, settings: LearnerSetting
     return EngineState(resting, step, host)
 
 
-def layer_bytes_per_token(shape: ModelShape, element_bytes: int, *, takes_rows: bool) -> int:
+def layer_bytes_per_token(shape: ModelShape, element_bytes: int, *, repeats_keys: bool) -> int:
     """Return the bytes of activations that one decoder layer saves per token for its backward pass.
 
     Two RMS norms save their input in fp32, its normalised form and their output; attention saves queries, keys, values,
-    its output and a log-sum per head; the gated MLP saves four tensors of width I. ``takes_rows`` is flash attention,
-    which reads keys and values as they are; block attention repeats them for every query head.
+    its output and a log-sum per head; the gated MLP saves four tensors of width I. ``repeats_keys`` is block attention
+    with gradient checkpointing: it keeps keys and values as often as there are query heads, for a layer at a time.
     """
     e = element_bytes
     norms = shape.hidden_size * 2 * (4 + 2 * e) + 8
-    keys = shape.kv_size if takes_rows else shape.attention_size
+    keys = shape.attention_size if repeats_keys else shape.kv_size
     attention = 2 * e * (shape.attention_size + keys) + 4 * shape.num_heads
     if shape.has_qk_norm:
         attention += (4 + e) * (shape.attention_size + shape.kv_size) + 4 * (shape.num_heads + shape.num_kv_heads)
@@ -122,12 +122,12 @@ def activation_bytes(
 ) -> int:
     """Return the peak of the activations of one forward and backward pass over a row of ``num_tokens``.
 
-    With gradient checkpointing a layer keeps its input, and one layer at a time is computed again. The embedding and
-    the last norm keep ``(4 + 2.5 e) C`` per token; the backward pass needs two tensors of width I, or 9 e C in the last
-    norm.
+    ``takes_rows`` is flash attention, which reads keys and values as they are. With gradient checkpointing a layer has
+    its input only, and one at a time is computed again. The embedding and the last norm keep ``(4 + 2.5 e) C`` per
+    token; the backward pass needs two tensors of width I, or 9 e C in the last norm.
     """
     e = element_bytes
-    layer = layer_bytes_per_token(shape, e, takes_rows=takes_rows)
+    layer = layer_bytes_per_token(shape, e, repeats_keys=checkpointing and not takes_rows)
     kept = shape.num_layers * (e * shape.hidden_size) + layer if checkpointing else shape.num_layers * layer
     ends = (8 + 5 * e) * shape.hidden_size // 2
     work = max(2 * e * shape.intermediate_size, 9 * e * shape.hidden_size)

@@ -17,9 +17,12 @@ Notation: T tokens of the row, S sequences of a block, L longest of a block, H h
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,13 +62,23 @@ def packed_attention(
         )
     assert attention_mask is None, "a packed row has no mask: the layout holds the ends of the sequences"
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    attention = flash_attention if takes_rows(query.device, query.dtype) else block_attention
-    return attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
+    if takes_rows(query.device, query.dtype):
+        return flash_attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
+    # a module in training mode is computed again in the backward pass, so that nothing of it is kept
+    keeps_small = not module.training
+    return block_attention(query_THD, key_THD, value_THD, packing, scaling, keeps_small=keeps_small).unsqueeze(0), None
 
 
 def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether flash attention takes the row directly; else attention runs on padded blocks."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class _Repeated(NamedTuple):
+    """A tensor that is ``origin`` with every head repeated."""
+
+    origin: torch.Tensor
+    groups: int
 
 
 def flash_attention(
@@ -97,23 +110,37 @@ def block_attention(
     value_THD: torch.Tensor,
     packing: PackedLayout,
     scaling: float | None = None,
+    *,
+    keeps_small: bool = True,
 ) -> torch.Tensor:
-    """Run attention block by block, on any device and in any dtype; ``[T, H, D]``."""
+    """Run attention block by block, on any device and in any dtype; ``[T, H, D]``.
+
+    With ``keeps_small`` the backward pass repeats keys and values again for the heads of a group.
+    """
     groups = query_THD.shape[1] // key_THD.shape[1]
-    if groups > 1:
-        key_THD, value_THD = key_THD.repeat_interleave(groups, dim=1), value_THD.repeat_interleave(groups, dim=1)
     outputs = []
     for block in packing.blocks:
-        output_SHLD = scaled_dot_product_attention(
-            _spread(query_THD, block),
-            _spread(key_THD, block),
-            _spread(value_THD, block),
-            is_causal=True,
-            scale=scaling,
-        )
+        query_SHLD, *small = (_spread(packed, block) for packed in (query_THD, key_THD, value_THD))
+        key_SHLD, value_SHLD = (tensor.repeat_interleave(groups, dim=1) for tensor in small) if groups > 1 else small
+        with _keeping(small, (key_SHLD, value_SHLD), groups) if keeps_small and groups > 1 else nullcontext():
+            output_SHLD = scaled_dot_product_attention(query_SHLD, key_SHLD, value_SHLD, is_causal=True, scale=scaling)
         flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
         outputs.append(flat if block.slots is None else flat.index_select(0, block.slots))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _keeping(small: Sequence[torch.Tensor], repeated: Sequence[torch.Tensor], groups: int) -> saved_tensors_hooks:
+    """Return a context in which autograd keeps ``small`` for tensors that are ``repeated`` from them: bit for bit."""
+    origins = {tensor.data_ptr(): origin.detach() for tensor, origin in zip(repeated, small, strict=True)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Repeated:
+        origin = origins.get(tensor.data_ptr())
+        return tensor if origin is None else _Repeated(origin, groups)
+
+    def unpack(kept: torch.Tensor | _Repeated) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept.origin.repeat_interleave(kept.groups, dim=1)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _spread(packed_THD: torch.Tensor, block: Block) -> torch.Tensor:
