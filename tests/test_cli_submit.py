@@ -354,6 +354,8 @@ def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=r"holds a run with another (training\.lr|learners\.lora)"):
             start_again(place, more_ranks, other.learners(num_learners=2).freeze())
     assert open_run_directory(tmp_path) == more_ranks
+    chosen = AlgorithmConfig().learners(num_learners=2, micro_batch_tokens=2048).freeze()
+    assert start_again(place, chosen, more_ranks) == chosen, "what the start of the run chose stays"
     assert "--auto-resume needs --run-dir" in invoke("train", "quickstart", "--auto-resume")
 
 

@@ -155,7 +155,9 @@ def test_a_retriever_that_stops_in_an_evaluation_is_replaced(
     files: Path, tmp_path: Path, interrupted_run: tuple[Path, str, list[int]]
 ) -> None:
     run_dir, *_ = interrupted_run
-    with command("evaluate", str(run_dir), "--tasks", str(files / "tasks.json"), cwd=tmp_path) as evaluation:
+    actors = ("retrieval.num_retrievers=1", "retrieval.num_cpus_per_retriever=0")  # by default it searches itself
+    arguments = ("evaluate", str(run_dir), *actors, "--tasks", str(files / "tasks.json"))
+    with command(*arguments, cwd=tmp_path) as evaluation:
         assert wait_for(lambda: bool(processes(evaluation.pid, "ray::RetrieverActor")), 600, evaluation)
         (stopped,) = processes(evaluation.pid, "ray::RetrieverActor")
         os.kill(stopped, signal.SIGSTOP)

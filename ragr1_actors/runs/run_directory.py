@@ -111,8 +111,13 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
 def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
     """Return the configuration of a run that is started again by the same recipe and overrides: ``asked``.
 
+    A micro-batch that the start of the run chose stays as it was chosen.
+
     ``ConfigError`` if they differ from the stored ones in more than what ``change_learners`` may change.
     """
+    if asked.learners.micro_batch_tokens is None:
+        chosen = {"micro_batch_tokens": stored.learners.micro_batch_tokens}
+        asked = asked.model_copy(update={"learners": asked.learners.model_copy(update=chosen)})
     if fixed := _differing(stored, asked):
         raise ConfigError(
             f"{place} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
