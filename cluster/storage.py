@@ -440,7 +440,7 @@ class Artifact:
 
         if self.blobs is None:
             raise DataError(f"{self.name} is on no storage; give --run-dir a URI that all nodes reach")
-        for name, content in ray.get(self.blobs).items():
+        for name, content in ray.get(self.blobs).items():  # they are there: no actor is waited for
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)  # tofile() has no errno
 

@@ -156,7 +156,7 @@ class EnvRunnerGroup:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if not self._runners:
             return
-        try:
+        try:  # the watchdog ends one that hangs while it loads; its ping is then answered by the next process
             processes = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
@@ -253,7 +253,7 @@ class EnvRunnerGroup:
             return [func(self._local)]
         calls: list[Any] = [runner.handle.apply.remote(func) for runner in self._runners if runner.is_healthy]
         try:
-            return list(ray.get(calls)) if calls else []
+            return list(ray.get(calls)) if calls else []  # the watchdog ends one that hangs, and so its call
         except RayError as error:
             raise FleetError(f"foreach_env_runner: {last_line(error)}") from error
 

@@ -291,7 +291,7 @@ def fetch_batches(batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatc
         return list(batches)
     import ray
 
-    return ray.get(list(batches))
+    return ray.get(list(batches))  # of calls that have ended: no actor is waited for
 
 
 def _is_complete(sections: object) -> bool:

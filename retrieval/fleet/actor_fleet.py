@@ -197,7 +197,7 @@ class ActorFleet:
         Raises:
             FleetError: an actor did not start.
         """
-        try:
+        try:  # the watchdog ends one that hangs while it loads; its ping is then answered by the next process
             ray.get([handle.ping.remote() for handle in self.handles.values()], timeout=timeout_s)
         except RayError as error:
             raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
