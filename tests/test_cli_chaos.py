@@ -110,10 +110,7 @@ def test_a_damage_is_named_by_the_files_path_on_any_lines(tmp_path: Path) -> Non
     advice = f"delete the folder {folder} and --resume goes on from step_9"
     assert damage.is_named_in(f"error: {folder}/policy/conf\nig.json is damaged")
     assert not damage.is_named_in(f"error: {folder} is damaged; {advice}")
-    assert (
-        damage.checkpoint_to_delete(f"error: it is damaged; {advice.replace('step_10', 'step_1' + chr(10) + '0')}")
-        == folder
-    )
+    assert damage.checkpoint_to_delete(f"error: it is damaged; {advice[:40]}\n{advice[40:]}") == folder
     assert damage.checkpoint_to_delete("error: it is damaged; copy it again") is None
     assert Damage(run, run / "index" / "manifest.json", 3, 1).checkpoint_to_delete(advice) is None
 
