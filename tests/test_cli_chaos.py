@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +17,13 @@ from typing import Any
 import pytest
 from small_world import ROOT, a_persons_environment, invoke, make_config, make_files, make_recipe, started, wait_for
 
-from ragr1_actors.cli.chaos import DRIVER, schedule
+from ragr1_actors.cli.chaos import DRIVER, Plan, schedule
+from ragr1_actors.cli.damage import Damage, draw_damage
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import read_order
+from ragr1_actors.runs.starts import read_starts
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -28,27 +33,86 @@ LENGTHS = {"sft": 100, "rl": 40}
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_is_hit_as_often_and_the_driver_is_never_stopped(seed: int) -> None:
-    hits = schedule(20, KINDS, LENGTHS, seed)
-    assert sorted(Counter(hit.kind for hit in hits).values()) == [6, 7, 7]
-    assert {hit.signal for hit in hits if hit.kind == DRIVER} == {signal.SIGKILL}
-    assert schedule(20, KINDS, LENGTHS, seed) == hits != schedule(20, KINDS, LENGTHS, seed + 1)
+    hits = schedule(Plan(20, 6, 10), KINDS, LENGTHS, seed)
+    assert sorted(Counter(hit.kind for hit in hits if hit.deed == "kill").values()) == [6, 7, 7]
+    assert Counter(hit.kind for hit in hits if hit.deed == "hang") == {"env runner": 4, "learner": 2}
+    assert Counter((hit.kind, hit.stage) for hit in hits if hit.deed == "flip") == {("", "rl"): 10}
+    assert {hit.stage for hit in hits if (hit.kind, hit.deed) == ("env runner", "hang")} == {"rl"}
+    assert schedule(Plan(20, 6, 10), KINDS, LENGTHS, seed) == hits
+    assert schedule(Plan(20, 6, 10), KINDS, LENGTHS, seed + 1) != hits
 
 
 def test_hits_are_spread_over_the_stages_in_their_order() -> None:
-    hits = schedule(20, KINDS, LENGTHS, 0)
+    hits = schedule(Plan(20), KINDS, LENGTHS, 0)
     assert [hit.stage for hit in hits] == ["sft"] * 5 + ["rl"] * 15
     for stage, num_steps, most in (("sft", 100, 40), ("rl", 40, 6)):
         at = [hit.iteration for hit in hits if hit.stage == stage]
         assert at == sorted(at)
         assert at[-1] < num_steps - 1
         assert max(after - before for before, after in pairwise([0, *at, num_steps])) <= most
-    assert {hit.stage for hit in schedule(20, KINDS, LENGTHS | {"sft": 0}, 0)} == {"rl"}
+    assert {hit.stage for hit in schedule(Plan(20, 6, 10), KINDS, LENGTHS | {"sft": 0}, 0)} == {"rl"}
 
 
-def test_some_actors_are_stopped_and_not_killed() -> None:
-    signals = Counter(hit.signal for hit in schedule(400, KINDS[1:], LENGTHS, 0))
-    assert signals.keys() == {signal.SIGKILL, signal.SIGSTOP}
-    assert signals[signal.SIGKILL] > signals[signal.SIGSTOP] > 50
+def test_a_run_with_one_kind_of_actor_has_its_hangs_there() -> None:
+    for kinds, kind in (((DRIVER, "env runner"), "env runner"), ((DRIVER, "learner"), "learner")):
+        hits = schedule(Plan(0, 6), kinds, LENGTHS, 0)
+        assert [(hit.kind, hit.deed) for hit in hits] == [(kind, "hang")] * 6
+
+
+def make_run(folder: Path) -> Path:
+    """Write files like those of a run; the newest checkpoint is step_10."""
+    run = folder / "run"
+    for name in ("checkpoints/step_9/state.json", "checkpoints/step_10/policy/config.json", "index/manifest.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(bytes(range(200)))
+    for name in ("checkpoints/.writing_step_11", "policy_sft", "view", "trajectories"):
+        (run / name).mkdir()
+        (run / name / "file").write_bytes(b"abc")
+    (run / "policy_sft" / "empty").touch()
+    (run / "metrics.jsonl").write_text("{}")
+    (run / "checkpoints" / "best").symlink_to("step_9")
+    return run
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+def test_a_run_would_go_on_with_what_is_damaged_and_it_can_be_undone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    before, rng, damaged = contents(run), random.Random(0), Counter[str]()
+    for _ in range(200):
+        damage = draw_damage(run, rng)
+        damage.apply()
+        after = contents(run)
+        (name,) = [name for name in before if after.get(name) != before[name]]
+        if name in after:  # one byte of it
+            assert sum(one != other for one, other in zip(before[name], after[name], strict=True)) == 1
+        assert name in str(damage)
+        damaged[f"{'flip' if name in after else 'loss'} {name}"] += 1
+        damage.undo()
+        assert contents(run) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    files = ["checkpoints/step_10/policy/config.json", "index/manifest.json", "policy_sft/file"]
+    expected = {f"{deed} {name}" for deed in ("flip", "loss") for name in files} | {"loss policy_sft/empty"}
+    assert damaged.keys() == expected
+    damage = draw_damage(run, rng)
+    damage.apply()
+    shutil.rmtree(damage.path.parent)  # the run went on and pruned it
+    damage.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damage_is_named_by_the_files_path_on_any_lines(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    folder = run / "checkpoints" / "step_10"
+    damage = Damage(run, folder / "policy" / "config.json", 3, 1)
+    advice = f"delete the folder {folder} and --resume goes on from step_9"
+    assert damage.is_named_in(f"error: {folder}/policy/conf\nig.json is damaged")
+    assert not damage.is_named_in(f"error: {folder} is damaged; {advice}")
+    assert damage.checkpoint_to_delete(f"error: it is damaged; {advice[:40]}\n{advice[40:]}") == folder
+    assert damage.checkpoint_to_delete("error: it is damaged; copy it again") is None
+    assert Damage(run, run / "index" / "manifest.json", 3, 1).checkpoint_to_delete(advice) is None
 
 
 def test_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
@@ -111,19 +175,23 @@ def test_a_live_run_kills_its_own_actors_when_it_is_asked_to_and_loses_nothing(t
 @pytest.mark.slow
 def test_a_run_whose_processes_are_killed_loses_no_task(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=40)
-    command = [sys.executable, "-m", "ragr1_actors", "chaos", str(recipe), "--kills", "5", "--run-dir", "run"]
-    command += ["debugging.fault_tolerance={hang_timeout_s: 30}"]
+    command = [sys.executable, "-m", "ragr1_actors", "chaos", str(recipe), "--run-dir", "run", "--json"]
+    command += ["--kills", "5", "--hangs", "2", "--flips", "3", "debugging.fault_tolerance={hang_timeout_s: 30}"]
     ended = subprocess.run(
         [*command, "--seed", "2"], cwd=tmp_path, env=a_persons_environment() | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=1500, check=False,
+        capture_output=True, text=True, timeout=2300, check=False,
     )  # fmt: skip
     log = (tmp_path / "run.chaos.log").read_text()
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{log[-5000:]}"
-    hit = Counter(re.findall(r": SIG(?:KILL|STOP) (.+)$", ended.stdout, re.MULTILINE))
-    assert hit.total() == 5
-    assert hit.keys() == {"driver", "env runner", "retriever", "learner"}
+    killed = Counter(re.findall(r": kill (.+)$", ended.stderr, re.MULTILINE))
+    assert killed.total() == 5
+    assert killed.keys() == {"driver", "env runner", "retriever", "learner"}
     tasks = read_report(tmp_path / "run").tasks
     assert (tasks.issued, tasks.lost, tasks.doubled) == (tasks.trained, 0, 0)
     assert tasks.trained == 40 * 8
-    assert "5 processes killed or stopped" in ended.stdout
-    assert log.count("│ run directory ") == 1 + hit["driver"]  # each driver prints it at its start
+    found = json.loads(ended.stdout)
+    counts = ("kills", "hangs", "hangs_noticed", "flips", "silent", "unnamed", "trained", "lost", "doubled")
+    assert [found[name] for name in counts] == [5, 2, 2, 3, 0, 0, 320, 0, 0]
+    assert len(found["noticed_s"]) == 2
+    assert found["back_s"].keys() == {"driver", "env runner", "retriever", "learner"}
+    assert read_starts(tmp_path / "run")[0].words[0] == str(recipe)

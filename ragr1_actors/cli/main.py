@@ -163,12 +163,9 @@ def train(
         from cluster.submit import stop_warning
         from ragr1_actors.runs.places import INDEX, find_place
         from ragr1_actors.runs.run_directory import (
-            change_learners,
-            check_recipe,
             holds_run,
             open_run_directory,
             removed_if_unused,
-            start_again,
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
         from ragr1_actors.training.planning.preflight import check_gpus, check_names
@@ -184,13 +181,7 @@ def train(
         if (place.path / "report.json").exists():
             print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
             return
-        if resume:
-            if note := check_recipe(place, config, recipe):
-                print_error(f"warning: {note}", "yellow")
-            config = change_learners(place, config, overrides or [])
-        else:
-            asked = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-            config = start_again(place, config, asked)
+        config = _continued(place, config, recipe, overrides or [], is_same=not resume)
         check_names(config, has_index=place.bring(INDEX).is_dir())
         check_gpus(config)
         cleaned: AbstractContextManager[None] = nullcontext()
@@ -205,6 +196,18 @@ def train(
         console.print(describe_start(recipe, config, str(place)))
         _run(config, place, advice, profile, words)
     print_line(f"try: {advised('ask', str(place), _question(place))}")
+
+
+def _continued(place: Place, stored: RunConfig, recipe: str, overrides: list[str], *, is_same: bool) -> RunConfig:
+    """Return the configuration with which a run goes on; ``is_same``: recipe and overrides are those of its start."""
+    from ragr1_actors.runs.run_directory import change_learners, check_recipe, start_again
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+
+    if is_same:
+        return start_again(place, stored, AlgorithmConfig.from_recipe(recipe).override(overrides).freeze())
+    if note := check_recipe(place, stored, recipe):
+        print_error(f"warning: {note}", "yellow")
+    return change_learners(place, stored, overrides)
 
 
 def _question(place: Place) -> str:
