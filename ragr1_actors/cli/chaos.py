@@ -148,8 +148,9 @@ def _position(stage: str, iteration: int) -> tuple[int, int]:
 class Victim:
     """A run in a process of the operating system, which is started again with ``--auto-resume`` after it was killed."""
 
-    def __init__(self, recipe: str, overrides: Sequence[str], run_dir: Path) -> None:
-        """Start the run; its output is appended to ``LOG``."""
+    def __init__(self, recipe: str, overrides: Sequence[str], run_dir: Path, hang_timeout_s: float) -> None:
+        """Start the run, which should notice a hang after ``hang_timeout_s``; its output is appended to ``LOG``."""
+        self.patience_s = ANSWER_TIMEOUT_S + hang_timeout_s
         self._command = [sys.executable, "-m", "ragr1_actors", "train", recipe, *overrides]
         self._command += ["--run-dir", str(run_dir), "--auto-resume"]
         self.run_dir = run_dir
@@ -349,6 +350,7 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
 
 
 def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path, *, as_json: bool) -> None:
+    from ragr1_actors.core.config import read_fault_tolerance
     from ragr1_actors.runs.report import read_report
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -362,7 +364,8 @@ def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {place}: {error.strerror}; choose another --run-dir") from error
-    victim = Victim(recipe, [*overrides, f"debugging.fault_tolerance={json.dumps(patient)}"], place)
+    hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
+    victim = Victim(recipe, [*overrides, f"debugging.fault_tolerance={json.dumps(patient)}"], place, hang_timeout_s)
     with _ended(victim):
         for hit in hits:
             victim.wait_for(hit)
@@ -414,9 +417,9 @@ def _hang(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | N
     process.send_signal(signal.SIGSTOP)
     tally.hangs += 1
     while process.is_running() and not victim.has_ended:
-        if time.monotonic() - hit_at > ANSWER_TIMEOUT_S:
+        if time.monotonic() - hit_at > victim.patience_s:
             process.send_signal(signal.SIGCONT)
-            return f": not noticed in {ANSWER_TIMEOUT_S:.0f} s"
+            return f": not noticed in {victim.patience_s:.0f} s"
         time.sleep(_LOOK_INTERVAL_S)
     if victim.has_ended:
         return ": not noticed before the run ended"
