@@ -55,6 +55,8 @@ _TRANSFER_BYTES = 2 * GIB
 _DRIVER_BYTES = 2 * GIB
 _ACTOR_BYTES = 3 * GIB // 4
 """Resident memory of one actor process; the quickstart's six take 4.2 GiB."""
+_VLLM_CPU_CACHE_BYTES = GIB
+"""``VLLM_CPU_KVCACHE_SPACE`` as ``vllm_engine`` sets it."""
 _CUDA_HOST_BYTES = 2 * GIB
 """What CUDA's libraries take beside it; an allowance, not a measurement."""
 _BYTES_PER_TOKEN = 24
@@ -417,12 +419,18 @@ class _Run:
         }
         if not self.config.learners.num_gpus_per_learner:
             parts["learners"] = ranks * self.learner.peak_bytes
-            parts["engines"] = ceil(self.num_runners / machines) * self.weight_bytes
+            parts["engines"] = ceil(self.num_runners / machines) * self._engine_bytes()
         if self.has_vectors and not self.scans_on_gpu:
             parts["vectors"] = vector_bytes(
                 retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
             )
         return parts
+
+    def _engine_bytes(self) -> int:
+        """Return what an engine on CPUs takes beside its runner's process."""
+        if self.config.env_runners.engine != "vllm":
+            return self.weight_bytes
+        return _ACTOR_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # its own process, and a twin to load into
 
     def _shm_parts(self) -> Parts:
         """Return the object store, with two batches of trajectories, and the files that engines read weights from.
