@@ -268,7 +268,7 @@ PRINTS_JSON = {
     "report": ["RUN"],
     "simulate": ["quickstart", "--iterations", "1", "--runners", "1", "--retrievers", "1"],
 }
-ELSEWHERE = {"bench", "doctor", "select"}  # of these, the first two print several lines
+ELSEWHERE = {"bench", "chaos", "doctor", "select"}  # of these, "bench" and "doctor" print several lines
 
 
 @pytest.fixture(scope="module")
