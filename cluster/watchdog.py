@@ -15,12 +15,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray._private.state import state  # no public function says how often an actor was restarted
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from ragr1_actors.core.config import FaultToleranceSettings
@@ -32,7 +33,10 @@ HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
 LOOK_S = 1.0
 """Between two looks at the actors."""
 _BEAT_S = 2.0
+MAX_DEATHS = 3
+"""An actor that dies as often while it loads will not load."""
 _STOP_TIMEOUT_S = 10.0
+_RESTART_LOOK_S = 0.2
 _NAMESPACE = "ragr1_beats"
 
 
@@ -208,3 +212,36 @@ def _forget_beat(actor: _Watched) -> None:
     """Drop what the process that ended wrote last: nobody else does, and its successor may have to wait for room."""
     _internal_kv_del(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
     actor.beat = None
+
+
+def pings(actors: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return what ``ping`` of each actor answers once it has loaded, also if it was ended meanwhile and loads again.
+
+    Raises:
+        RayError: one cannot start, has died ``MAX_DEATHS`` times, or has not answered in time (``GetTimeoutError``).
+    """
+    deadline = time.monotonic() + timeout_s
+    found: dict[int, Any] = {}
+    calls = {actor.ping.remote(): number for number, actor in enumerate(actors)}
+    while calls:
+        done, _ = ray.wait(list(calls), timeout=LOOK_S)
+        if not done:
+            for number in calls.values():
+                _check_deaths(actors[number])
+            if time.monotonic() > deadline:
+                raise GetTimeoutError(f"{len(calls)} of {len(actors)} actors did not answer in {timeout_s:g} s")
+            continue
+        number = calls.pop(done[0])
+        try:
+            found[number] = ray.get(done[0])
+        except ActorUnavailableError:  # Ray refuses calls while an actor restarts
+            _check_deaths(actors[number])
+            time.sleep(_RESTART_LOOK_S)
+            calls[actors[number].ping.remote()] = number
+    return [found[number] for number in range(len(actors))]
+
+
+def _check_deaths(actor: Any) -> None:
+    num_deaths = int(state.actor_table(actor._actor_id.hex()).get("NumRestarts", 0))
+    if num_deaths >= MAX_DEATHS:
+        raise ActorUnavailableError(f"it died {num_deaths} times while it loaded", actor._actor_id.binary())

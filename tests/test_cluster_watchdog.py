@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ray._private.state import state
+from ray.exceptions import RayActorError
 from ray.experimental.internal_kv import _internal_kv_get
 
 from cluster import watchdog
@@ -192,6 +193,42 @@ def test_an_actor_that_is_forgotten_is_not_ended(world: World) -> None:
     os.kill(pid, signal.SIGCONT)
     assert world.ray.get(world.actor.pulse.remote()) == pid
     assert not world.hangs
+
+
+class Fragile:
+    """Dies while it loads, until its folder has a number of files; an unreadable folder is an error."""
+
+    def __init__(self, folder: Path, num_deaths: int) -> None:
+        if len(list(folder.iterdir())) < num_deaths:
+            (folder / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ping(self) -> str:
+        return "loaded"
+
+
+def test_actors_are_pinged_until_they_have_loaded(ray_local: ModuleType, tmp_path: Path) -> None:
+    actor_class = ray_local.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(Fragile)
+    actors = []
+    for num_deaths in (0, 2):
+        folder = tmp_path / str(num_deaths)
+        folder.mkdir()
+        actors.append(actor_class.remote(folder, num_deaths))
+    while not list((tmp_path / "2").iterdir()):
+        time.sleep(0.02)  # so that it is asked while it restarts
+    assert watchdog.pings(actors, WAIT_S) == ["loaded", "loaded"]
+    for actor in actors:
+        ray_local.kill(actor)
+
+
+def test_an_actor_that_never_loads_is_an_error(ray_local: ModuleType, tmp_path: Path) -> None:
+    actor_class = ray_local.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(Fragile)
+    actors = [actor_class.remote(tmp_path, 1_000), actor_class.remote(tmp_path / "none", 0)]
+    for actor in actors:
+        with pytest.raises(RayActorError):
+            watchdog.pings([actor], WAIT_S)
+        ray_local.kill(actor)
+    assert len(list(tmp_path.iterdir())) >= watchdog.MAX_DEATHS
 
 
 def test_beating_does_nothing_outside_an_actor(ray_local: ModuleType) -> None:

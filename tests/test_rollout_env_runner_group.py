@@ -240,11 +240,12 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended_and_loads_again(
     assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
     stopped = state.actor_table(actor_id)["Pid"]
     os.kill(stopped, signal.SIGSTOP)
-    fleet.wait_until_ready()
-    assert pids(fleet) != [stopped]
-    fleet.poll()
-    assert fleet.num_hangs >= 1
-    fleet.stop()
+    try:
+        fleet.wait_until_ready()
+        assert pids(fleet) != [stopped]
+        assert fleet.num_hangs >= 1
+    finally:
+        fleet.stop()
 
 
 @pytest.mark.slow

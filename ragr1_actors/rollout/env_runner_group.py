@@ -42,7 +42,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
-from cluster.watchdog import Finding, Watchdog
+from cluster.watchdog import Finding, Watchdog, pings
 from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
@@ -156,8 +156,8 @@ class EnvRunnerGroup:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if not self._runners:
             return
-        try:  # the watchdog ends one that hangs while it loads; its ping is then answered by the next process
-            processes = ray.get([runner.handle.ping.remote() for runner in self._runners], timeout=START_TIMEOUT_S)
+        try:  # the watchdog ends one that hangs while it loads
+            processes = pings([runner.handle for runner in self._runners], START_TIMEOUT_S)
         except RayError as error:
             raise FleetError(f"an env runner did not start: {last_line(error)}") from error
         self._take_findings()  # one that hung while it loaded has loaded again

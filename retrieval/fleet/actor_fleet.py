@@ -31,7 +31,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line
-from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
+from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog, pings
 from ragr1_actors.core.errors import FleetError
 from retrieval.fleet.actor import ActorLoad, RpcActor
 from retrieval.fleet.batching import ClientLoad
@@ -197,8 +197,8 @@ class ActorFleet:
         Raises:
             FleetError: an actor did not start.
         """
-        try:  # the watchdog ends one that hangs while it loads; its ping is then answered by the next process
-            ray.get([handle.ping.remote() for handle in self.handles.values()], timeout=timeout_s)
+        try:  # the watchdog ends one that hangs while it loads
+            pings(self.actors, timeout_s)
         except RayError as error:
             raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
 
