@@ -44,7 +44,7 @@ def group(ray_local: ModuleType, index_dir: Path) -> Iterator[RetrieverGroup]:
     settings = RetrievalSettings(
         num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4, cache_size=0
     )
-    group = RetrieverGroup(index_dir, settings)
+    group = RetrieverGroup(index_dir, settings, hang_timeout_s=300)
     group.wait_until_ready()
     yield group
     group.stop()
@@ -159,6 +159,8 @@ async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGrou
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
+    # a replica that a test before has killed is used once the fleet has seen it again
+    assert await asyncio.to_thread(wait_for, lambda: group.fleets[0].state().num_running == 2, 600)
     client = RetrieverClient(_fleet_name(group), 1, "", PoolSettings(timeout_s=4.0, max_retries=2))
     pid = await asyncio.to_thread(_pid, group.handles[0])
     os.kill(pid, signal.SIGSTOP)
