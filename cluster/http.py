@@ -237,7 +237,7 @@ class HttpServer:
             raise RequestError(415, f"got content of type {got}, expected application/json")
 
     def _names_this_server(self, host: str) -> bool:
-        """Whether a ``Host`` header names this server. An address does: whoever owns a name cannot make it one."""
+        """Whether a ``Host`` header names this server. An address does: no owner of a domain can point it there."""
         if (match := _HOST.fullmatch(host)) is None:
             return False
         name = (match[1] or match[2]).lower().rstrip(".")

@@ -1,4 +1,4 @@
-"""Watchdog: finds the actors that hang and ends them, whatever the owner of the fleet waits for meanwhile.
+"""Watchdog: a thread that finds the actors of a fleet that hang, and ends them. It does not depend on the driver.
 
 ::
 
@@ -29,7 +29,7 @@ from ragr1_actors.core.config import FaultToleranceSettings
 Key = TypeVar("Key", bound=Hashable)
 
 HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
-"""Of a fleet without a recipe, such as that of ``ragr1 index serve``."""
+"""Default for fleets without a recipe, such as the one of ``ragr1 index serve``."""
 LOOK_S = 1.0
 """Between two looks at the actors."""
 _BEAT_S = 2.0
@@ -116,7 +116,7 @@ class Watchdog(Generic[Key]):
         """Watch nothing yet; ``start`` starts the thread.
 
         Args:
-            ask: given an actor, calls its method that answers whatever it works on; returns the reference.
+            ask: calls a method of the actor that its work does not block, and returns the reference.
             tell: called in the watchdog's thread with the key of an actor and each finding, a hang before the kill.
             hang_timeout_s: longest silence.
             interval_s: between two questions to an actor that answers.
@@ -209,7 +209,7 @@ class Watchdog(Generic[Key]):
 
 
 def _forget_beat(actor: _Watched) -> None:
-    """Drop what the process that ended wrote last: nobody else does, and its successor may have to wait for room."""
+    """Delete the last beat of a process that ended: the next process may wait long for room before it beats."""
     _internal_kv_del(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
     actor.beat = None
 

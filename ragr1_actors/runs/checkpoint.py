@@ -5,7 +5,7 @@
     checkpoints/
       step_10/            whole: it was renamed once everything in it was on disk
         digests.json      the files with their sizes and digests
-        policy/           Hugging Face folder, with a list of its own
+        policy/           Hugging Face folder, with its own list
         learner.safetensors, learner_1.safetensors, ...   one of each learner rank
         state.json        ``RunState``
       step_20/
