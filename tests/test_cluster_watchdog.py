@@ -71,6 +71,13 @@ class World:
             time.sleep(0.02)
         return next(pid for pid in self.answers() if pid not in besides)
 
+    def until_beat(self) -> None:
+        """Return once the actor has begun to load."""
+        deadline = time.monotonic() + WAIT_S
+        while self.beat() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def beat(self) -> bytes | None:
         found: bytes | None = _internal_kv_get(watchdog._key(self.actor._actor_id.hex()), namespace=watchdog._NAMESPACE)
         return found
@@ -114,10 +121,7 @@ def test_an_actor_that_goes_on_in_time_is_left_alone(world: World) -> None:
 def test_an_actor_that_is_stopped_while_it_loads_is_ended_and_loads_again(ray_local: ModuleType, hold: Path) -> None:
     hold.touch()
     world = World(ray_local, hold)
-    deadline = time.monotonic() + WAIT_S
-    while world.beat() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    world.until_beat()
     pid = state.actor_table(world.actor._actor_id.hex())["Pid"]
     os.kill(pid, signal.SIGSTOP)
     while not world.hangs:
@@ -167,10 +171,7 @@ def test_a_driver_that_stood_still_blames_no_actor(world: World) -> None:
 def test_a_death_is_told_once_and_an_old_beat_is_no_life(ray_local: ModuleType, hold: Path) -> None:
     hold.touch()
     world = World(ray_local, hold)
-    deadline = time.monotonic() + WAIT_S
-    while world.beat() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    world.until_beat()
     hold.unlink()
     pid = world.until_answer()
     os.kill(pid, signal.SIGKILL)
