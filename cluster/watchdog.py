@@ -200,12 +200,22 @@ class Watchdog(Generic[Key]):
         if beat not in (None, actor.beat):
             actor.beat, actor.alive_at = beat, now
         if actor.alive_at is not None and now - actor.alive_at > self._hang_timeout_s:
+            if actor.beat is not None and _has_ended(actor):  # it died while it loaded; the next process may lack room
+                _forget_beat(actor)
+                actor.alive_at = None
+                return
             yield Finding(silent_s=now - actor.alive_at)
 
     def _end(self, actor: _Watched) -> None:
         ray.kill(actor.actor, no_restart=False)
         _forget_beat(actor)
         actor.call, actor.alive_at, actor.is_out = None, None, True
+
+
+def _has_ended(actor: _Watched) -> bool:
+    """Whether the process of the last beat is not the actor's any more: Ray starts another one."""
+    assert actor.beat is not None
+    return bool(int(actor.beat.split()[0]) != state.actor_table(actor.actor._actor_id.hex()).get("Pid"))
 
 
 def _forget_beat(actor: _Watched) -> None:

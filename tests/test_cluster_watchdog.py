@@ -39,10 +39,10 @@ class Loader:
 class World:
     """A watchdog over one actor, on a clock that goes on by a second at each look."""
 
-    def __init__(self, ray: ModuleType, hold: Path, num_cpus: float = 0.0) -> None:
+    def __init__(self, ray: ModuleType, hold: Path, num_cpus: float = 0.0, actor_class: type[Loader] = Loader) -> None:
         self.ray, self.now, self.found = ray, 100.0, list[Finding]()
         options = {"num_cpus": num_cpus, "max_restarts": -1, "max_task_retries": 0}
-        self.actor: Any = ray.remote(Loader).options(**options).remote(hold)
+        self.actor: Any = ray.remote(actor_class).options(**options).remote(hold)
         self.watchdog = Watchdog[str](
             lambda actor: actor.pulse.remote(),
             lambda name, finding: self.found.append(finding),
@@ -146,6 +146,36 @@ def test_an_actor_that_loads_for_long_is_left_alone(ray_local: ModuleType, hold:
         time.sleep(0.02)
     hold.unlink()
     world.until_answer()
+    assert not world.hangs
+    ray_local.kill(world.actor)
+
+
+class OnceBeating(Loader):
+    """Beats while it loads, but not in its second life, in which it may as well wait for room."""
+
+    def __init__(self, hold: Path) -> None:
+        if hold.exists() and not hold.read_text():
+            hold.write_text("begun")
+            super().__init__(hold)
+        while hold.exists():
+            time.sleep(0.05)
+
+
+def test_the_beats_of_a_process_that_died_blame_no_other(ray_local: ModuleType, hold: Path) -> None:
+    hold.touch()
+    world = World(ray_local, hold, actor_class=OnceBeating)
+    world.until_beat()
+    world.look()
+    first = state.actor_table(world.actor._actor_id.hex())["Pid"]
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while state.actor_table(world.actor._actor_id.hex())["Pid"] in (0, first):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for _ in range(3 * round(HANG_TIMEOUT_S)):
+        world.look()
+    hold.unlink()
+    assert world.until_answer() != first
     assert not world.hangs
     ray_local.kill(world.actor)
 
