@@ -80,7 +80,7 @@ class Heartbeat:
                 self._note(ray.get(call))
             except RayError:  # it died: the call that waits for its result raises
                 return ""
-        if self._call is None and now - self._asked_s >= INTERVAL_S:
+        if self._call is None and (self._progress is None or now - self._asked_s >= INTERVAL_S):
             self._call, self._asked_s = self.ask(), now
         if self._progress is None:
             self._made_s = min(self._made_s, now)

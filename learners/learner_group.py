@@ -343,6 +343,7 @@ class LearnerGroup:
         results: dict[Any, Any] = {}
         for heartbeat in self._heartbeats:
             heartbeat.begin_work()
+        self._find_hung(method)  # asks for the first answer before the process is there
         while pending:
             done, pending = ray.wait(pending, timeout=WAIT_INTERVAL_S)
             if not done:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from learners_common import State, assert_same_arrays, make_config, make_groups, make_policy, pickle_by_value
+from small_world import descendants
 from transformers import AutoModelForCausalLM
 
 from learners import call_history
@@ -130,6 +133,35 @@ def test_a_rank_that_hangs_in_an_update_is_replaced(
     assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=1e-6)
     assert group.num_restarts >= 1  # on a busy machine a rank that starts may be taken for one that hangs
     assert "of 2 hangs: " + reason in caplog.text
+    group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_loads_its_libraries_is_replaced(
+    ray_with_tests: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped: list[int] = []
+
+    def stop() -> None:
+        while not stopped:
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(OSError):
+                    is_rank = b"ray::LearnerWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if is_rank and "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                        os.kill(pid, signal.SIGSTOP)
+                        stopped.append(pid)
+                        return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    group = make_group(1, hang_timeout_s=15)
+    thread.join()
+    assert group.num_restarts >= 1
+    assert "learner rank 0 of 1 hangs: it has not answered for" in caplog.text
+    group.build("grpo", policy_dir)
+    assert update(group, 0)["num_steps"] > 0
     group.stop()
 
 

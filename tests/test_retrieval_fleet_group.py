@@ -317,6 +317,27 @@ async def test_an_actor_that_hangs_is_ended_and_comes_back(
 
 @pytest.mark.ray
 @pytest.mark.slow
+def test_a_replica_that_hangs_is_ended_when_it_leaves(
+    ray_local: ModuleType, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrieval.fleet.actor_fleet.LEAVE_S", 0.1)
+    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1)
+    group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
+    try:
+        group.wait_until_ready()
+        (fleet,) = group.fleets
+        assert wait_for(lambda: fleet.state().num_running == 2, 600)
+        leaving = _pid(fleet.actors[1])  # the newest leaves first
+        group.scale_to(1)
+        os.kill(leaving, signal.SIGSTOP)
+        assert wait_for(lambda: not Path(f"/proc/{leaving}").exists(), 600)
+        assert fleet.state().num_running == 1
+    finally:
+        group.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
     group = RetrieverGroup(index_dir, settings)
