@@ -12,7 +12,7 @@ from cluster.deaths import PROCESSES, death_line
 from cluster.rpc import last_line
 from learners.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.rollout.env_runner import EnvRunnerActor
+from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
 from retrieval.encoders.embedding import EmbeddingActor
 from retrieval.fleet.actor import EncoderActor, RetrieverActor
 

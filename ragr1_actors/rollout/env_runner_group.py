@@ -47,7 +47,8 @@ from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, EnvRunnerActor, GroupRequest, Process, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor, Process
 from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest, Runner
 from retrieval.base import Retriever
 

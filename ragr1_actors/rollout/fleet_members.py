@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, Process
+from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
+from ragr1_actors.rollout.env_runner_actor import Process
 
 
 @dataclass(slots=True, eq=False)
