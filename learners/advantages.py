@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-GROUP_EPSILON = 1e-6
-"""Added to the standard deviation of a group's rewards."""
+from learners.options import GROUP_EPSILON
 
 
 def group_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
@@ -64,11 +63,6 @@ def overlong_penalty(lengths_N: torch.Tensor, limit: int, share: float) -> torch
     Yu et al., DAPO (arXiv:2503.14476), equation 13, with L_max = ``limit`` and L_cache = ``share * limit``.
     """
     return ((lengths_N - (1 - share) * limit) / (share * limit)).clamp(0, 1)
-
-
-def has_variance(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of a group differ. True for a group of one, which has no baseline."""
-    return len(rewards) == 1 or (len(rewards) > 1 and max(rewards) - min(rewards) > GROUP_EPSILON)
 
 
 def generalized_advantages(

@@ -20,7 +20,6 @@ Notation: M MODEL tokens.
 
 from __future__ import annotations
 
-import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -488,5 +487,4 @@ class Learner(ABC):
         if self._reference is not None:
             self._reference.close()
         self.learned = None
-        gc.collect()
         release_cache(self.device)

@@ -16,6 +16,7 @@ state and batch only, so the new ranks get the state of the old ones, on CPUs to
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -460,8 +461,13 @@ class LearnerWorker:
     def close(self) -> None:
         """Close the learner of this stage; a checkpoint that is being written is a copy, and continues."""
         if self._learner is not None:
+            from learners.deepspeed.resting import release_cache
+
+            device = self._learner.device
             self._learner.close()
             self._learner = None
+            gc.collect()  # a model refers to itself: the next stage starts in the memory that it held
+            release_cache(device)
 
     @property
     def learner(self) -> Learner:

@@ -6,6 +6,7 @@ paper; the docstring of a learner states where its code differs from the paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # imports torch
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy, reference); ``learners/losses.py`` has their formulas and gradients."""
+GROUP_EPSILON = 1e-6
+"""Added to the standard deviation of a group's rewards."""
 Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
 """How the token losses of a step are averaged; ``learners.losses.trajectory_weights`` has the formulas."""
 
@@ -187,3 +190,8 @@ def learner_options(training: TrainingSettings) -> LearnerOptions:
     name = training.algorithm
     options_class = OPTIONS[name] if name in OPTIONS else load_object(name, LEARNERS).options_class
     return read_options(options_class, training)
+
+
+def has_variance(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards of a group differ. True for a group of one, which has no baseline."""
+    return len(rewards) == 1 or (len(rewards) > 1 and max(rewards) - min(rewards) > GROUP_EPSILON)

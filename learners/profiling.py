@@ -1,4 +1,7 @@
-"""A profile of the learner in this process: a timeline for Perfetto or Chrome, and operators by the time in them."""
+"""A profile of the learner in this process: a timeline for Perfetto or Chrome, and operators by the time in them.
+
+The driver imports this module too, and needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch._C._autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEventAvg
-from torch.profiler import ProfilerActivity, profile
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
+    from torch.profiler import profile
 
-from learners.learner import Learner
+    from learners.learner import Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,9 @@ _running: list[profile] = []
 
 def start_profile(learner: Learner) -> None:
     """Begin to profile all threads of this process; a profile that was under way is dropped."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
     _running.clear()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if learner.device.type == "cuda" else [])
     options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -58,6 +64,8 @@ def operators_s(events: Iterable[FunctionEventAvg], *, on_gpu: bool) -> dict[str
     A kernel's time is in that of the operator that started it. The profiler also returns kernels as events of the
     device, which are left out: else every cost would be named twice.
     """
+    from torch._C._autograd import DeviceType
+
     return {
         str(event.key): (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         for event in events

@@ -218,7 +218,8 @@ class _Build:
         return encoder
 
     def _make_static(self, corpus: Corpus) -> Encoder:
-        from retrieval.encoders.encoder import make_static_encoder, passage_text
+        from retrieval.encoders.encoder import passage_text
+        from retrieval.encoders.static import make_static_encoder
 
         folder = self.directory / ENCODER_FOLDER
         if not folder.is_dir():

@@ -51,8 +51,9 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TRITON_CPU, os.environ.get("PYTHONPATH", ""))))
     runpy.run_path(f"{TRITON_CPU}/sitecustomize.py")
 # By default Hypothesis fails an example that takes 0.2 s or is slow to draw: on a busy machine any may be.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+settings.register_profile("fast", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+settings.register_profile("thorough", settings.get_profile("fast"), max_examples=100)
+settings.load_profile("fast")
 # A process that a shell starts in the background ignores SIGINT, and so would all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -182,7 +182,7 @@ def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_agai
 ) -> None:
     """Ctrl-C without a terminal detaches; ``--stop`` ends the job after its update, which is longer than Ray's 3 s."""
     run_dir, log = tmp_path / "run", tmp_path / "log.txt"
-    (tmp_path / "pace").write_text("15")
+    (tmp_path / "pace").write_text("8")
     command = ("recipe.yaml", "--address", address, "--run-dir", run_dir)
     with submitting(log, *command, cwd=project) as process:
         assert wait_for(lambda: "RL  1/" in log.read_text(), 600, process), log.read_text()

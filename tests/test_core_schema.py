@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core import schema
@@ -98,7 +98,6 @@ def assert_same(left: list[TrajectoryGroup], right: list[TrajectoryGroup]) -> No
 
 
 @given(st.lists(groups(), max_size=4))
-@settings(max_examples=60, deadline=None)
 def test_groups_come_back_from_arrow_as_they_were(original: list[TrajectoryGroup]) -> None:
     batch = groups_to_record_batch(original)
     batch.validate(full=True)
@@ -113,7 +112,6 @@ def test_groups_come_back_from_arrow_as_they_were(original: list[TrajectoryGroup
 
 
 @given(st.lists(groups(), min_size=2, max_size=4), st.data())
-@settings(max_examples=30, deadline=None)
 def test_a_slice_of_a_batch_reads_its_own_rows(original: list[TrajectoryGroup], data: st.DataObject) -> None:
     batch = groups_to_record_batch(original)
     first = len(original[0].trajectories)

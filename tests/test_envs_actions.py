@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envs.actions import ANY_TAG, QueryStream, clean_queries, format_queries, parse_action
@@ -142,7 +142,6 @@ def check(completion: str, query_format: QueryFormat, limit: int) -> Action:
 
 
 @given(TEXTS | NEARLY_WHOLE | JSON_LISTS, st.sampled_from(FORMATS), st.integers(1, 4))
-@settings(max_examples=1000, deadline=None)
 def test_no_text_breaks_the_parser(completion: str, query_format: QueryFormat, limit: int) -> None:
     check(completion, query_format, limit)
 
@@ -150,7 +149,6 @@ def test_no_text_breaks_the_parser(completion: str, query_format: QueryFormat, l
 @given(TEXTS | NEARLY_WHOLE | JSON_LISTS, st.sampled_from(FORMATS), st.lists(st.integers(0, 90), max_size=12))
 @example('<search>["a", "b\\"c"]</search>', "json", list(range(30)))
 @example("<think></think><search>a\nb\n</search>", "lines", list(range(40)))
-@settings(max_examples=1000, deadline=None)
 def test_a_stream_reads_what_the_parser_reads_in_any_pieces(
     completion: str, query_format: QueryFormat, cuts: list[int]
 ) -> None:
@@ -255,10 +253,10 @@ def test_a_stream_that_comes_character_by_character_is_read_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_million_texts_break_nothing() -> None:
+def test_two_hundred_thousand_texts_break_nothing() -> None:
     rng = random.Random(20_260_101)
     names: dict[type[Action], int] = {Search: 0, Answer: 0, Malformed: 0}
-    for index in range(1_000_000):
+    for index in range(200_000):
         query_format = FORMATS[index // 4 % 4]
         pieces = rng.choices(PIECES, k=rng.randrange(14))
         if index % 2:
@@ -270,7 +268,7 @@ def test_a_million_texts_break_nothing() -> None:
         completion = "".join(pieces)
         names[type(check(completion, query_format, 1 + index // 16 % 3))] += 1
         QueryStream(query_format).feed(completion)
-    assert min(names.values()) > 50_000, names
+    assert min(names.values()) > 10_000, names
 
 
 @pytest.mark.timeout(60)  # reading again from the string's or the list's beginning took hours

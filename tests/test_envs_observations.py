@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 from fakes import ByteTokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.observations import defuse, format_observation
@@ -114,7 +114,6 @@ FOUND = st.lists(st.tuples(WORDS, st.lists(st.tuples(WORDS, WORDS), max_size=3))
 
 
 @given(FOUND, st.sampled_from(FORMATS), st.integers(70, 400), st.integers(8, 200))
-@settings(max_examples=500, deadline=None)
 def test_an_observation_keeps_its_budgets_its_tag_and_its_characters(
     found: list[tuple[str, list[tuple[str, str]]]], name: ObservationFormat, total: int, per_query: int
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fakes import ByteTokenizer, DictRetriever
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.base import EnvContext, Search, StepResult, exact_match, token_f1
@@ -162,7 +162,6 @@ async def test_a_search_begins_when_its_query_is_complete() -> None:
 @given(
     st.lists(st.sampled_from(["Ana Bell", " ana bell", "Bo", "Cy", "Dan", "", '"'] * 2), max_size=6), st.integers(1, 5)
 )
-@settings(max_examples=40, deadline=None)
 def test_early_searches_change_only_the_time(query_format: str, queries: list[str], step: int) -> None:
     body = {"lines": "\n", "comma": ","}.get(query_format, " ").join(queries)
     turn = f"<think> a</think><search>{json.dumps(queries) if query_format == 'json' else body}</search>"

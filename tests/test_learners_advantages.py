@@ -18,10 +18,11 @@ from references_common import (
     rows,
 )
 
-from learners.advantages import generalized_advantages, has_variance, overlong_penalty, whiten
+from learners.advantages import generalized_advantages, overlong_penalty, whiten
 from learners.algorithms.grpo import DAPOLearner, DrGRPOLearner, GRPOLearner, ReinforcePPLearner, RLOOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.learner import Learner
+from learners.options import has_variance
 from ragr1_actors.core.types import TokenKind
 
 

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.ppo import PPOLearner
-from learners.algorithms.sft import SFTLearner, segment
+from learners.algorithms.segments import segment
+from learners.algorithms.sft import SFTLearner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from learners_common import make_config, make_groups, make_policy, make_trajectory
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.sft import segment
+from learners.algorithms.segments import segment
 from learners.models.scoring import PolicyModel, pair_cost
 from learners.packing import flatten, pack, plan
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
@@ -25,7 +25,6 @@ def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: flo
     ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
     num_ranks=st.integers(1, 5),

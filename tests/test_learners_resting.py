@@ -18,6 +18,7 @@ from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed import resting
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.deepspeed.resting import Resting
+from learners.learner_group import LearnerWorker
 from ragr1_actors.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -126,15 +127,16 @@ def test_a_closed_learner_leaves_nothing(tmp_path: Path, stage: int) -> None:
     config = make_config(
         training={"algorithm": "ppo", "kl_coeff": 0.1}, learners={"zero_stage": stage, "offload": ["critic"]}
     )
-    learner = PPOLearner(config, make_policy(tmp_path))
-    learner.build()
-    learner.update(make_groups(0))
-    learner.get_state()
+    worker = LearnerWorker(config)
+    worker.build("ppo", make_policy(tmp_path))
+    worker.learner.update(make_groups(0))
+    worker.learner.get_state()
     made = [weakref.ref(tensor) for tensor in tensors() if id(tensor) not in others]
-    assert len(made) > 3 * 3 * sum(1 for _ in learner.policy.module.parameters()), "policy, critic and reference"
+    num_parameters = sum(1 for _ in worker.learner.policy.module.parameters())
+    assert len(made) > 3 * 3 * num_parameters, "policy, critic and reference"
     gc.disable()
     try:
-        learner.close()
+        worker.close()
         assert [found.shape for tensor in made if (found := tensor()) is not None] == []
     finally:
         gc.enable()

@@ -11,7 +11,7 @@ from pathlib import Path
 import bm25s
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import DataError
@@ -110,7 +110,6 @@ def test_ten_thousand_words_and_a_k_beyond_the_corpus(ranker: BM25Ranker) -> Non
 
 
 @given(texts=corpora)
-@settings(deadline=None, max_examples=30)
 def test_weights_are_those_of_bm25s(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     tokens = [stems(text) for text in texts]
     if not any(tokens):
@@ -131,7 +130,6 @@ def test_weights_are_those_of_bm25s(tmp_path_factory: pytest.TempPathFactory, te
     queries=st.lists(st.lists(st.sampled_from(VOCABULARY)).map(" ".join), max_size=6),
     k=st.integers(1, 50),
 )
-@settings(deadline=None, max_examples=40)
 def test_rankings_are_exact_in_any_batch(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], queries: list[str], k: int
 ) -> None:

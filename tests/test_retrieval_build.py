@@ -16,7 +16,7 @@ from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.encoders.embedding import Workers
-from retrieval.encoders.encoder import make_static_encoder
+from retrieval.encoders.static import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 

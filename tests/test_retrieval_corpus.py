@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_python
 
@@ -21,7 +21,6 @@ def numbered(count: int) -> list[Passage]:
     return [Passage(f"p{i}", f"Title {i}", "x" * (i % 300)) for i in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.text(max_size=5), st.text(max_size=20), st.text()), min_size=1, unique_by=lambda row: row[0]

@@ -32,7 +32,8 @@ from retrieval.encoders.embedding import (
     Workers,
     fill_store,
 )
-from retrieval.encoders.encoder import Encoder, make_static_encoder
+from retrieval.encoders.encoder import Encoder
+from retrieval.encoders.static import make_static_encoder
 
 pytestmark = pytest.mark.engine
 

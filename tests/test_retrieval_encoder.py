@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_python
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.encoders.encoder import Encoder, batch_by_length, make_static_encoder
+from retrieval.encoders.encoder import Encoder, batch_by_length
+from retrieval.encoders.static import make_static_encoder
 
 TEXTS = [
     "Ana Bell was born in Riga in 1902.",
@@ -61,6 +63,21 @@ def test_vectors_are_float32_of_length_one(encoder: Encoder) -> None:
     assert vectors.shape == (2, encoder.dimension) == (2, 512)
     assert vectors.dtype == np.float32
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_a_folder_is_one_of_sentence_transformers_which_is_not_loaded(folder: Path) -> None:
+    script = f"""
+        import sys
+        from retrieval.encoders.encoder import Encoder
+        Encoder.load({str(folder)!r}).encode_queries(["Ana Bell"])
+        print([name for name in ("sentence_transformers", "transformers", "sklearn") if name in sys.modules])
+    """
+    assert run_python(script) == "[]\n"
+    from sentence_transformers import SentenceTransformer
+
+    queries = ["Ana Bell", "was born in Riga in 1902, not 1987", "Дом qwerty"]
+    theirs = SentenceTransformer(str(folder), device="cpu").encode_query(queries, normalize_embeddings=True)
+    assert np.allclose(Encoder.load(folder).encode_queries(queries), theirs, atol=1e-6)
 
 
 def test_unknown_words_count_nothing(encoder: Encoder) -> None:

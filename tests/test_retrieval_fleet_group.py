@@ -22,7 +22,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError, Retriev
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
-from retrieval.encoders.encoder import make_static_encoder
+from retrieval.encoders.static import make_static_encoder
 from retrieval.fleet.actor_fleet import find_actors
 from retrieval.fleet.batching import PoolSettings
 from retrieval.fleet.client import RetrieverClient

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import ray
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -35,7 +35,6 @@ rankings = st.lists(st.tuples(st.integers(0, 30), scores), max_size=DEPTH, uniqu
 
 
 @given(st.lists(rankings, max_size=6))
-@settings(max_examples=50, deadline=None)
 def test_what_is_packed_comes_out_again(found: list[list[tuple[int, float]]]) -> None:
     made = [hits(*ranked) for ranked in found]
     packed = pack([h for h, _ in made], np.array([rows for _, rows in made], np.int64).reshape(-1, DEPTH), "v1")
@@ -45,7 +44,6 @@ def test_what_is_packed_comes_out_again(found: list[list[tuple[int, float]]]) ->
 
 
 @given(st.lists(st.tuples(scores, st.booleans()), min_size=1, max_size=12), st.integers(1, DEPTH))
-@settings(max_examples=50, deadline=None)
 def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, bool]], k: int) -> None:
     def answer(members: list[int]) -> tuple[Hits, list[int]]:
         return hits(*sorted(((row, rows[row][0]) for row in members), key=lambda r: (-r[1], r[0]))[:DEPTH])

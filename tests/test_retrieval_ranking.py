@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieval.indexes.ranking import ABSENT, Ranking, best_of, fuse_rankings, merge_rankings
@@ -42,7 +42,6 @@ def test_best_of_orders_by_score_then_row_and_puts_absent_rows_last() -> None:
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=30),
     st.integers(1, 4), st.integers(1, 40), st.randoms(),
 )  # fmt: skip
-@settings(deadline=None)
 def test_merged_shards_answer_as_one_index(scores: list[float], num_shards: int, k: int, random: object) -> None:
     def search(rows: range | list[int]) -> Ranking:
         return ranking(sorted(((row, scores[row]) for row in rows), key=lambda found: (-found[1], found[0]))[:k])
@@ -64,7 +63,6 @@ def test_shards_that_found_less_are_merged_too() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4), st.integers(1, 20))
-@settings(deadline=None)
 def test_fusion_is_the_sum_of_reciprocal_ranks(lists: list[list[int]], k: int) -> None:
     other = [(20, 3.0), (21, 2.0)]  # a second query, so that depths differ
     rankings = [ranking([(row, 0.0) for row in rows], other) for rows in lists]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -271,7 +271,6 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(JSON_VALUES, max_size=6), chunk=st.integers(1, 40), indent=st.sampled_from([None, 0, 3]))
 def test_json_is_read_alike_whatever_the_chunks(
     tmp_path_factory: pytest.TempPathFactory, values: list[Any], chunk: int, indent: int | None
@@ -308,7 +307,6 @@ def test_names_are_never_given_twice() -> None:
     assert names == ["a", "a#2", "a#3", "a#4", "#1", "#2", "#2#2", "a#2#3"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["a", "b", "", "a#2", "a#3", "#1", "#2", "b#2#2"]), max_size=40))
 def test_names_of_any_titles_are_unique(titles: list[str]) -> None:
     namer = Namer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError
@@ -40,7 +40,6 @@ def test_no_words_and_too_many_are_refused_at_once(num_words: int) -> None:
 IDS = st.lists(st.sampled_from(["a", "a#0", "a#1", "a#1#0", "b", "#0", "", "#", "a#x"]), unique=True)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     ids=IDS, text=st.text(alphabet=st.sampled_from("ab \n\t\u00a0\u2028é"), max_size=60), num_words=st.integers(1, 5)
 )

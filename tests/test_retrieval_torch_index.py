@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from retrieval_world import hard_vectors
 from tensor_bytes import TensorBytes
@@ -20,7 +20,6 @@ from retrieval.indexes.torch_index import TorchFlatIndex
     seed=st.integers(0, 10**6), count=st.integers(1, 300), k=st.integers(1, 400), size=st.integers(1, 20),
     extra=st.sampled_from([1, 3000, 2**24]), repeats=st.booleans(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=40)
 def test_search_is_exact_in_any_block_size(seed: int, count: int, k: int, size: int, extra: int, repeats: bool) -> None:
     rng = np.random.default_rng(seed)
     vectors, queries = hard_vectors(count, 16, size, seed)

@@ -10,7 +10,7 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from processes import run_python
@@ -55,7 +55,6 @@ def recall(found: NDArray[np.int64], hard: tuple[Floats, Floats]) -> float:
     seed=st.integers(0, 10**6), count=st.integers(1, 400), k=st.integers(1, 12), size=st.integers(1, 40),
     repeats=st.booleans(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=40)
 def test_flat_is_exact_and_the_same_in_any_batch(seed: int, count: int, k: int, size: int, repeats: bool) -> None:
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((count, 64), dtype=np.float32)

@@ -277,7 +277,7 @@ async def test_a_callback_that_raises_fails_only_its_own_request(policy_dir: Pat
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("é日🎉a ", max_size=30))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.engine
 def test_a_character_of_several_tokens_appears_when_it_is_whole(tokenizer: PolicyTokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)

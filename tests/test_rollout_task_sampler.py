@@ -3,7 +3,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import FleetError, RunDirectoryError
@@ -34,7 +34,6 @@ def test_tasks_of_two_sources_with_one_local_id_are_two_tasks() -> None:
 
 
 @given(st.lists(st.sampled_from(["next", "trained", "again", "give_up", "crash"]), max_size=120), st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
 def test_no_task_is_lost_or_doubled_whatever_happens(actions: list[str], seed: int) -> None:
     sampler = TaskSampler(TASKS, seed)
     saved = json.dumps(sampler.get_state())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_world import make_config, make_files
 
@@ -49,7 +49,6 @@ def sample(are_flat: list[bool], size: int, allowed: int, seed: int) -> tuple[li
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 6), st.integers(0, 12), st.integers(0, 99))
-@settings(max_examples=300, deadline=None)
 def test_a_batch_depends_on_the_order_of_tasks_alone(are_flat: list[bool], size: int, allowed: int, seed: int) -> None:
     batch, set_aside = sample(are_flat, size, allowed, seed)
     chosen: list[str] = []

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from learners.advantages import group_advantages
 from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.sft import segment
+from learners.algorithms.segments import segment
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.packing import MicroBatch, flatten, pack, plan
 from learners.train_batch import make_batch

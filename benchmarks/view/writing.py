@@ -31,6 +31,7 @@ from ragr1_actors.training.buffer import rollout_samples, take_histograms
 
 RUN = ["training.num_iterations=13", "evaluation.num_tasks=1"]
 RUN_QUICK = ["sft.num_steps=1", "sft.num_demonstrations=8", "training.num_iterations=3", "evaluation.num_tasks=1"]
+RUN_QUICK += ["training.train_batch_size=4"]
 WARM_UP = 2
 """First iterations, and updates, that are not counted: caches fill and files are made."""
 NUM_BLOCKS, NUM_BLOCKS_QUICK = 20, 2

@@ -8,11 +8,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from learners.advantages import has_variance
 from learners.learner import Learner
 from learners.losses import TokenLoss, dpo_loss, ipo_loss
 from learners.models.scoring import TokenOutputs
-from learners.options import LearnerOptions, PreferenceOptions
+from learners.options import LearnerOptions, PreferenceOptions, has_variance
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory
 

@@ -22,7 +22,6 @@ import torch
 from learners.advantages import (
     centered_advantages,
     group_advantages,
-    has_variance,
     leave_one_out_advantages,
     overlong_penalty,
     whiten,
@@ -38,6 +37,7 @@ from learners.options import (
     LearnerOptions,
     ReinforcePPOptions,
     RLOOOptions,
+    has_variance,
 )
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import accumulate
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from learners.algorithms.segments import without_malformed_turns
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions
 from learners.train_batch import TokenColumns, TrainBatch
-from ragr1_actors.core.types import TokenKind, Trajectory
+from ragr1_actors.core.types import Trajectory
 
 
 class SFTLearner(Learner):
@@ -63,79 +58,3 @@ class SFTLearner(Learner):
     def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
         """Return the negative log-likelihood per token."""
         return TokenLoss(-outputs.logprobs)
-
-
-_DECISIONS = ("search", "answer")
-"""Actions that are learned; the other one is ``malformed``."""
-
-
-class SegmentCategory(StrEnum):
-    """RAG-R1's four kinds of decision (arXiv:2507.02962, section 3.1)."""
-
-    INTERNAL_ANSWER = "internal_answer"
-    """Answers without anything found."""
-    FIRST_SEARCH = "first_search"
-    """Searches before anything was found."""
-    EVIDENCE_ANSWER = "evidence_answer"
-    """Answers after a search that found something."""
-    FURTHER_SEARCH = "further_search"
-    """Searches again after something was found."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One decision: its context, and the tokens that the model wrote."""
-
-    category: SegmentCategory
-    trajectory: Trajectory
-    """Ends with the decision; only the tokens of the decision are MODEL, those of earlier turns are PROMPT."""
-
-
-def segment(trajectory: Trajectory) -> list[Segment]:
-    """Cut a trajectory into one segment per turn; malformed turns are left out."""
-    segments: list[Segment] = []
-    has_evidence = False
-    for index, (turn, own) in enumerate(zip(trajectory.turns, _positions(trajectory), strict=True)):
-        if turn.action in _DECISIONS and len(own):
-            cut = _taught(trajectory, [index], end=int(own[-1]) + 1)
-            cut = replace(cut, trajectory_id=f"{trajectory.trajectory_id}/turn{index}")
-            segments.append(Segment(_category(turn.action, has_evidence), cut))
-        has_evidence = has_evidence or any(record.passage_ids for record in turn.retrievals)
-    return segments
-
-
-def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with the tokens of malformed turns as PROMPT; itself if it has none."""
-    decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action in _DECISIONS]
-    if len(decisions) == len(trajectory.turns):
-        return trajectory
-    return _taught(trajectory, decisions, end=trajectory.num_tokens)
-
-
-def _positions(trajectory: Trajectory) -> list[NDArray[np.int64]]:
-    """Return the positions of the MODEL tokens of every turn."""
-    positions, lengths = np.flatnonzero(trajectory.kinds == TokenKind.MODEL), trajectory.turn_lengths
-    return [positions[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
-
-
-def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
-    """Return the first ``end`` tokens, of which those of the chosen turns are MODEL and those of the others PROMPT."""
-    kinds = np.where(trajectory.kinds == TokenKind.MODEL, np.uint8(TokenKind.PROMPT), trajectory.kinds)
-    positions = _positions(trajectory)
-    for index in turns:
-        kinds[positions[index]] = TokenKind.MODEL
-    is_own = kinds[:end] == TokenKind.MODEL
-    return replace(
-        trajectory,
-        token_ids=trajectory.token_ids[:end],
-        kinds=kinds[:end],
-        logprobs=np.where(is_own, trajectory.logprobs[:end], np.float32(0)),
-        policy_versions=np.where(is_own, trajectory.policy_versions[:end], np.int32(-1)),
-        turns=tuple(trajectory.turns[index] for index in turns),
-    )
-
-
-def _category(action: str, has_evidence: bool) -> SegmentCategory:
-    if action == "answer":
-        return SegmentCategory.EVIDENCE_ANSWER if has_evidence else SegmentCategory.INTERNAL_ANSWER
-    return SegmentCategory.FURTHER_SEARCH if has_evidence else SegmentCategory.FIRST_SEARCH

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from learners.advantages import has_variance
-from learners.options import GroupOptions, learner_options
+from learners.options import GroupOptions, has_variance, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket
 from ragr1_actors.rollout.fleet_members import FinishedGroup

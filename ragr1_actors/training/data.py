@@ -18,7 +18,7 @@ from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.teacher import load_demonstrations
 from envs.world import make_world
-from learners.algorithms.sft import segment
+from learners.algorithms.segments import segment
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError

@@ -1,4 +1,4 @@
-"""Text to vectors. The only door to sentence_transformers.
+"""Text to vectors. The only door to sentence_transformers, which is imported once a model needs it.
 
 ::
 
@@ -11,34 +11,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
 from safetensors import safe_open
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
+from ragr1_actors.core.digests import LIST_FILE, check_digests
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.files import fingerprint_file
 from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.models.model_code import find_code
 from retrieval.base import Passage
 from retrieval.corpora.text import valid_unicode
-from retrieval.encoders.families import EncoderPlan, plan_encoder
+from retrieval.encoders.families import STATIC_POOLING, EncoderPlan, plan_encoder
+from retrieval.encoders.static import StaticModel
 
-with quick_imports():
+if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
-    from transformers.utils import logging as transformers_logging
+    from sentence_transformers.sentence_transformer.modules import Transformer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types of an encoder's weights, beside ``auto``; the vectors it returns are always float32."""
@@ -77,13 +75,20 @@ def passage_text(passage: Passage, title_repeats: int = 1) -> str:
 class Encoder:
     """A sentence-transformers model whose vectors all have length 1 (or 0, for a text without one known word)."""
 
-    def __init__(self, model: SentenceTransformer, name: str, plan: EncoderPlan, fingerprint: str) -> None:
+    def __init__(
+        self, model: SentenceTransformer | StaticModel, name: str, plan: EncoderPlan, fingerprint: str
+    ) -> None:
         """Wrap a loaded model; use ``Encoder.load``."""
-        self._model = model.eval()
-        first = model[0]
+        self._model = model
         self._model_lock = Lock()
-        self._tokens = _Tokens(first, plan) if isinstance(first, Transformer) else None
-        self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
+        self._tokens = None
+        self._pools_prompt = True
+        if plan.pooling != STATIC_POOLING:
+            from sentence_transformers.sentence_transformer.modules import Pooling
+
+            assert not isinstance(model, StaticModel)
+            self._tokens = _Tokens(cast("Transformer", model[0]), plan)
+            self._pools_prompt = all(module.include_prompt for module in model if isinstance(module, Pooling))
         self.name = name
         self.plan = plan
         self.fingerprint = fingerprint
@@ -117,9 +122,10 @@ class Encoder:
             raise DataError(f"{error}; copy the index as a whole or build it again") from error
         plan = plan_encoder(folder, name)
         try:
-            with _quiet():
-                model = _load_model(folder, plan, device, weights_dtype)
-                _check_model(model, folder, plan)
+            model: SentenceTransformer | StaticModel | None = StaticModel.load(folder, plan, device, weights_dtype)
+            if model is None:
+                with _quiet():
+                    model = _load_model(folder, plan, device, weights_dtype)
         except DataError:
             raise
         except Exception as error:  # of a damaged tokenizer.json, tokenizers raises its own without a class
@@ -155,7 +161,7 @@ class Encoder:
         device = self._model.device
         with self._model_lock, torch.inference_mode():
             for positions, features in tokens.batches:
-                inputs = {key: value.to(device) for key, value in features.items()} | tokens.not_pooled
+                inputs: dict[str, Any] = {key: value.to(device) for key, value in features.items()} | tokens.not_pooled
                 embedding = self._model(inputs)["sentence_embedding"][:, : self.dimension].float()
                 found.append((positions, embedding))
             for positions, embedding in found:  # copied last: a GPU is asked to work on and not waited for in between
@@ -295,17 +301,27 @@ def code_refused(kind: str, name: str) -> DataError:
 def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> SentenceTransformer:
     # Named always: transformers' own default is what the weights were saved in, be it float16 on a CPU.
     settings: dict[str, Any] = {"dtype": dtype}
+    with quick_imports():
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
     if not plan.is_plain:
-        return SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
+        model = SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
+        _check_model(model, folder, plan)
+        return model.eval()
     no_code = {"trust_remote_code": False}  # without it, transformers asks on the terminal
     transformer = Transformer(
         str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
     )
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=plan.pooling)
-    return SentenceTransformer(modules=[transformer, pooling], device=device)
+    model = SentenceTransformer(modules=[transformer, pooling], device=device)
+    _check_model(model, folder, plan)
+    return model.eval()
 
 
 def _check_model(model: SentenceTransformer, folder: Path, plan: EncoderPlan) -> None:
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding, Transformer
+
     first = model[0]
     if isinstance(first, StaticEmbedding):
         return
@@ -368,6 +384,8 @@ def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' progress bar and its report of weights off the terminal: what matters of it is raised."""
+    from transformers.utils import logging as transformers_logging
+
     verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -377,56 +395,6 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if has_bar:
             transformers_logging.enable_progress_bar()
-
-
-_UNKNOWN = "[UNK]"
-
-
-def make_static_encoder(directory: str | Path, texts: Iterable[str], *, dimension: int = 512, seed: int = 0) -> Path:
-    """Write a sentence-transformers folder that matches words, made from ``texts`` alone: nothing is downloaded.
-
-    Every word of ``texts`` gets a random direction with the length of its inverse document frequency, so the inner
-    product of two texts is close to their tf-idf similarity (error about ``1 / sqrt(dimension)``). Case and accents do
-    not matter, punctuation separates words, and a word that is not in ``texts`` counts nothing. The same texts,
-    dimension and seed give the same files. Meant for corpora up to some hundred thousand words: a word takes
-    ``4 * dimension`` bytes.
-
-    Raises:
-        DataError: no word in ``texts``.
-        OSError: the folder could not be written.
-    """
-    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.BertNormalizer()])
-    splitter = pre_tokenizers.Split(Regex(r"[^\p{L}\p{M}\p{N}]+"), behavior="removed")
-    num_texts = 0
-    document_counts: Counter[str] = Counter()
-    for text in texts:
-        num_texts += 1
-        clean = normalizer.normalize_str(text.encode("utf-8", "replace").decode("utf-8"))
-        document_counts.update({word for word, _ in splitter.pre_tokenize_str(clean)})
-    words = sorted(document_counts)
-    if not words:
-        raise DataError("a static encoder needs texts with words in them; the corpus has none")
-
-    counts = np.array([document_counts[word] for word in words], np.float64)
-    # BM25's form: positive even where every text holds the word, and next to nothing for "the".
-    idf = np.log1p((num_texts - counts + 0.5) / (counts + 0.5))
-    directions = np.random.default_rng(seed).standard_normal((len(words), dimension), dtype=np.float32)
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    # Unknown words are the zero vector. They shorten the mean, and the length is normalised away.
-    weights = np.zeros((1 + len(words), dimension), np.float32)
-    weights[1:] = directions * idf[:, None].astype(np.float32)
-
-    vocabulary = {_UNKNOWN: 0} | {word: number for number, word in enumerate(words, 1)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = splitter
-    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights)], device="cpu")
-    try:
-        model.save_pretrained(str(directory), create_model_card=False)
-    except Exception as error:  # safetensors and tokenizers report a full disk with their own exceptions
-        raise OSError(f"{directory} could not be written: {error}") from error
-    write_list(Path(directory))
-    return Path(directory)
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ragr1_actors.core.files import read_json_as
 T = TypeVar("T")
 MODULES_FILE = "modules.json"
 STATIC_POOLING = "static"
-_SETTINGS_FILE = "config_sentence_transformers.json"
+SETTINGS_FILE = "config_sentence_transformers.json"
 _CONFIG_FILE = "config.json"
 _CARD_FILE = "README.md"
 _QUERY_KEYS = ("query",)
@@ -137,7 +137,7 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
 
 
 def _plan_modules(folder: Path, name: str, family: Family | None) -> EncoderPlan:
-    settings = _read(_Settings, folder / _SETTINGS_FILE) if (folder / _SETTINGS_FILE).is_file() else _Settings()
+    settings = _read(_Settings, folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else _Settings()
     if settings.model_type != "SentenceTransformer":
         raise DataError(f"encoder {name!r} is a {settings.model_type}; give a model that makes one vector of a text")
     modules = _read(list[_Module], folder / MODULES_FILE)
