@@ -115,7 +115,7 @@ def test_a_folder_is_whole_or_as_it_was(disk: Path) -> None:
 def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
     disk: Path, tmp_path: Path, place: str
 ) -> None:
-    num_iterations, interval = 20, 6
+    num_iterations, interval = 10, 3
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=num_iterations)
     settings = yaml.safe_load(recipe.read_text())
     settings["checkpointing"] |= {"interval": interval, "keep_trajectories": place != "metrics.jsonl"}

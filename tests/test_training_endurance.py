@@ -22,7 +22,7 @@ from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow]
 ACTORS = ("ray::EnvRunner", "ray::Learner", "ray::retriever", "ray::Retriever")
-NUM_ITERATIONS = int(os.environ.get("RAGR1_ITERATIONS", "40"))
+NUM_ITERATIONS = int(os.environ.get("RAGR1_ITERATIONS", "30"))
 
 
 def holds() -> dict[str, int]:

@@ -37,6 +37,7 @@ AUTOSCALING = [
 ]
 """Delays for a run of minutes; all else by default."""
 QUICK = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations=2", "evaluation.num_tasks=2"]
+QUICK += ["training.train_batch_size=4", "env_runners.num_env_runners=1", "learners.num_learners=1"]
 _LAST_LINES = 20
 
 
