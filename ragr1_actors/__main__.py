@@ -6,9 +6,13 @@ import os
 import signal
 from types import FrameType
 
+_SAID_BY_RAY = r"^(A worker died or was killed|\d+ worker\(s\) were killed due to the node running low on memory)"
+"""Up to 40 lines about a process whose end the run says in one line; they stay in Ray's own log."""
+
 
 def main() -> None:
     """Run the command line."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _SAID_BY_RAY)  # Ray reads it when it is imported
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     from ragr1_actors.cli.main import main as run
