@@ -133,7 +133,7 @@ def _connect(address: str | None, num_cpus: float, folder: str) -> None:
             _check_head(address)
             ray.init(address=address, **common)
         else:
-            _protect_token()
+            _give_token()
             _start(Path(folder), num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)), **common)
     except AuthenticationError as error:
         raise UserError(
@@ -189,20 +189,15 @@ def _check_head(address: str) -> None:
         raise ConnectionError(f"what listens there is no Ray head: {error}") from error
 
 
-def _protect_token() -> None:
-    """Let no other user read the token of a local session, which Ray writes to ``~/.ray`` with usual permissions.
+def _give_token() -> None:
+    """Give a local session a token that is in the environment of its processes only.
 
-    Where that folder cannot be written, the token is in the environment of this session's processes only.
+    Without one, Ray writes a token to ``~/.ray/auth_token``. A head that is started later with ``ray start --head``
+    would ask for that token, and ``ray job submit`` would not send it. This process keeps the token after the session:
+    Ray reads it once per process.
     """
-    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(
-        os.environ
-    ):
-        return
-    folder = Path.home() / ".ray"
-    try:
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o700)
-    except OSError:
+    names = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not names & set(os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

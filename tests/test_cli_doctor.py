@@ -133,15 +133,34 @@ def test_memory_of_a_gpu_that_another_program_uses(
         ({"RAY_AUTH_TOKEN_PATH": "/no/file"}, "missing", "write the token there"),
     ],
 )
-def test_the_token_of_ray(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], state: str, found: str) -> None:
+def test_the_token_of_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], state: str, found: str
+) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     (token,) = (finding for finding in doctor.examine(with_ray=False) if finding.name == "Ray token")
     assert token.state == state
     assert found in token.found
     assert "s3cret" not in token.found
+
+
+def test_a_token_that_an_earlier_version_left_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("s3cret")
+    (token,) = (finding for finding in doctor.examine(with_ray=False) if finding.name == "Ray token")
+    assert token.state == "warning" and "s3cret" not in token.found
+    assert token.found.startswith(f"{file}: ray start --head asks for it") and "delete it if" in token.found
+    assert file.read_text() == "s3cret"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    (token,) = (finding for finding in doctor.examine(with_ray=False) if finding.name == "Ray token")
+    assert token.state == "ok"
 
 
 def test_what_is_needed_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

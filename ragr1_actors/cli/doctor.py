@@ -227,6 +227,10 @@ def _token() -> Finding:
     if address and mode != "token":
         wanted = "if it asks for one, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return Finding("Ray token", "warning", f"none for the cluster at RAY_ADDRESS={address}; {wanted}")
+    if not mode and (file := Path.home() / ".ray" / "auth_token").is_file():
+        wanted = "delete it if you did not make it (earlier versions left one), or set RAY_AUTH_MODE=token"
+        problem = f"{file}: ray start --head asks for it, and ray job submit does not send it"
+        return Finding("Ray token", "warning", f"{problem}; {wanted}")
     return Finding("Ray token", "ok", "made by each local session")
 
 
