@@ -59,8 +59,9 @@ def assert_same_weights(one: Learner, other: Learner, atol: float) -> None:
 
 
 def test_the_loss_is_a_plain_mean_over_tokens(build: Build, tmp_path: Path) -> None:
+    """Under the plain softmax: no engine sampled the demonstrations at a temperature."""
     groups = make_groups(4)
-    loss = build(SFTLearner).update(groups)["loss"]
+    loss = build(SFTLearner, make_config(env_runners={"temperature": 0.5})).update(groups)["loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", attn_implementation="eager")
     total, count = 0.0, 0
     for trajectory in (t for group in groups for t in group.trajectories):

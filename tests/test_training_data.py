@@ -107,6 +107,17 @@ def test_an_evaluation_file_is_used_whole(config: RunConfig, tmp_path: Path) -> 
     assert {task.golden_answers for task in evaluation} == {("The The",)}
 
 
+def test_questions_of_an_evaluation_file_are_not_trained_on(config: RunConfig, tmp_path: Path) -> None:
+    train = json.loads(Path(config.environment.tasks).read_text())
+    dev = tmp_path / "dev.json"
+    dev.write_text(json.dumps([{"question": train[2]["question"].upper(), "answer": "Riga"}] * 2), encoding="utf-8")
+    environment = config.environment.model_copy(update={"eval_tasks": str(dev)})
+    left, evaluation, notes = split_tasks(config.model_copy(update={"environment": environment}), 100)
+    assert [task.question for task in left] == [task["question"] for task in train if task is not train[2]]
+    assert len(evaluation) == 2
+    assert any(note.startswith("2 evaluation questions are also training tasks; they are left out") for note in notes)
+
+
 def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     whole, failed = make_groups(0, num_groups=2)
     broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)
