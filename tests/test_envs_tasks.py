@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from envs.tasks.files import TaskReport, load_tasks, overlap, question_key, without_overlap
+from envs.tasks.formats import listed
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Task
 
@@ -54,6 +56,49 @@ def test_hotpotqa(tmp_path: Path) -> None:
 def test_answer_keys(tmp_path: Path, fields: dict[str, Any], answers: tuple[str, ...]) -> None:
     loaded = load_tasks(write(tmp_path / "t.json", [{"question": "q?", **fields}]))
     assert loaded.tasks == (Task("t/0", "q?", answers),)
+
+
+LISTS = [
+    ("['Riga', 'riga city']", ("Riga", "riga city")),  # Python's
+    ('["Riga", "riga\\u0020city"]', ("Riga", "riga city")),  # JSON's
+    ("['Riga' 'riga city'\n \"O'Neill\"]", ("Riga", "riga city", "O'Neill")),  # NumPy's
+    ("['it\\'s', '\\xe9\\d']", ("it's", "é\\d")),
+    ('["\\ud83d\\ude00 \\/"]', ("😀 /",)),
+    ("[1981.0]", ("1981",)),
+    ("[1981, 2.5, -3, 12345678901234567890, 1e+20]", ("1981", "2.5", "-3", "12345678901234567890", "1e+20")),
+    ([1981.0, "[1, 2]"], ("1981", "[1, 2]")),  # an answer of a list is no list
+    *[
+        (text, (text,))
+        for text in ("[60]fullerene", "[Untitled]", "[007]", "[1,,2]", "['b''c']", "['b'c]", "['b', [1]]", "[1e400]")
+    ],
+    *[(text, (text,)) for text in ("['b', ...]", "[nan]", "['b'", "[ ]x", f"[{'9' * 5000}]", "1981.0", "['\\x4']")],
+]
+
+
+@pytest.mark.parametrize(("given", "answers"), LISTS)
+def test_a_list_that_was_written_as_text_is_split(tmp_path: Path, given: Any, answers: tuple[str, ...]) -> None:
+    for key in ("golden_answers", "answer"):
+        assert (
+            load_tasks(write(tmp_path / "t.json", [{"question": "Where?", key: given}])).tasks[0].golden_answers
+            == answers
+        )
+
+
+def test_answers_that_begin_as_a_list_does_are_counted(tmp_path: Path) -> None:
+    answers = ["[Untitled]", "['Riga']", "Riga [city]"]
+    records = [{"question": f"Question {index}", "answer": answer} for index, answer in enumerate(answers)]
+    report = load_tasks(write(tmp_path / "t.json", records)).report
+    assert 'answers that begin with "["' in str(report)
+    assert report.num_answers_with_bracket == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["'a' " * 200_000, "'" * 300_000, "\\'" * 200_000, "1 " * 200_000 + "x", " " * 300_000]
+)
+def test_the_time_for_a_list_is_linear(text: str) -> None:
+    started = time.process_time()
+    listed(f"[{text}]")
+    assert time.process_time() - started < 5.0  # quadratic would be hours
 
 
 def test_jsonl_with_bom_and_line_separator_in_text(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs
 other sets          NQ, TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/tasks/formats.py``
 RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
-                    ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``
+                    ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``. A list of answers
+                    may be written as text, as JSON, Python or NumPy prints it
 ==================  ======================================================================================
 
 Published files have faults. A task that cannot be trained on is left out and counted; an odd one is kept and counted.
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.formats import TABLES, plain_fields, read_aliases, read_table
+from envs.tasks.formats import TABLES, listed, plain_fields, read_aliases, read_table
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task, normalize_answer
 
@@ -36,6 +37,8 @@ _ID_KEYS = ("_id", "id")
 ANSWER_KEYS = ("golden_answers", "answers", "answer")
 _CATEGORY_KEYS = ("category", "type")
 _SPACE = " \t\r\n"
+_MAX_WHOLE = 1e15
+"""Larger floats are written as Python does: 1e+20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,12 @@ class TaskReport:
     num_empty_answers: int = 0
     """Left out: no answer, or only articles and punctuation, for which any other such answer would be rewarded."""
     num_questions_with_comma: int = 0
-    """Counted over the tasks kept, like the next two. A policy that separates queries by commas splits the question."""
+    """Counted over the tasks kept, like the next three. A policy that separates queries by commas splits it."""
     num_answers_with_comma: int = 0
     num_yes_no: int = 0
     """Every answer is yes or no, so a guess is right half of the time."""
+    num_answers_with_bracket: int = 0
+    """Answers that begin with "[" and are no list: a list may be damaged."""
     num_with_aliases: int = 0
     """Other names of the answer count as well, from 2Wiki's ``id_aliases.json``."""
 
@@ -75,6 +80,7 @@ class TaskReport:
             (self.num_questions_with_comma, "questions with a comma"),
             (self.num_answers_with_comma, "answers with a comma"),
             (self.num_yes_no, "yes/no answers"),
+            (self.num_answers_with_bracket, 'answers that begin with "["'),
             (self.num_with_aliases, "answers with other names"),
         ]
         parts = [f"{count:,} {what}" for count, what in left_out if count]
@@ -151,6 +157,7 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
         num_tasks=len(tasks),
         num_questions_with_comma=sum("," in task.question for task in tasks),
         num_answers_with_comma=sum(any("," in answer for answer in task.golden_answers) for task in tasks),
+        num_answers_with_bracket=sum(any(answer[0] == "[" for answer in task.golden_answers) for task in tasks),
         num_yes_no=sum(_answer_keys(task) <= {"yes", "no"} for task in tasks),
         **counts,
     )
@@ -332,14 +339,14 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
         return ()
     given.sort(key=lambda value: value in ([], "", None))  # an empty list hides no answer
     aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
-    values = [*_as_list(given[0]), *_as_list(aliases)]
+    values = [*_items(given[0]), *_items(aliases)]
     answers: dict[str, None] = {}
     for value in values:
         if isinstance(value, bool) or not (value is None or isinstance(value, str | int | float)):
             raise DataError(f"{record.where}: got answer {_shown(value)}, expected text or a list of texts")
         if isinstance(value, float) and not math.isfinite(value):
             raise DataError(f"{record.where}: got answer {value}, expected text or a finite number")
-        answer = "" if value is None else str(value).strip()
+        answer = _text(value).strip()
         if normalize_answer(answer) or (whole and answer):
             answers[answer] = None
     return tuple(answers)
@@ -359,6 +366,19 @@ def _supporting_ids(record: Record) -> tuple[str, ...]:
         if all(isinstance(title, str) for title in titles):
             return tuple(dict.fromkeys(titles))
     raise DataError(f"{record.where}: got supporting facts {_shown(facts)}, expected [[title, sentence number], ...]")
+
+
+def _text(value: str | float | None) -> str:
+    """Return an answer as text: 1981 and 1981.0 are both "1981"."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_WHOLE:
+        return str(int(value))
+    return "" if value is None else str(value)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a list, be it written as text; any other value is the one item."""
+    found = listed(value) if isinstance(value, str) else None
+    return _as_list(value) if found is None else list(found)
 
 
 def _as_list(value: Any) -> list[Any]:

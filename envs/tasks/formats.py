@@ -14,9 +14,14 @@ NQ              NQ-open, and the annotated forms in ``envs/tasks/natural_questio
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
+import math
+import re
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +108,53 @@ def _from_json(value: Any, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: got {value[:60]!r}, expected a JSON list as text") from error
+
+
+def listed(text: str) -> list[str | float] | None:
+    """Return the items of a list of texts or numbers that was written as text; None for any other text.
+
+    JSON's, Python's and NumPy's forms: ``'["Riga", "Rigan"]'``, ``"['Riga', 'Rigan']"`` and ``"['Riga' 'Rigan']"`` are
+    ``["Riga", "Rigan"]``; ``"[1981.0]"`` is ``[1981.0]``; ``"[60]fullerene"`` and ``"[Untitled]"`` are no lists.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    items: list[str | float] = []
+    position, end = 1, len(text) - 1
+    while found := _ITEM.match(text, position, end):
+        item = _literal(found[1])
+        if item is None:
+            return None
+        items.append(item)
+        position = found.end()
+    return items if position == end and items else None
+
+
+_ITEM = re.compile(
+    r"""\s*+("(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]++)?+)"""
+    r"""(?:\s*+,\s*+(?=["'0-9-])|\s*+\Z|\s++(?=["'0-9-]))""",
+    re.DOTALL,
+)
+"""A text or a number of a list, and the comma or the white space behind it."""
+
+
+def _literal(source: str) -> str | float | None:
+    if source[0] not in "\"'":
+        with suppress(ValueError):  # of more digits than Python reads
+            number = int(source) if source.lstrip("-").isdecimal() else float(source)
+            return number if math.isfinite(number) else None
+        return None
+    if "\\" not in source:
+        return source[1:-1]
+    if source[0] == '"':
+        with suppress(ValueError):  # Python has more escapes
+            return str(json.loads(source))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know
+            return str(ast.literal_eval(source.replace("\n", "\\n")))
+    except (ValueError, SyntaxError):
+        return None
 
 
 def read_aliases(folder: Path) -> dict[str, list[str]]:
