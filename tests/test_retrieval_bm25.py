@@ -93,8 +93,25 @@ def test_a_word_finds_its_rows(ranker: BM25Ranker, query: str, expected: list[in
     assert rows(ranker.rank([query], 6)) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("the of and", [5, 0, 1]), ("It", []), ("She, in", [2]), ("the Riga", [0]), ("the xyzzy", []), ("", [])],
+)
+def test_stop_words_count_in_a_query_of_nothing_else(ranker: BM25Ranker, query: str, expected: list[int]) -> None:
+    assert rows(ranker.rank([query], 6)) == [expected]
+
+
+def test_an_older_index_has_no_stop_words(copy: Path) -> None:
+    texts = [" ".join(stems(text)) for text in TEXTS]  # as it had them
+    older = manifest_of(copy, len(TEXTS), build_bm25(texts, copy))
+    path = copy / "bm25" / "settings.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
+    ranker = BM25Ranker(copy, older)
+    assert rows(ranker.rank(["the of and", "the Riga"], 6)) == [[], [0]]
+
+
 def test_queries_without_a_known_word_find_nothing(ranker: BM25Ranker) -> None:
-    queries = ["", " \n", "the of and", "xyzzy", "\x00\x07", "\ud800", "!?", "the xyzzy \U0001f600"]
+    queries = ["", " \n", "xyzzy", "\x00\x07", "\ud800", "!?", "the xyzzy \U0001f600"]
     ranking = ranker.rank(queries, 3)
     assert ranking.rows.shape == (len(queries), 3)
     assert rows(ranking) == [[]] * len(queries)

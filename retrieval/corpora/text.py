@@ -123,6 +123,11 @@ def stem_word(word: str) -> str:
     return "" if word in STOP_WORDS else _STEMMER.stemWord(word)
 
 
+def stop_word_stem(word: str) -> str:
+    """Return what stands for a stop word of ``split_words``, or ``""`` for any other word; it is no other's stem."""
+    return f" {word}" if word in STOP_WORDS else ""
+
+
 def word_settings() -> dict[str, Any]:
     """Return what the two functions depend on: an index built with other settings would miss words in silence."""
     version = ".".join(Stemmer.version().split(".")[:2])

@@ -8,7 +8,8 @@ to its place in mapped arrays.
 
     bm25/
       settings.json     how words are found and weighted; see ``bm25_settings``; written last
-      words.npy         uint64 [num_words]         hashes of the stems, ascending: a word's number is its position
+      words.npy         uint64 [num_words]         hashes of the stems, ascending: a word's number is its position; stop
+                                                   words have numbers too, and count in no length
       starts.npy        int64 [num_words + 1]      where the postings of a word begin
       rows.npy          int32 [num_postings]       corpus rows, ascending within a word
       weights.npy       float32 [num_postings]     what the word adds to the row's score
@@ -33,7 +34,7 @@ from numpy.typing import DTypeLike, NDArray
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.files import read_json
 from retrieval.base import Passage
-from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, word_settings
+from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, stop_word_stem, word_settings
 from retrieval.indexes.manifest import BM25_FOLDER, Manifest
 from retrieval.indexes.ranking import ABSENT, Ranker, Ranking, fuse_rankings
 
@@ -41,7 +42,8 @@ from retrieval.indexes.ranking import ABSENT, Ranker, Ranking, fuse_rankings
 class BM25Ranker:
     """Ranks rows by BM25, Lucene's variant, from memory maps that all processes of a node share. A ``Ranker``.
 
-    A repeated word of a query counts once. The answer of a query does not depend on the batch it is in.
+    A repeated word of a query counts once. Stop words count only in a query of nothing else, such as "The Who". The
+    answer of a query does not depend on the batch it is in.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
@@ -89,7 +91,9 @@ class BM25Ranker:
 
     def _find_words(self, query: str) -> NDArray[np.int64]:
         """Return the numbers of the query's words that the index knows, ascending."""
-        stems = {stem_word(word) for word in split_words(query)} - {""}
+        words = split_words(query)
+        # An index of format version 1 has no postings of stop words, and so knows none of them.
+        stems = ({stem_word(word) for word in words} - {""}) or {stop_word_stem(word) for word in words}
         hashes = np.array([hash_text(stem) for stem in stems], np.uint64)
         positions = np.searchsorted(self._words, hashes)
         is_known = self._words[np.minimum(positions, len(self._words) - 1)] == hashes
@@ -126,7 +130,7 @@ def _best_rows(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 def _check_settings(path: Path, count: int) -> None:
     found, expected = read_json(path), {**bm25_settings(), "num_passages": count}
-    if found != expected:
+    if found not in (expected, {**expected, "format_version": 1}):
         names = ", ".join(name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
         raise DataError(f"{path}: made under other settings or over another corpus ({names}); build the index again")
 
@@ -149,14 +153,14 @@ def bm25_text(passage: Passage) -> str:
 
 def bm25_settings() -> dict[str, Any]:
     """Return what the weights depend on beside the passages. A query is answered only under the same settings."""
-    return {"format_version": 1, "method": METHOD, "k1": K1, "b": B, "words": word_settings()}
+    return {"format_version": 2, "method": METHOD, "k1": K1, "b": B, "words": word_settings()}
 
 
 def build_bm25(texts: Iterable[str], directory: str | Path) -> list[str]:
     """Write the inverted index of ``texts``, each a row, into ``directory/bm25``; what was there is removed.
 
     Needs about 150 MB, and 4 bytes per passage and 60 per distinct word; on disk, meanwhile, 20 bytes per posting (a
-    passage of 100 words has about 55), of which 8 stay.
+    passage of 100 words has about 70, of which 15 are of stop words), of which 8 stay.
 
     Args:
         texts: read once; see ``bm25_text``.
@@ -177,7 +181,7 @@ def build_bm25(texts: Iterable[str], directory: str | Path) -> list[str]:
     try:
         with counted.open("w+b") as file:
             words = _count_words(texts, file)
-            if not words.frequencies.size:
+            if not words.lengths.any():
                 raise DataError("an inverted index needs texts with words in them that are no stop words; got none")
             file.seek(0)
             _write_index(words, file, folder)
@@ -201,40 +205,40 @@ class _Words:
 
 
 class _Numbering:
-    """Numbers stems from 0, in the order they are met."""
+    """Numbers stems from 0, in the order they are met, those of stop words too."""
 
     def __init__(self) -> None:
         self.hashes = array("Q")
         self._table = HashTable()
-        # By word as written, number + 1, 0 for a stop word. Cleared when full; it only saves time.
+        # By word as written: number + 1, for a stop word its negative. Cleared when full; it only saves time.
         self._cache: dict[str, int] = {}
 
-    def numbers(self, text: str) -> list[int]:
-        """Return the number of each word of a text, in order, without stop words."""
+    def numbers(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the numbers of a text's words, in order: of stop words, and of all others."""
         cache = self._cache
-        found = []
+        stop_words, found = [], []
         for word in split_words(text):
             number = cache.get(word)
             if number is None:
                 number = self._look_up(word)
-            if number:
+            if number > 0:
                 found.append(number - 1)
-        return found
+            else:
+                stop_words.append(-number - 1)
+        return stop_words, found
 
     def _look_up(self, word: str) -> int:
         if len(self._cache) >= _CACHED_WORDS:
             self._cache.clear()
         stem = stem_word(word)
-        number = 0
-        if stem:
-            key = hash_text(stem)
-            number = self._table.get(key)
-            if not number:
-                self.hashes.append(key)
-                number = len(self.hashes)
-                self._table.set(key, number)
-        self._cache[word] = number
-        return number
+        key = hash_text(stem or stop_word_stem(word))
+        number = self._table.get(key)
+        if not number:
+            self.hashes.append(key)
+            number = len(self.hashes)
+            self._table.set(key, number)
+        self._cache[word] = number if stem else -number
+        return self._cache[word]
 
 
 def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
@@ -244,12 +248,14 @@ def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
     lengths = array("i")
     remaining = iter(texts)
     while block := list(islice(remaining, _BLOCK_PASSAGES)):
-        start, flat = len(lengths), array("i")
+        start, flat, num_words = len(lengths), array("i"), array("i")
         for text in block:
-            numbers = numbering.numbers(text)
+            stop_words, numbers = numbering.numbers(text)
+            flat.extend(stop_words)
             flat.extend(numbers)
+            num_words.append(len(stop_words) + len(numbers))
             lengths.append(len(numbers))
-        postings = _count_block(np.frombuffer(flat, np.int32), np.frombuffer(lengths[start:], np.int32), start)
+        postings = _count_block(np.frombuffer(flat, np.int32), np.frombuffer(num_words, np.int32), start)
         if len(numbering.hashes) > len(frequencies):
             frequencies = np.concatenate([frequencies, np.zeros(len(numbering.hashes), np.int64)])
         np.add.at(frequencies, postings["word"], 1)
