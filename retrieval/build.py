@@ -30,7 +30,7 @@ from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
-from retrieval.corpora.text import valid_unicode
+from retrieval.corpora.text import has_word, valid_unicode
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
     BM25,
@@ -93,7 +93,8 @@ def build_index(
     After an interruption, a call with the same passages and arguments continues the build.
 
     Args:
-        passages: with unique ids.
+        passages: with unique ids. Those without a letter or a digit in title and text are left out: their vectors say
+            nothing, and may be near any query.
         out_dir: a new or empty directory.
         encoder: ``static`` makes one from the passages and keeps it with the index; else a folder or hub name.
         index_type: a key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``.
@@ -192,18 +193,36 @@ class _Build:
         shutil.rmtree(self.directory / _STORE_FOLDER, ignore_errors=True)
 
     def _write_corpus(self, passages: Iterable[Passage]) -> None:
+        num_empty = num_filled = 0
+
+        def filled() -> Iterator[Passage]:
+            nonlocal num_empty, num_filled
+            for passage in passages:
+                if has_word(passage.title) or has_word(passage.text):
+                    num_filled += 1
+                    yield passage
+                else:
+                    num_empty += 1
+            if num_empty and not num_filled:
+                raise DataError(f"none of the {num_empty:,} passages has a letter or a digit; give another corpus")
+
         with self._bar("reading passages", None) as advance:
-            if not (self.directory / CORPUS_FILE).is_file():
-                write_corpus(_counted(passages, advance), self.directory)
-                return
-            # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
-            pairs = zip_longest(_counted(passages, advance), Corpus.open(self.directory))
-            for row, (given, kept) in enumerate(pairs):
-                if given is None or kept is None or _texts(given) != _texts(kept):
-                    raise DataError(
-                        f"{self.directory} is of a build of other passages: number {row + 1} differs; build to another "
-                        "directory, or remove this one, or use restart"
-                    )
+            self._write_or_compare(_counted(filled(), advance))
+        if num_empty:
+            self._note(f"{num_empty:,} passages without a letter or a digit are left out")
+
+    def _write_or_compare(self, passages: Iterator[Passage]) -> None:
+        if not (self.directory / CORPUS_FILE).is_file():
+            write_corpus(passages, self.directory)
+            return
+        # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
+        pairs = zip_longest(passages, Corpus.open(self.directory))
+        for row, (given, kept) in enumerate(pairs):
+            if given is None or kept is None or _texts(given) != _texts(kept):
+                raise DataError(
+                    f"{self.directory} is of a build of other passages: number {row + 1} differs; build to another "
+                    "directory, or remove this one, or use restart"
+                )
 
     def _load(self, name: str) -> Encoder:
         from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
@@ -212,10 +231,13 @@ class _Build:
             encoder = Encoder.load(name, dtype="bfloat16")
         else:
             encoder = Encoder.load(name, device=self.workers.device, dtype=self.workers.dtype)
-        if self.progress:
-            for note in encoder.plan.notes:
-                Console().print(f"encoder {name}: {note}", markup=False, highlight=False, soft_wrap=True)
+        for note in encoder.plan.notes:
+            self._note(f"encoder {name}: {note}")
         return encoder
+
+    def _note(self, text: str) -> None:
+        if self.progress:
+            Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _make_static(self, corpus: Corpus) -> Encoder:
         from retrieval.encoders.encoder import passage_text

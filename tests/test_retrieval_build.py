@@ -15,6 +15,7 @@ from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info
+from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding import Workers
 from retrieval.encoders.static import make_static_encoder
 from retrieval.indexes.manifest import Manifest
@@ -165,12 +166,21 @@ def test_passages_that_cannot_be_indexed_leave_nothing(tmp_path: Path) -> None:
     for passages, said in [
         ([PASSAGES[0], PASSAGES[0]], "used twice"),
         ([], "no passages"),
-        ([Passage("a", "", "?!")], "texts with words in them"),
+        ([Passage("a", "", "?!")], "none of the 1 passages has a letter or a digit"),
         (broken(), "line 2"),
     ]:
         with pytest.raises(DataError, match=said):
             build(tmp_path / "a", passages)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_passages_without_a_word_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [Passage("a", "Riga", ""), Passage("b", "", " .\n"), Passage("c", "", "1902"), Passage("d", "—", "")]
+    assert index_info(build_index(given, tmp_path / "index"))["count"] == 2
+    assert "2 passages without a letter or a digit are left out" in capsys.readouterr().out
+    assert list(Corpus.open(tmp_path / "index").ids.to_pylist()) == ["a", "c"]
+    with pytest.raises(DataError, match="none of the 2 passages has a letter or a digit; give another corpus"):
+        build_index([given[1], given[3]], tmp_path / "none")
 
 
 def test_arguments_of_a_finished_build_are_not_kept(index_dir: Path, tmp_path: Path) -> None:

@@ -118,6 +118,11 @@ def split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
+def has_word(text: str) -> bool:
+    """Return whether a text has a letter or a digit."""
+    return _WORD.search(text) is not None
+
+
 def stem_word(word: str) -> str:
     """Return the stem of a word of ``split_words`` (``"cities"`` -> ``"citi"``), or ``""`` for a stop word."""
     return "" if word in STOP_WORDS else _STEMMER.stemWord(word)
