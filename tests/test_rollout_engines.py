@@ -1,9 +1,11 @@
 import asyncio
+import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import torch
 from fakes import ByteTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from benchmarks.rollout.fleet import PacedScripts
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
@@ -19,7 +23,7 @@ from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
 
@@ -76,6 +80,71 @@ def test_no_text_of_the_environment_becomes_a_special_token(policy_dir: Path, tm
         if text in TEXTS:
             assert ids == plain.encode(text) == added.encode(text, add_special_tokens=False)
     assert tokenizer.eos_token_ids & set(tokenizer.prompt_ids([Message("user", "Where?")])), "the template's own"
+
+
+def change(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
+    content = json.loads((folder / name).read_text())
+    edit(content)
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.engine
+def test_tags_that_are_special_tokens_are_read_and_written_as_others(policy_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
+    plain = PolicyTokenizer(folder)
+
+    def mark(tokens: list[dict[str, Any]]) -> None:
+        for token in tokens:
+            token["special"] = token["special"] or token["content"] in PROTOCOL_TAGS
+
+    change(folder, "tokenizer.json", lambda content: mark(content["added_tokens"]))
+    change(folder, "tokenizer_config.json", lambda c: mark(list(c.get("added_tokens_decoder", {}).values())))
+    special = AutoTokenizer.from_pretrained(folder)
+    turn = "<think> Ana</think><search> Ana Bell</search>"
+    observation = "\n<information>\n(1) Ana <|im_end|> Bell\n</information>\n"
+    assert special.decode(special.encode(turn, add_special_tokens=False), skip_special_tokens=True) == " Ana Ana Bell"
+    tokenizer = PolicyTokenizer(folder)
+    for text in (turn, observation, "</search>" + observation):
+        ids = tokenizer.encode(text)
+        assert ids == plain.encode(text)
+        assert tokenizer.decode(ids) == plain.decode(ids) == text
+    assert tokenizer.eos_token_ids.isdisjoint(tokenizer.encode(observation))
+    assert tokenizer.tokens_containing({">"}) >= {tokenizer.encode("</search>")[0]}
+
+
+@pytest.mark.engine
+def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(policy_dir: Path, tmp_path: Path) -> None:
+    """Base models are published with another end of sequence."""
+    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
+    change(folder, "tokenizer_config.json", lambda content: content.update(eos_token="<|endoftext|>"))
+    change(folder, "generation_config.json", lambda content: content.pop("eos_token_id"))
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    tokenizer = PolicyTokenizer(folder)
+    assert tokenizer.eos_token_ids == set(ids)
+    assert tokenizer.decode([ids[0], *tokenizer.encode(" Ana"), ids[1]]) == " Ana"
+    template = folder / "chat_template.jinja"
+    for text in (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",  # a newline ends no turn
+        "{{ raise_exception('roles') }}",
+    ):
+        template.write_text(text)
+        assert PolicyTokenizer(folder).eos_token_ids == {ids[0]}
+
+
+@pytest.mark.engine
+def test_bare_contents_begin_with_the_tokenizers_start_once(policy_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
+    (folder / "chat_template.jinja").unlink()
+    bare = PolicyTokenizer(folder).prompt_ids([Message("user", "Where?")])
+    start, end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|endoftext|>", special_tokens=[("<|im_start|>", start), ("<|endoftext|>", end)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(folder)
+    tokenizer = PolicyTokenizer(folder)
+    assert tokenizer.prompt_ids([Message("user", "Where?")]) == [start, *bare]
+    assert tokenizer.encode("Where?\n") == bare
 
 
 async def converse(

@@ -6,9 +6,9 @@ and to share a device with a learner rank ``ColocatedEngine``'s.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.actions import ANY_TAG
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
+_CONTENT = "content of an assistant's turn"
 WakeTag = Literal["weights", "kv_cache"]
 """What an engine that sleeps allocates again, in this order."""
 
@@ -70,21 +72,29 @@ class PolicyTokenizer:
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        # the protocol's tags are never text of a document, which ``envs.observations.defuse`` has seen
+        self._unwanted_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special and not ANY_TAG.fullmatch(token.content)
+        )
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         eos: list[int | None] = [self._tokenizer.eos_token_id]
         with suppress(OSError):  # the file is optional
             more = GenerationConfig.from_pretrained(policy_dir).eos_token_id
             eos += more if isinstance(more, list) else [more]
-        self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
+        self.eos_token_ids = frozenset(token_id for token_id in (*eos, self._end_of_turn()) if token_id is not None)
+        """A turn ends with any of them: end of sequence, and what the chat template puts behind an assistant's turn."""
         if not self.eos_token_ids:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; nothing is added, and the names of special tokens in it are plain text."""
+        """Return the token ids of a text; nothing is added, and the names of special tokens in it are plain text.
+
+        The protocol's tags are the tokenizer's own tokens, if it has them, special or not.
+        """
         ids = self._encode(text)
-        if self._special_ids.isdisjoint(ids):
+        if self._unwanted_ids.isdisjoint(ids):
             return ids
         plain: list[int] = self._plain_backend.encode(text, add_special_tokens=False).ids
         return plain
@@ -95,26 +105,59 @@ class PolicyTokenizer:
 
     @cached_property
     def _plain_backend(self) -> Any:
-        """A copy that knows no special tokens; it takes a second to make, and few texts name one.
+        """A copy that knows no special tokens but the tags; it takes a second to make, and few texts name one.
 
         This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
         """
-        plain = deepcopy(self._backend)
+        described = json.loads(self._backend.to_str())
+        for token in described["added_tokens"]:
+            token["special"] = token["special"] and not ANY_TAG.fullmatch(token["content"])
+        plain = type(self._backend).from_str(json.dumps(described))
         plain.encode_special_tokens = True  # as text
         return plain
 
+    def _end_of_turn(self) -> int | None:
+        """Return the added token with which the chat template directly follows an assistant's turn, if there is one.
+
+        Base models name another end of sequence than the one that their template writes: Qwen2.5's ``<|endoftext|>``,
+        and ``<|im_end|>``.
+        """
+        if self._tokenizer.chat_template is None:
+            return None
+        from jinja2 import TemplateError
+
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        try:
+            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        except (TemplateError, TypeError, ValueError):  # ``prompt_ids`` says what is wrong with the template
+            return None
+        behind = text.rpartition(_CONTENT)[2]
+        found = [i for i, content in self._added.items() if content.strip() and behind.startswith(content)]
+        return max(found, key=lambda i: len(self._added[i]), default=None)
+
+    @cached_property
+    def _first_ids(self) -> list[int]:
+        """What the tokenizer puts before any text: nothing, or the start of sequence."""
+        plain, whole = self._encode(_CONTENT), list(self._tokenizer(_CONTENT)["input_ids"])
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:start]
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens (end of sequence)."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        """Return the text of token ids, without those that end a turn; other special tokens are text as sampled."""
+        ends = self.eos_token_ids
+        kept = token_ids if ends.isdisjoint(token_ids) else [token for token in token_ids if token not in ends]
+        text: str = self._backend.decode(kept, skip_special_tokens=False)
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents.
 
+        Bare contents begin with the tokenizer's start of sequence, if it puts one before a text.
+
         Special tokens in the contents count: a recipe's prompt may hold them.
         """
         if self._tokenizer.chat_template is None:
-            return self._encode("\n".join(message.content for message in messages) + "\n")
+            return [*self._first_ids, *self._encode("\n".join(message.content for message in messages) + "\n")]
         chat = [{"role": message.role, "content": message.content} for message in messages]
         # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
         ids: Any = self._tokenizer.apply_chat_template(
@@ -130,7 +173,7 @@ class PolicyTokenizer:
         """
         before = self.encode("a")
         ids = list(self._tokenizer.get_vocab().values())
-        texts = self._backend.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=True)
+        texts = self._backend.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=False)
         start, wanted = len(self.decode(before)), set(characters)
         if not all(map(str.isascii, characters)):
             wanted.add("\ufffd")  # the text of a part of a character

@@ -22,7 +22,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class VLLMEngine:
         self._num_requests += 1
         stream = self.llm.generate(
             TokensPrompt(prompt_token_ids=list(prompt_token_ids)),
-            _sampling_params(sampling, is_streamed=on_text is not None),
+            _sampling_params(sampling, self._tokenizer.eos_token_ids, is_streamed=on_text is not None),
             f"{request_id}#{self._num_requests}",
         )
         try:
@@ -293,12 +293,13 @@ def _start(arguments: dict[str, Any]) -> AsyncLLM:
         raise EngineError(f"vLLM did not start on {arguments['model']}: {one_line(error)}") from error
 
 
-def _sampling_params(sampling: Sampling, *, is_streamed: bool) -> SamplingParams:
+def _sampling_params(sampling: Sampling, ends: Iterable[int], *, is_streamed: bool) -> SamplingParams:
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         stop=list(sampling.stop),
+        stop_token_ids=list(ends),  # vLLM knows those of the model's files, and not the chat template's
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
