@@ -224,6 +224,57 @@ def test_search_r1s_ids_restart_with_every_source(tmp_path: Path) -> None:
     assert {task.golden_answers for task in loaded.tasks} == {("Ana", "A.")}
 
 
+CHAT = [{"role": "system", "content": "Question: no."}, {"role": "user", "content": "Answer it. Question: Which land?"}]
+TRAINERS = [
+    {  # verl's and SkyRL's scripts for Search-R1
+        "data_source": "searchR1_nq",
+        "prompt": CHAT,
+        rule: {"style": "rule", "ground_truth": {"target": ["Latvia", "LV"]}},
+        "extra_info": {"index": 7, "split": "train", "question": "Which land is it?"},
+    }
+    for rule in ("reward_model", "reward_spec")
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "task_id", "question", "answers"),
+    [
+        *[(record, "t/searchR1_nq/train_7", "Which land is it?", ("Latvia", "LV")) for record in TRAINERS],
+        ({**TRAINERS[0], "extra_info": {"index": 7}}, "t/searchR1_nq/7", "Which land?", ("Latvia", "LV")),
+        ({**TRAINERS[0], "reward_model": {"ground_truth": ["LV"]}, "extra_info": None}, "t/0", "Which land?", ("LV",)),
+        (
+            {**TRAINERS[0], "reward_model": {"ground_truth": "LV"}, "data_source": 1},
+            "t/0",
+            "Which land is it?",
+            ("LV",),
+        ),
+        ({"id": "5", "question": "Who?", "answers": {"text": ["Ana"], "answer_start": [3]}}, "t/5", "Who?", ("Ana",)),
+    ],
+)
+def test_rows_of_trainers_scripts(
+    tmp_path: Path, record: dict[str, Any], task_id: str, question: str, answers: tuple[str, ...]
+) -> None:
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "t.parquet")
+    (task,) = load_tasks(tmp_path / "t.parquet").tasks
+    assert (task.task_id, task.question, task.golden_answers) == (task_id, question, answers)
+
+
+@pytest.mark.parametrize("prompt", [None, [], "Question: x", [{"role": "user", "content": "Answer it."}], [3]])
+def test_a_trainers_row_without_a_question_is_refused(tmp_path: Path, prompt: Any) -> None:
+    path = write_lines(tmp_path / "t.jsonl", {**TRAINERS[0], "prompt": prompt, "extra_info": {}})
+    with pytest.raises(DataError, match=r"line 1: got the keys .*, expected a question"):
+        load_tasks(path)
+
+
+def test_tasks_of_kilt(tmp_path: Path) -> None:
+    places = [{"title": "Ana Bell", "wikipedia_id": "1"}, {"title": "Riga"}, {"title": "Ana Bell"}, {}]
+    outputs = [{"answer": "Riga", "provenance": places}, {"answer": "Rīga"}, {"provenance": None}]
+    path = write_lines(tmp_path / "nq-dev-kilt.jsonl", {"id": "5d", "input": "Where was she born?", "output": outputs})
+    (task,) = load_tasks(path).tasks
+    assert (task.task_id, task.question) == ("nq-dev-kilt/5d", "Where was she born?")
+    assert (task.golden_answers, task.supporting_ids) == (("Riga", "Rīga"), ("Ana Bell", "Riga"))
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1 is not enough"])
 def test_a_damaged_parquet_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.parquet").write_bytes(content)

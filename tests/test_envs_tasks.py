@@ -58,6 +58,14 @@ def test_answer_keys(tmp_path: Path, fields: dict[str, Any], answers: tuple[str,
     assert loaded.tasks == (Task("t/0", "q?", answers),)
 
 
+def test_an_id_of_two_questions_gets_a_suffix(tmp_path: Path) -> None:
+    records = [{"id": number, "question": f"Which {n}?", "answer": "b"} for n, number in enumerate([7, 7, "7#2", 8, 7])]
+    for whole in (False, True):
+        loaded = load_tasks(write(tmp_path / "t.json", records), whole=whole)
+        assert [task.task_id for task in loaded.tasks] == ["t/7", "t/7#2", "t/7#2#2", "t/8", "t/7#3"]
+        assert "3 ids that another question had" in str(loaded.report)
+
+
 LISTS = [
     ("['Riga', 'riga city']", ("Riga", "riga city")),  # Python's
     ('["Riga", "riga\\u0020city"]', ("Riga", "riga city")),  # JSON's
@@ -229,10 +237,6 @@ GOOD = '{"question": "q?", "answer": "a"}'
         ('{"question": "q?", "answer": NaN}', "line 1: got answer nan"),
         ('{"question": "q?", "answer": "a", "supporting_facts": 3}', "line 1: got supporting facts 3"),
         ('{"question": "q?", "answer": "a", "id": [1]}', "line 1: got id [1]"),
-        (
-            '{"id": 1, "question": "q?", "answer": "x"}\n{"id": 1, "question": "r?", "answer": "y"}',
-            "line 2: id '1' was",
-        ),
         ('{"question": "q?", "answer": ""}', "no usable question among 1 records"),
     ],
 )

@@ -26,6 +26,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class TaskReport:
     """Left out."""
     num_empty_answers: int = 0
     """Left out: no answer, or only articles and punctuation, for which any other such answer would be rewarded."""
+    num_repeated_ids: int = 0
+    """Kept, with ``#2`` behind the id: another question had it."""
     num_questions_with_comma: int = 0
     """Counted over the tasks kept, like the next three. A policy that separates queries by commas splits it."""
     num_answers_with_comma: int = 0
@@ -77,6 +80,7 @@ class TaskReport:
             (self.num_empty_answers, "without a usable answer left out"),
         ]
         kept = [
+            (self.num_repeated_ids, "ids that another question had, with #2 behind them"),
             (self.num_questions_with_comma, "questions with a comma"),
             (self.num_answers_with_comma, "answers with a comma"),
             (self.num_yes_no, "yes/no answers"),
@@ -113,14 +117,13 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
     kept; only records without a question or without any answer are left out.
 
     Raises:
-        DataError: the file is missing or empty, a line is broken (the message names file and line), two different
-            questions have one id, or no task is left.
+        DataError: the file is missing or empty, a line is broken (the message names file and line), or no task is left.
     """
     path = Path(path)
     source = source or path.stem
     tasks: list[Task] = []
     first_of: dict[str, Task] = {}  # by question key
-    location_of_id: dict[str, str] = {}
+    ids: set[str] = set()
     counts: Counter[str] = Counter()
     num_records = 0
     aliases: dict[str, list[str]] | None = None  # read for the first record that has an ``answer_id``
@@ -137,15 +140,15 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
         elif key in first_of and not whole:
             counts["num_duplicates"] += 1
             counts["num_conflicting"] += _answer_keys(task) != _answer_keys(first_of[key])
-        elif whole and task.task_id in location_of_id and key in first_of:  # a repeated record of a published set
+        elif whole and task.task_id in ids and key in first_of:  # a repeated record of a published set
             tasks.append(replace(task, task_id=f"{task.task_id}/{num_records}"))
-        elif task.task_id in location_of_id:
-            local_id, first = task.task_id.removeprefix(f"{source}/"), location_of_id[task.task_id]
-            raise DataError(f"{record.where}: id {local_id!r} was used before ({first}); give each question its own")
         else:
+            if task.task_id in ids:
+                counts["num_repeated_ids"] += 1
+                task = replace(task, task_id=_unused(task.task_id, ids))
             tasks.append(task)
             first_of[key] = task
-            location_of_id[task.task_id] = record.where
+            ids.add(task.task_id)
     if not tasks:
         raise DataError(
             f"{path}: no usable question among {num_records} records "
@@ -162,6 +165,11 @@ def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> Lo
         **counts,
     )
     return LoadedTasks(tuple(tasks), report)
+
+
+def _unused(task_id: str, ids: set[str]) -> str:
+    """Return ``"t/7#2"`` for a second ``"t/7"``, and so on."""
+    return next(name for number in count(2) if (name := f"{task_id}#{number}") not in ids)
 
 
 def _add_aliases(record: Record, aliases: dict[str, list[str]]) -> bool:

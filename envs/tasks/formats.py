@@ -6,6 +6,10 @@ PopQA           ``{"question", "possible_answers": "[\\"a\\", \\"b\\"]", "prop"}
 Bamboogle       ``Question`` and ``Answer``, in CSV
 FlashRAG        ``{"id", "question", "golden_answers", "metadata": {"type", "supporting_facts", ...}}``
 Search-R1       FlashRAG's, in Parquet, with ``data_source`` and ``reward_model.ground_truth.target``
+verl, SkyRL     Search-R1's without ``question``, which is in ``extra_info`` or behind ``Question:`` in the ``prompt``;
+                SkyRL's ``reward_spec`` is verl's ``reward_model``; the ground truth is ``{"target"}``, a list or a text
+KILT            ``{"id", "input", "output": [{"answer", "provenance": [{"title"}, ...]}, ...]}``
+SQuAD           ``{"question", "answers": {"text": [...]}}``, as the data sets hub stores it
 MuSiQue         ``question_decomposition`` with a ``support_paragraph`` each, where ``paragraphs`` are left out
 NQ              NQ-open, and the annotated forms in ``envs/tasks/natural_questions.py``
 2Wiki           ``answer_id``, whose other names are in ``id_aliases.json`` beside the file
@@ -46,6 +50,7 @@ _SPELLINGS = {
 }
 _FROM_METADATA = ("type", "supporting_facts", "answer_aliases", "answerable", "paragraphs", "question_decomposition")
 _TRIVIAQA_ANSWERS = ("value", "aliases", "humananswers", "normalizedaliases")
+_RULES = ("reward_model", "reward_spec")
 ALIAS_FILE = "id_aliases.json"
 """2Wiki's other names of its answers, a JSON object per line."""
 _MAX_FIELD_CHARS = 2**31 - 1  # csv refuses fields of more than 131,072 characters unless told
@@ -67,7 +72,11 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
     metadata = found.get("metadata")
     if isinstance(metadata, dict):
         found |= {key: metadata[key] for key in _FROM_METADATA if metadata.get(key) is not None and key not in found}
-    _add_search_r1(found)
+    _add_trainers(found)
+    _add_kilt(found)
+    answers = found.get("answers")
+    if isinstance(answers, dict) and isinstance(answers.get("text"), list):  # SQuAD's
+        found["answers"] = answers["text"]
     add_natural_questions(found, where)
     if isinstance(found.get("answer"), dict):
         found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # what is no answer is refused later
@@ -84,14 +93,43 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _add_search_r1(found: dict[str, Any]) -> None:
-    reward_model = found.get("reward_model")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if isinstance(truth, dict) and "target" in truth:
-        found.setdefault("golden_answers", truth["target"])
-    source, local_id = found.get("data_source"), found.get("id")
+def _add_trainers(found: dict[str, Any]) -> None:
+    """Add what the preparation scripts of Search-R1, verl and SkyRL put elsewhere: answers, question and id."""
+    rule: dict[str, Any] = next((found[key] for key in _RULES if isinstance(found.get(key), dict)), {})
+    truth, extra = rule.get("ground_truth"), found.get("extra_info")
+    if isinstance(truth, dict):
+        truth = truth.get("target")
+    if truth is not None:
+        found.setdefault("golden_answers", truth)
+    extra = extra if isinstance(extra, dict) else {}
+    if "question" not in found and truth is not None:
+        question = extra.get("question") or _asked(found.get("prompt"))
+        if question:
+            found["question"] = question
+    source, local_id, index = found.get("data_source"), found.get("id"), extra.get("index")
+    if local_id is None and isinstance(index, str | int):
+        local_id = f"{extra.get('split', '')}_{index}".lstrip("_")
     if isinstance(source, str) and isinstance(local_id, str | int):  # "test_0" is there once for every source
         found["id"] = f"{source}/{local_id}"
+
+
+def _asked(prompt: Any) -> str:
+    """Return what the last message of a chat has behind ``Question:``, or nothing."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    content = last.get("content") if isinstance(last, dict) else None
+    return content.rpartition("Question:")[2].strip() if isinstance(content, str) and "Question:" in content else ""
+
+
+def _add_kilt(found: dict[str, Any]) -> None:
+    outputs = found.get("output")
+    if "question" in found or not isinstance(found.get("input"), str) or not isinstance(outputs, list):
+        return
+    outputs = [output for output in outputs if isinstance(output, dict)]
+    found["question"] = found["input"]
+    found["golden_answers"] = [output["answer"] for output in outputs if output.get("answer") is not None]
+    places = [place for output in outputs for place in output.get("provenance") or [] if isinstance(place, dict)]
+    titles = dict.fromkeys(place["title"] for place in places if isinstance(place.get("title"), str))
+    found.setdefault("supporting_ids", list(titles))
 
 
 def _triviaqa_answers(answer: dict[str, Any]) -> list[Any]:
