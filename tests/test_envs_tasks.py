@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,15 @@ def test_an_id_of_two_questions_gets_a_suffix(tmp_path: Path) -> None:
         loaded = load_tasks(write(tmp_path / "t.json", records), whole=whole)
         assert [task.task_id for task in loaded.tasks] == ["t/7", "t/7#2", "t/7#2#2", "t/8", "t/7#3"]
         assert "3 ids that another question had" in str(loaded.report)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
+def test_a_compressed_file_is_told_by_its_first_bytes(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    (tmp_path / "t.json").write_bytes(pack(json.dumps([{"question": "q?", "answer": "b"}]).encode()))
+    assert load_tasks(tmp_path / "t.json").tasks == (Task("t/0", "q?", ("b",)),)
+    (tmp_path / "t.json").write_bytes(pack(b"[" + b" " * 10_000)[:-5])
+    with pytest.raises(DataError, match=r"t\.json: not a whole (gzip|bzip2|xz) file"):
+        load_tasks(tmp_path / "t.json")
 
 
 LISTS = [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,16 +58,37 @@ def test_every_format_has_its_example() -> None:
     assert {"auto", *FILES} == set(CORPUS_FORMATS)
 
 
-@pytest.mark.parametrize("pack", [lambda data: data, gzip.compress], ids=["", "gz"])
+@pytest.mark.parametrize(
+    "pack", [lambda data: data, gzip.compress, bz2.compress, lzma.compress], ids=["", "gz", "bz2", "xz"]
+)
 @pytest.mark.parametrize("name", FILES)
 def test_formats_are_told_apart_and_read_alike_by_name(
     tmp_path: Path, name: str, pack: Callable[[bytes], bytes]
 ) -> None:
     file_name, content = FILES[name]
-    for suffix in ("", ".gz"):  # the content says whether it is compressed, not the name
+    for suffix in ("", ".gz", ".xz"):  # the content says whether it is compressed, not the name
         for corpus_format in ("auto", name):
             passages = read(tmp_path, pack(content.encode()), file_name + suffix, corpus_format)
             assert [(p.title, p.text) for p in passages] == [("Riga", "In Latvia.")]
+
+
+def test_rows_of_a_parquet_table_are_records(tmp_path: Path) -> None:
+    rows = [{"id": 3, "title": None, "contents": '"Riga"\nIn Latvia.'}, {"id": None, "title": "Oslo", "contents": "x"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c")  # told by its first bytes
+    assert list(read_passages(tmp_path / "c")) == [Passage("3", "Riga", "In Latvia."), Passage("Oslo", "Oslo", "x")]
+    with pytest.raises(DataError, match="row 1: got keys"):
+        list(read_passages(tmp_path / "c", corpus_format="plain"))
+
+
+def test_the_pieces_of_a_document_are_numbered(tmp_path: Path) -> None:
+    records = [{"docid": docid, "text": "t"} for docid in ("a", "b", "a", 7, "a")]
+    assert [p.id for p in read(tmp_path, "\n".join(map(json.dumps, records)), "c.jsonl")] == [
+        "a",
+        "b",
+        "a#2",
+        "7",
+        "a#3",
+    ]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -211,6 +236,10 @@ def test_paragraphs_of_questions_are_kept_once(tmp_path: Path) -> None:
         (b"id\ttext\ttitle\n1\t\xff\td", "c.tsv", "line 2: not UTF-8"),
         (gzip.compress(PLAIN.encode() * 99, mtime=0)[:-9], "c.json.gz", "not a whole gzip file"),
         (b"\x1f\x8b" + bytes(50), "c.json", "not a whole gzip file"),
+        (bz2.compress(PLAIN.encode() * 99)[:-9], "c.json", "not a whole bzip2 file"),
+        (lzma.compress(PLAIN.encode() * 99)[:-9], "c.json", "not a whole xz file"),
+        (b"BZh9" + bytes(50), "c.json", "not a whole bzip2 file"),
+        (b"PAR1" + bytes(50), "c.json", "is no Parquet file that can be read"),
         ("", "c.json", "no passages"),
         (gzip.compress(b"", mtime=0), "c.json.gz", "no passages"),
         ("[]", "c.json", "no passages"),

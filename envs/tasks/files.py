@@ -32,6 +32,7 @@ from typing import Any
 
 from envs.tasks.formats import TABLES, listed, plain_fields, read_aliases, read_table
 from ragr1_actors.core.errors import DataError, shortened
+from ragr1_actors.core.files import is_parquet, opened
 from ragr1_actors.core.types import Task, normalize_answer
 
 _ID_KEYS = ("_id", "id")
@@ -210,7 +211,7 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises:
         DataError: the file is missing or empty, or a line is broken; names file and line.
     """
-    if path.suffix in TABLES:
+    if path.suffix in TABLES or (path.is_file() and is_parquet(path)):
         yield from (Record(fields, where) for fields, where in read_table(path))
         return
     text = _read(path)
@@ -231,10 +232,8 @@ def read_records(path: Path) -> Iterator[Record]:
 def _read(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"no task file {path}; give an existing JSON or JSONL file")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        raw = file.read()
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -29,11 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from envs.tasks.natural_questions import add_natural_questions
 from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.files import is_parquet, parquet_rows
 
 TABLES = {".csv": ",", ".tsv": "\t", ".parquet": ""}
 """Endings of the files that ``read_table`` reads, and what separates their columns."""
@@ -232,18 +230,9 @@ def read_table(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """
     if not path.is_file():
         raise DataError(f"no task file {path}; give an existing one")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
+    rows = parquet_rows(path) if path.suffix == ".parquet" or is_parquet(path) else _text_rows(path)
     for number, row in enumerate(rows, start=1):
         yield row, f"{path}, row {number}"
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
 
 
 def _text_rows(path: Path) -> Iterator[dict[str, Any]]:

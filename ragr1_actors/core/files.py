@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import re
 import secrets
 import shutil
 import socket
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ragr1_actors.core.errors import DataError, first_problem
+from ragr1_actors.core.errors import DataError, first_problem, one_line
 
 POLICY_FOLDER = "policy"
 """In a checkpoint: the policy as a Hugging Face folder."""
@@ -261,6 +266,61 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON with sorted keys. Numbers must be finite."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+
+
+_PACKED: dict[bytes, tuple[str, Callable[[BinaryIO], Any]]] = {
+    b"\x1f\x8b": ("gzip", lambda file: gzip.GzipFile(fileobj=file)),
+    b"BZh": ("bzip2", bz2.BZ2File),
+    b"\xfd7zXZ\x00": ("xz", lzma.LZMAFile),
+}
+_PARQUET = b"PAR1"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressed where its first bytes say gzip, bzip2 or xz.
+
+    Raises:
+        DataError: it cannot be read, also in the block, or what is compressed ends too early or is damaged.
+    """
+    try:
+        file: BinaryIO = path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
+        start = file.read(6)
+        file.seek(0)
+        name, unpack = next((found for magic, found in _PACKED.items() if start.startswith(magic)), ("", None))
+        if unpack is None:
+            yield file
+            return
+        try:
+            yield unpack(file)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(f"{path}: not a whole {name} file ({error}); fetch it again") from error
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file begins as a Parquet table does."""
+    with opened(path) as file:
+        return file.read(len(_PARQUET)) == _PARQUET
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet table; memory holds a thousand.
+
+    Raises:
+        DataError: it cannot be read, or is damaged.
+    """
+    import pyarrow as pa  # a quarter of a second that other readers of this module need not wait
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
 
 
 def read_json(path: Path) -> Any:

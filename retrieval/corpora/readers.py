@@ -11,26 +11,27 @@ r"""Corpus files in the formats they are published in, read as a stream of passa
 ``auto``       tells by the keys of every record which of these it is
 =============  ===================================================================================================
 
-All of them may be compressed with gzip. A record keeps the id it has; without one its title is the id, and from the
-title's second use on ``title#2``, ``title#3``. A paragraph of many questions is one passage, and the same
-title with another text is ``title#2``.
+All of them may be compressed with gzip, bzip2 or xz, and JSON records may be the rows of a Parquet table.
+
+A record keeps the id it has. Without one its title is the id, and from the title's second use on ``title#2``,
+``title#3``; the pieces of a document, which have its ``docid``, are named in the same way. A paragraph of many
+questions is one passage, and the same title with another text is ``title#2``.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
+from ragr1_actors.core.files import is_parquet, opened, parquet_rows
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
 
@@ -42,7 +43,8 @@ MAX_ENTRY = 64 * 2**20
 _CHUNK = 2**18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_TOKEN = 16  # "-Infinity" and half a surrogate pair fit
-_ID_KEYS = ("id", "_id", "wikipedia_id")
+_DOCUMENT_KEY = "docid"
+_ID_KEYS = ("id", "_id", "wikipedia_id", _DOCUMENT_KEY)
 _MARK = re.compile(r"\s*(?:Section|BULLET|[A-Z]+)::::[-*\s]*")
 
 
@@ -202,12 +204,14 @@ def _shape_of(record: Any, shapes: tuple[str, ...]) -> Shape:
 
 def _passage(record: Record, title: str, text: str, namer: Namer) -> Passage:
     title = valid_unicode(title)
-    given = next((record[key] for key in _ID_KEYS if record.get(key) is not None), None)
-    if given is None:
+    key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
+    if key is None:
         return Passage(namer.name(title), title, valid_unicode(text))
+    given = record[key]
     if isinstance(given, bool) or not isinstance(given, str | int):
         raise RecordError(f"the id is {_shown(given)}, expected a string or a whole number")
-    return Passage(valid_unicode(str(given)), title, valid_unicode(text))
+    passage_id = valid_unicode(str(given))
+    return Passage(namer.name(passage_id) if key == _DOCUMENT_KEY else passage_id, title, valid_unicode(text))
 
 
 def _paragraph(title: str, text: str, namer: Namer) -> Iterator[Passage]:
@@ -241,7 +245,7 @@ CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
 
 _COLUMNS = ("id", "text", "title")
 _FIRST_LINE = 4 * 2**20
-_MAGIC = b"\x1f\x8b"
+_PACKED = (".gz", ".bz2", ".xz")
 _KNOWN = (
     "a JSON list or JSON lines of "
     + ", ".join(shape.looks for shape in SHAPES.values())
@@ -253,7 +257,7 @@ def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words:
     """Read a corpus file. Memory holds one record, and hashes of what was named (see ``Namer``).
 
     Args:
-        path: the file, compressed with gzip or not.
+        path: the file, compressed with gzip, bzip2 or xz, or not.
         corpus_format: a key of ``CORPUS_FORMATS``. A file that is not of it is an error, never read as something else.
         split_words: longer passages are cut into pieces of so many words (see ``split_passages``); 0 leaves them whole.
 
@@ -273,10 +277,12 @@ def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words:
 
 def _read(path: Path, corpus_format: str) -> Iterator[Passage]:
     is_empty = True
-    with _opened(path) as file:
+    with opened(path) as file:
         kind = _kind(file, path, corpus_format)
         file.seek(0)
-        if kind == "table":
+        if kind == "parquet":
+            passages = _read_parquet(path, corpus_format)
+        elif kind == "table":
             passages = _read_table(file, path)
         elif kind == "lines":
             passages = _read_lines(file, path, corpus_format)
@@ -289,25 +295,11 @@ def _read(path: Path, corpus_format: str) -> Iterator[Passage]:
         raise DataError(f"{path}: no passages in it; expected {_KNOWN}")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed where its first bytes say gzip."""
-    try:
-        file: BinaryIO = path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    with file:
-        is_gzip = file.read(2) == _MAGIC
-        file.seek(0)
-        try:
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_gzip else file
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
-
-
 def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
-    """Return ``table``, ``lines`` (JSON lines) or ``json`` (one JSON value)."""
-    suffix = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    """Return ``parquet``, ``table``, ``lines`` (JSON lines) or ``json`` (one JSON value)."""
+    if is_parquet(path):
+        return "parquet"
+    suffix = Path(path.stem if path.suffix in _PACKED else path.name).suffix
     if corpus_format == "dpr":
         return "table"
     # A longer line is no record, so it is one JSON value: what is read here must not grow with the file.
@@ -360,6 +352,13 @@ def _read_lines(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Pass
             except (ValueError, RecursionError) as error:
                 raise _not_json(path, number, _cause(error)) from error
             yield from _placed(record, corpus_format, namer, f"{path}, line {number}")
+
+
+def _read_parquet(path: Path, corpus_format: str) -> Iterator[Passage]:
+    namer = Namer()
+    for number, record in enumerate(parquet_rows(path), 1):
+        present = {key: value for key, value in record.items() if value is not None}
+        yield from _placed(present, corpus_format, namer, f"{path}, row {number}")
 
 
 def _read_json(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passage]:
