@@ -181,6 +181,19 @@ async def test_a_wrong_endpoint_is_said_once(
     assert "sk-secret" not in str(refused.value)
 
 
+async def test_a_message_without_content_is_an_error_unless_it_was_cut() -> None:
+    """Servers with a reasoning parser keep the thought elsewhere; an empty turn would count as the policy's."""
+    endpoint = Endpoint(chat(None), chat(None, "length"), chat(""))
+    async with stub_server(endpoint.answer) as url:
+        engine, tokenizer = engine_at(url)
+        prompt = tokenizer.prompt_ids([Message("user", "Where?")])
+        with pytest.raises(EngineError, match=r"has no content \(finish_reason 'stop'\).* turn off its reasoning"):
+            await engine.generate(prompt, GREEDY, request_id="a")
+        cut, empty = [await engine.generate(prompt, GREEDY, request_id=name) for name in "bc"]
+    assert (cut.text, cut.finish_reason) == ("", FinishReason.LENGTH)
+    assert (empty.text, empty.finish_reason) == ("", FinishReason.STOP)
+
+
 async def test_nothing_listens() -> None:
     with pytest.raises(ConfigError, match=r"attempts\); see whether the server runs, and correct the address"):
         await engine_at(f"http://127.0.0.1:{free_port()}", max_retries=1)[0].probe()

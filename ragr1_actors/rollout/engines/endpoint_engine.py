@@ -242,12 +242,19 @@ class EndpointEngine:
         """Return the text of a turn with its closing tag, why it ended, and its number of tokens."""
         try:
             choice = answer["choices"][0]
-            content, ended = choice["message"].get("content") or "", choice.get("finish_reason")
+            content, ended = choice["message"].get("content"), choice.get("finish_reason")
             usage = answer.get("usage") or {}
             counted = usage.get("completion_tokens")
         except (KeyError, IndexError, TypeError, AttributeError):
             server = self._client.name_of(self._url)
             raise EngineError(f"{server}: expected a chat completion with choices[0].message, got another") from None
+        if content is None and ended == "length":
+            content = ""  # cut in the thought, which the server keeps elsewhere
+        if content is None:
+            raise EngineError(
+                f"{self._client.name_of(self._url)}: the message has no content (finish_reason {ended!r}), expected "
+                "text; if the server moves thoughts or tool calls out of it, turn off its reasoning and tool parsers"
+            )
         if not isinstance(content, str):
             raise EngineError(f"{self._client.name_of(self._url)}: the content of the message is no text")
         content = content.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no UTF-8
