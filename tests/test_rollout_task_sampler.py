@@ -1,6 +1,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ragr1_actors.core.errors import FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
+from ragr1_actors.runs.checkpoint import Books
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
 
@@ -69,6 +71,54 @@ def test_no_task_is_lost_or_doubled_whatever_happens(actions: list[str], seed: i
         trained[issue.issue_id] += 1
     assert all(count == 1 for count in trained.values())
     assert not given_up & trained.keys()
+
+
+def half_an_epoch() -> tuple[dict[str, Any], list[str]]:
+    """Return the state after four tasks, of which the last is outstanding, and the three that were trained."""
+    sampler = TaskSampler(TASKS, seed=3)
+    issues = [sampler.next() for _ in range(4)]
+    for issue in issues[:3]:
+        sampler.trained(issue)
+    return json.loads(json.dumps(sampler.get_state())), [issue.task.task_id for issue in issues[:3]]
+
+
+def finish(sampler: TaskSampler) -> list[str]:
+    """Train the rest of the epoch, and one task of the next."""
+    trained = []
+    while not trained or trained[-1].epoch == 0:
+        trained.append(sampler.next())
+        sampler.trained(trained[-1])
+    return [issue.task.task_id for issue in trained[:-1]]
+
+
+def test_an_order_that_would_be_another_one_after_a_resume_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, trained = half_an_epoch()
+    monkeypatch.setattr(TaskSampler, "_shuffle", lambda self, epoch: list(range(len(TASKS))))
+    resumed = TaskSampler(TASKS, seed=3)
+    resumed.set_state(state)
+    assert sorted(trained + finish(resumed)) == [task.task_id for task in TASKS]
+    assert resumed.counts() == {"issued": 8, "trained": 8, "failed": 0, "lost": 0, "doubled": 0}
+
+
+def test_the_counts_see_a_task_that_comes_again_and_one_that_never_comes() -> None:
+    state, trained = half_an_epoch()
+    state["order"][0] = next(at for at, task in enumerate(TASKS) if task.task_id == trained[0])
+    resumed = TaskSampler(TASKS, seed=3)
+    resumed.set_state(state)
+    finish(resumed)
+    assert resumed.counts() == {"issued": 7, "trained": 7, "failed": 0, "lost": 1, "doubled": 1}
+    again = TaskSampler(TASKS, seed=3)
+    again.set_state(json.loads(json.dumps(resumed.get_state())))
+    assert again.counts() == resumed.counts()
+
+
+def test_a_state_of_an_older_version_has_the_place_in_the_order() -> None:
+    state, trained = half_an_epoch()
+    del state["order"], state["issued"], state["never_issued"]
+    resumed = TaskSampler(TASKS, seed=3)
+    resumed.set_state(Books.model_validate(state).model_dump())
+    assert sorted(trained + finish(resumed)) == [task.task_id for task in TASKS]
+    assert resumed.counts() == {"issued": 8, "trained": 8, "failed": 0, "lost": 0, "doubled": 0}
 
 
 def test_training_an_issue_twice_is_counted() -> None:

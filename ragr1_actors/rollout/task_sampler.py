@@ -48,6 +48,9 @@ class TaskSampler:
     it is sampled, while its group is in the buffer and while the learner works on it. The state therefore holds no
     group and no request. A resumed run issues outstanding tasks again; their groups, finished ones included, are
     sampled anew. What is trained changes only together with the learner, so no task is lost or trained twice.
+
+    The state has the rest of the epoch's order too. The counts do not rely on it: they know which tasks of an epoch
+    were issued and trained. A task that an order repeats is counted as doubled, and one that it leaves out as lost.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -57,8 +60,13 @@ class TaskSampler:
         texts = "\0".join(f"{task.task_id}\0{task.question}" for task in tasks)
         self._fingerprint = hashlib.sha256(texts.encode()).hexdigest()
         self._epoch = 0
-        self._cursor = 0
-        self._order = self._shuffle(0)
+        self._order = deque(self._shuffle(0))
+        """What is left of the epoch: positions of tasks."""
+        self._issued_ids: set[str] = set()
+        """Of this epoch."""
+        self._trained_ids: set[str] = set()
+        """Of this epoch, and of earlier ones that are not over."""
+        self._num_never_issued = 0
         self._again: deque[Issue] = deque()
         self._outstanding: dict[str, Issue] = {}
         self.num_issued = self.num_trained = self.num_doubled = 0
@@ -90,23 +98,30 @@ class TaskSampler:
         while (task := self._next_task()).task_id in self._quarantined:
             pass
         issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
-        self.num_issued += 1
+        self.num_issued += task.task_id not in self._issued_ids
+        self._issued_ids.add(task.task_id)
         self._outstanding[issue.issue_id] = issue
         return issue
 
     def _next_task(self) -> Task:
-        if self._cursor == len(self._tasks):
-            self._epoch, self._cursor = self._epoch + 1, 0
-            self._order = self._shuffle(self._epoch)
-        self._cursor += 1
-        return self._tasks[self._order[self._cursor - 1]]
+        if not self._order:
+            expected = {task.task_id for task in self._tasks} - self._quarantined
+            self._num_never_issued += len(expected - self._issued_ids)
+            self._epoch += 1
+            self._order = deque(self._shuffle(self._epoch))
+            self._issued_ids = set()
+            open_epochs = {issue.epoch for issue in self._outstanding.values()}
+            self._trained_ids = {id_ for id_ in self._trained_ids if int(id_.rpartition("#")[2]) in open_epochs}
+        return self._tasks[self._order.popleft()]
 
     def trained(self, issue: Issue) -> None:
         """Count an issue that the learner has used."""
-        if self._outstanding.pop(issue.issue_id, None) is None:
-            self.num_doubled += 1
-        else:
+        was_outstanding = self._outstanding.pop(issue.issue_id, None) is not None
+        if was_outstanding and issue.issue_id not in self._trained_ids:
             self.num_trained += 1
+        else:
+            self.num_doubled += 1
+        self._trained_ids.add(issue.issue_id)
 
     def again(self, issue: Issue) -> None:
         """Issue a task again, because it failed, became stale or was lost with its node."""
@@ -129,7 +144,11 @@ class TaskSampler:
             "issued": self.num_issued,
             "trained": self.num_trained,
             "failed": self.num_failed,
-            "lost": self.num_issued - self.num_trained - self.num_failed - len(self._outstanding),
+            "lost": self.num_issued
+            - self.num_trained
+            - self.num_failed
+            - len(self._outstanding)
+            + self._num_never_issued,
             "doubled": self.num_doubled,
         }
 
@@ -137,7 +156,10 @@ class TaskSampler:
         """Return the state as JSON; ``set_state`` issues its outstanding tasks again."""
         return {
             "epoch": self._epoch,
-            "cursor": self._cursor,
+            "cursor": len(self._tasks) - len(self._order),
+            "order": list(self._order),
+            "issued": [at for at, task in enumerate(self._tasks) if task.task_id in self._issued_ids],
+            "never_issued": self._num_never_issued,
             "tasks": self._fingerprint,
             "outstanding": [
                 [i.task.task_id, i.epoch, i.attempt, i.num_failures, i.num_outages] for i in self._outstanding.values()
@@ -154,8 +176,10 @@ class TaskSampler:
                 f"the checkpoint is of a run over other tasks than these {len(self._tasks):,} training tasks; put the "
                 "task files back as they were when the run began"
             )
-        self._epoch, self._cursor = state["epoch"], state["cursor"]
-        self._order = self._shuffle(self._epoch)
+        self._epoch = state["epoch"]
+        order = self._shuffle(self._epoch)[state["cursor"] :] if state["order"] is None else state["order"]
+        self._order = deque(order)
+        self._num_never_issued = state["never_issued"]
         issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *numbers) for id_, epoch, *numbers in state["outstanding"]]
         self._outstanding = {issue.issue_id: issue for issue in issues}
         self._again = deque(issues)
@@ -166,3 +190,10 @@ class TaskSampler:
             FailedTask(**failed | {"failure": Failure(failed["failure"])}) for failed in state["failed_tasks"]
         ]
         self._quarantined = {failed.task_id for failed in self.failed_tasks if failed.failure is Failure.DATA}
+        positions = state["issued"] if state["issued"] is not None else set(range(len(self._tasks))) - set(order)
+        self._issued_ids = {self._tasks[at].task_id for at in positions}
+        given_up = {f"{failed.task_id}#{failed.epoch}" for failed in self.failed_tasks}
+        issued = {f"{task_id}#{self._epoch}" for task_id in self._issued_ids}
+        earlier = {issue.epoch for issue in issues if issue.epoch < self._epoch}
+        issued |= {f"{task_id}#{epoch}" for epoch in earlier for task_id in by_id}
+        self._trained_ids = issued - given_up - self._outstanding.keys()

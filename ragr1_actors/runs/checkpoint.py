@@ -66,6 +66,13 @@ class Books(_Stored):
 
     epoch: int = Field(ge=0)
     cursor: int = Field(ge=0)
+    """Tasks of the epoch that were issued."""
+    order: list[int] | None = None
+    """Positions of those that are left, in the order in which they come; None in states of version 0.1.0."""
+    issued: list[int] | None = None
+    """Positions of those that were issued; None in states of version 0.1.0."""
+    never_issued: int = Field(0, ge=0)
+    """Tasks that earlier epochs left out; they count as lost."""
     tasks: str
     """Hash of the ids and questions of the training tasks, in their order."""
     outstanding: list[tuple[str, int, int, int, int]]
