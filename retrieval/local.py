@@ -121,12 +121,7 @@ class LocalRetriever:
                 f"{index_dir}: an index of type {manifest.index_type!r} cannot be searched by shards; search it whole"
             )
         manifest.check_files(self._directory)
-        self.corpus = Corpus.open(self._directory)
-        if len(self.corpus) != manifest.count:
-            raise DataError(
-                f"{index_dir}: got {len(self.corpus)} passages, but the index was built over {manifest.count}; build "
-                "the index again"
-            )
+        self.corpus = self._open_corpus()
         self.dense: DenseRanker | None = None
         """The ranker of the vectors; None for an index without vectors."""
         self._ranker = self._open_ranker()
@@ -135,6 +130,15 @@ class LocalRetriever:
             from retrieval.encoders.reranker import Reranker  # with torch
 
             self._reranker = Reranker.load(reranker, device=device)
+
+    def _open_corpus(self) -> Corpus:
+        corpus = Corpus.open(self._directory)
+        if len(corpus) != self.manifest.count:
+            raise DataError(
+                f"{self._directory}: got {len(corpus)} passages, but the index was built over {self.manifest.count}; "
+                "build the index again"
+            )
+        return corpus
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the constructor."""
