@@ -32,6 +32,13 @@ _FORMATS_IN_WORDS: dict[QueryFormat, str] = {
 }
 
 
+def search_prompt(settings: EnvironmentSettings, task: Task) -> list[Message]:
+    """Return one user message: the recipe's prompt with the question in it."""
+    prompt = settings.prompt.replace("{max_queries}", str(settings.max_queries_per_turn))
+    prompt = prompt.replace("{query_format}", _FORMATS_IN_WORDS[settings.query_format])
+    return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may hold braces
+
+
 class SearchEnv(TextEnv):
     """Search with a list of queries, then answer. One instance is one trajectory.
 
@@ -51,11 +58,9 @@ class SearchEnv(TextEnv):
         self._searches = _TurnSearches(settings, context.retriever)
 
     async def reset(self, task: Task) -> list[Message]:
-        """Return one user message: the recipe's prompt with the question in it."""
+        """Return ``search_prompt``."""
         self._task = task
-        prompt = self._settings.prompt.replace("{max_queries}", str(self._settings.max_queries_per_turn))
-        prompt = prompt.replace("{query_format}", _FORMATS_IN_WORDS[self._settings.query_format])
-        return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may hold braces
+        return search_prompt(self._settings, task)
 
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""

@@ -118,6 +118,31 @@ def test_questions_of_an_evaluation_file_are_not_trained_on(config: RunConfig, t
     assert any(note.startswith("2 evaluation questions are also training tasks; they are left out") for note in notes)
 
 
+@pytest.mark.engine
+def test_prompts_that_fill_the_context_are_counted_and_if_all_do_it_is_an_error(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    records = json.loads(Path(config.environment.tasks).read_text())
+
+    def notes(*long: int) -> tuple[str, ...]:
+        tasks = tmp_path / f"tasks{len(long)}.json"
+        for number in long:
+            records[number]["question"] += " lamp" * 300
+        tasks.write_text(json.dumps(records))
+        environment = config.environment.model_copy(update={"tasks": str(tasks)})
+        return prepare(config.model_copy(update={"environment": environment}), tmp_path / "run").notes
+
+    assert not any("prompt" in note for note in notes())
+    held_out = split_tasks(config, config.evaluation.num_tasks)[1]
+    long = [number for number, r in enumerate(records) if r["question"] not in {task.question for task in held_out}]
+    (note,) = [note for note in notes(*long[:2]) if "prompt" in note]
+    assert note.startswith("2 of 7 tasks have a prompt of 160 tokens or more, up to 3")
+    with pytest.raises(
+        DataError, match=r"the prompt of every task fills the context: 3\d\d tokens or more of 160; raise"
+    ):
+        notes(*long[2:])
+
+
 def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     whole, failed = make_groups(0, num_groups=2)
     broken = tuple(replace(t, stop_reason=StopReason.ENV_ERROR, error="reward boom") for t in failed.trajectories)

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from envs.base import exact_match
+from envs.base import ENVS, exact_match
 from envs.demonstrations import Demonstrator, evidence_demonstration
+from envs.search import SearchEnv, search_prompt
 from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.teacher import load_demonstrations
 from envs.world import make_world
@@ -23,8 +25,10 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
-from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, named_folder, path_of
+from ragr1_actors.core.folders import on_this_node
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Task, TrajectoryGroup
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
@@ -83,8 +87,41 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         notes += (f"{loaded.report}; {len(loaded.tasks) - len(shown):,} of evaluation questions left out",)
     index_dir = prepare_index(config, run_dir)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
+    notes += tuple(long_prompts(config, policy_dir, train))
     demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
     return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
+
+
+def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) -> Iterator[str]:
+    """Say how many tasks have a prompt that fills the context, so that no turn can follow.
+
+    Only for environments whose prompt is known beforehand, ``SearchEnv``'s. The tokenizer is loaded only if a prompt
+    has as many bytes as the context has tokens.
+
+    Raises:
+        DataError: all of them have.
+    """
+    environment, limit = config.environment, config.env_runners.max_context_tokens
+    env_class: Any = load_object(environment.env, ENVS)
+    if not (isinstance(env_class, type) and issubclass(env_class, SearchEnv)) or env_class.reset is not SearchEnv.reset:
+        return
+    prompts = [search_prompt(environment, task) for task in tasks]
+    doubtful = [prompt for prompt in prompts if len(prompt[0].content.encode()) >= limit]
+    if not doubtful:
+        return
+    trusted = config.policy.trust_remote_code
+    tokenizer = PolicyTokenizer(on_this_node(policy_dir), trust_remote_code=trusted)
+    lengths = [length for prompt in doubtful if (length := len(tokenizer.prompt_ids(prompt))) >= limit]
+    if len(lengths) == len(tasks):
+        raise DataError(
+            f"{environment.tasks}: the prompt of every task fills the context: {min(lengths):,} tokens or more of "
+            f"{limit:,}; raise env_runners.max_context_tokens, or give shorter questions"
+        )
+    if lengths:
+        yield (
+            f"{len(lengths):,} of {len(tasks):,} tasks have a prompt of {limit:,} tokens or more, up to "
+            f"{max(lengths):,}: no turn can follow; raise env_runners.max_context_tokens, or leave them out"
+        )
 
 
 def _repeat(turns_of: Mapping[str, tuple[str, ...]]) -> Demonstrate:
