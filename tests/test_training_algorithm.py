@@ -418,7 +418,7 @@ def failing_reward(task: Task, answer: str) -> float:
     ("environment", "env_runners", "reason"),
     [
         ({"reward": f"{__name__}:failing_reward"}, {}, r"all 16 demonstrations failed.*reward boom"),
-        ({"prompt": "{question} " * 100}, {"max_context_tokens": 32}, "all 16 demonstrations failed.*raise it"),
+        ({}, {"max_context_tokens": 19}, "all 16 demonstrations failed.*raise it"),
     ],
 )
 @pytest.mark.engine

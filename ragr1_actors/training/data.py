@@ -115,7 +115,7 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     if len(lengths) == len(tasks):
         raise DataError(
             f"{environment.tasks}: the prompt of every task fills the context: {min(lengths):,} tokens or more of "
-            f"{limit:,}; raise env_runners.max_context_tokens, or give shorter questions"
+            f"{limit:,}; raise env_runners.max_context_tokens, or shorten environment.prompt or the questions"
         )
     if lengths:
         yield (
