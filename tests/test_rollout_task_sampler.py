@@ -1,8 +1,10 @@
 import json
+from base64 import b64decode, b64encode
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +104,9 @@ def test_an_order_that_would_be_another_one_after_a_resume_is_kept(monkeypatch: 
 
 def test_the_counts_see_a_task_that_comes_again_and_one_that_never_comes() -> None:
     state, trained = half_an_epoch()
-    state["order"][0] = next(at for at, task in enumerate(TASKS) if task.task_id == trained[0])
+    order = np.frombuffer(b64decode(state["order"]), "<i4").copy()
+    order[0] = next(at for at, task in enumerate(TASKS) if task.task_id == trained[0])
+    state["order"] = b64encode(order.tobytes()).decode()
     resumed = TaskSampler(TASKS, seed=3)
     resumed.set_state(state)
     finish(resumed)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
 from ragr1_actors.core.types import FailedTask, Failure, Task
 
 MAX_ERROR_CHARACTERS = 500
+_POSITION = np.dtype("<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,8 @@ class TaskSampler:
         return {
             "epoch": self._epoch,
             "cursor": len(self._tasks) - len(self._order),
-            "order": list(self._order),
-            "issued": [at for at, task in enumerate(self._tasks) if task.task_id in self._issued_ids],
+            "order": _as_text(np.array(self._order, _POSITION)),
+            "issued": _as_text(np.packbits([task.task_id in self._issued_ids for task in self._tasks])),
             "never_issued": self._num_never_issued,
             "tasks": self._fingerprint,
             "outstanding": [
@@ -177,7 +180,13 @@ class TaskSampler:
                 "task files back as they were when the run began"
             )
         self._epoch = state["epoch"]
-        order = self._shuffle(self._epoch)[state["cursor"] :] if state["order"] is None else state["order"]
+        if state["order"] is None:
+            order = self._shuffle(self._epoch)[state["cursor"] :]
+            positions = set(range(len(self._tasks))) - set(order)
+        else:
+            order = np.frombuffer(b64decode(state["order"]), _POSITION).tolist()
+            bits = np.unpackbits(np.frombuffer(b64decode(state["issued"]), np.uint8))
+            positions = set(np.flatnonzero(bits).tolist())
         self._order = deque(order)
         self._num_never_issued = state["never_issued"]
         issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *numbers) for id_, epoch, *numbers in state["outstanding"]]
@@ -190,10 +199,13 @@ class TaskSampler:
             FailedTask(**failed | {"failure": Failure(failed["failure"])}) for failed in state["failed_tasks"]
         ]
         self._quarantined = {failed.task_id for failed in self.failed_tasks if failed.failure is Failure.DATA}
-        positions = state["issued"] if state["issued"] is not None else set(range(len(self._tasks))) - set(order)
         self._issued_ids = {self._tasks[at].task_id for at in positions}
         given_up = {f"{failed.task_id}#{failed.epoch}" for failed in self.failed_tasks}
         issued = {f"{task_id}#{self._epoch}" for task_id in self._issued_ids}
         earlier = {issue.epoch for issue in issues if issue.epoch < self._epoch}
         issued |= {f"{task_id}#{epoch}" for epoch in earlier for task_id in by_id}
         self._trained_ids = issued - given_up - self._outstanding.keys()
+
+
+def _as_text(numbers: NDArray[Any]) -> str:
+    return b64encode(numbers.tobytes()).decode()

@@ -67,10 +67,11 @@ class Books(_Stored):
     epoch: int = Field(ge=0)
     cursor: int = Field(ge=0)
     """Tasks of the epoch that were issued."""
-    order: list[int] | None = None
-    """Positions of those that are left, in the order in which they come; None in states of version 0.1.0."""
-    issued: list[int] | None = None
-    """Positions of those that were issued; None in states of version 0.1.0."""
+    order: str | None = None
+    """Positions of those that are left, in the order in which they come: int32 in base64, for 100,000 numbers of JSON
+    take a tenth of a second. None in states of version 0.1.0."""
+    issued: str | None = None
+    """A bit for each task, whether it was issued, in base64; None in states of version 0.1.0."""
     never_issued: int = Field(0, ge=0)
     """Tasks that earlier epochs left out; they count as lost."""
     tasks: str
