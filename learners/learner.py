@@ -44,7 +44,7 @@ from learners.deepspeed.deepspeed_engine import (
     init_distributed,
     shared_loading,
 )
-from learners.deepspeed.resting import release_cache, trim_heap
+from learners.deepspeed.resting import trim_heap
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter, RatioRecord
 from learners.models.attention import takes_rows
@@ -481,10 +481,9 @@ class Learner(ABC):
             copy.write(Path(directory))
 
     def close(self) -> None:
-        """Free the memory of the engines and the reference; the learner cannot be used afterwards."""
+        """Let go of the engines and the reference; the learner cannot be used afterwards."""
         for engine in self.engines().values():
             engine.close()
         if self._reference is not None:
             self._reference.close()
         self.learned = None
-        release_cache(self.device)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, and the two formats that a run stores: JSON and safetensors."""
+"""Files and folders that are whole or absent, JSON and safetensors, and data files told by their first bytes."""
 
 from __future__ import annotations
 

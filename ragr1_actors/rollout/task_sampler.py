@@ -66,9 +66,9 @@ class TaskSampler:
         self._order = deque(self._shuffle(0))
         """What is left of the epoch: positions of tasks."""
         self._issued_ids: set[str] = set()
-        """Of this epoch."""
+        """Ids of the tasks that this epoch has issued."""
         self._trained_ids: set[str] = set()
-        """Of this epoch, and of earlier ones that are not over."""
+        """Ids of the issues that were trained, in this epoch and in earlier ones with outstanding issues."""
         self._num_never_issued = 0
         self._again: deque[Issue] = deque()
         self._outstanding: dict[str, Issue] = {}

@@ -39,6 +39,9 @@ from retrieval.local import named_index
 HELD_OUT_SHARE = 0.2
 """The largest share of a task file that is held out if no file of evaluation tasks is given."""
 
+_SPARE_TOKENS = 8
+"""A question may be cut into other tokens inside a prompt than by itself."""
+
 Demonstrate = Callable[[Task, random.Random], list[str]]
 """Returns the turns of one scripted attempt at a task."""
 
@@ -105,13 +108,15 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     env_class: Any = load_object(environment.env, ENVS)
     if not (isinstance(env_class, type) and issubclass(env_class, SearchEnv)) or env_class.reset is not SearchEnv.reset:
         return
-    prompts = [search_prompt(environment, task) for task in tasks]
-    doubtful = [prompt for prompt in prompts if len(prompt[0].content.encode()) >= limit]
-    if not doubtful:
+    longest = max(tasks, key=lambda task: len(task.question.encode()))
+    if len(search_prompt(environment, longest)[0].content.encode()) < limit:
         return
     trusted = config.policy.trust_remote_code
     tokenizer = PolicyTokenizer(on_this_node(policy_dir), trust_remote_code=trusted)
-    lengths = [length for prompt in doubtful if (length := len(tokenizer.prompt_ids(prompt))) >= limit]
+    num_fixed = len(tokenizer.prompt_ids(search_prompt(environment, replace(longest, question=""))))
+    doubtful = [task for task in tasks if num_fixed + len(task.question.encode()) + _SPARE_TOKENS >= limit]
+    found = (len(tokenizer.prompt_ids(search_prompt(environment, task))) for task in doubtful)
+    lengths = [length for length in found if length >= limit]
     if len(lengths) == len(tasks):
         raise DataError(
             f"{environment.tasks}: the prompt of every task fills the context: {min(lengths):,} tokens or more of "

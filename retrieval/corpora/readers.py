@@ -245,7 +245,7 @@ CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
 
 _COLUMNS = ("id", "text", "title")
 _FIRST_LINE = 4 * 2**20
-_PACKED = (".gz", ".bz2", ".xz")
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _KNOWN = (
     "a JSON list or JSON lines of "
     + ", ".join(shape.looks for shape in SHAPES.values())
@@ -299,7 +299,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     """Return ``parquet``, ``table``, ``lines`` (JSON lines) or ``json`` (one JSON value)."""
     if is_parquet(path):
         return "parquet"
-    suffix = Path(path.stem if path.suffix in _PACKED else path.name).suffix
+    suffix = Path(path.stem if path.suffix in _PACKED_SUFFIXES else path.name).suffix
     if corpus_format == "dpr":
         return "table"
     # A longer line is no record, so it is one JSON value: what is read here must not grow with the file.
