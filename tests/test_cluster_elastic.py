@@ -37,16 +37,16 @@ class PatientEnv(SearchEnv):
 
 
 class PatientLearner(GRPOLearner):
-    """Each update takes two seconds longer while the load is low, so that one runner is enough on any machine."""
+    """Each update takes ten seconds longer while the load is low, so that one runner is enough on any machine."""
 
     def update(self, groups):
         if Path(HURRY).exists() and not Path(SEEN).exists():
-            time.sleep(2)
+            time.sleep(10)
         return super().update(groups)
 '''
 RUNNERS = "{max_replicas: 3, upscale_delay_s: 0, downscale_delay_s: 2, cooldown_s: 2, look_back_period_s: 2, "
-RUNNERS += "target_ongoing_requests: 1, target_starvation: 0.9}"
-"""Three runners while trajectories take long, and one while the learner takes a tenth of the time or more."""
+RUNNERS += "target_ongoing_requests: 1, target_starvation: 0.5}"
+"""Three runners while trajectories take longer than updates, one while they take less. Both are far from the target."""
 
 
 def node(role: str, max_workers: int) -> dict[str, object]:
