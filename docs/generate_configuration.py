@@ -31,6 +31,7 @@ from ragr1_actors.core.config import (  # noqa: E402
     RetrieverAutoscaling,
     RunConfig,
     RunnerAutoscaling,
+    TinySettings,
 )
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
@@ -74,6 +75,7 @@ def page() -> str:
         "## Options of retrieval.type=replay\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         "| `run` | text | required | A run directory whose recorded searches are answered again. |\n"
     )
+    parts.append(f"## Keys of policy.tiny\n\n{_model_table([TinySettings], '')}")
     parts.append(f"## Keys of training.guard\n\n{_model_table([GuardSettings], '')}")
     parts.append(f"## Keys of learners.lora\n\n{_model_table([LoraSettings], '')}")
     parts.append(f"## Keys of env_runners.autoscaling\n\n{_model_table([RunnerAutoscaling], '')}")

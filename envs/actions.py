@@ -8,7 +8,8 @@ A turn is the policy's reasoning followed by exactly one action::
     <think> 1931 is before 1950</think><answer> Ana Bell</answer>
 
 The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action. Text behind its closing tag is not read. A
-``<think>`` that is never closed reaches to the end of the turn. Everything here takes time linear in the text.
+``<think>`` that is never closed reaches to the end of the turn: the tags in it are text. Everything here takes time
+linear in the text.
 
 ``environment.query_format`` says how queries are written inside ``<search>``::
 
@@ -28,6 +29,7 @@ from envs.base import Action, Answer, Malformed, Search
 from ragr1_actors.core.config import QueryFormat
 
 STOP_TAGS = ("</search>", "</answer>")
+THINK = "<think>"
 _OPENING = re.compile(r"<(think|search|answer)>")
 ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _END_OF_THINK = re.compile("</think>")
@@ -48,16 +50,37 @@ def parse_action(completion: str, query_format: QueryFormat = "lines") -> Action
 
     ``parse_action("<think> a <search>b</search></think><answer> Riga</answer>") == Answer("Riga")``
     """
+    opening = _OPENING.match(completion, skip_thoughts(completion))
+    if opening is None:
+        return Malformed("no <search>...</search> or <answer>...</answer> in the turn")
+    tag = opening[1]
+    end = completion.find(f"</{tag}>", opening.end())
+    if end < 0:
+        return Malformed(f"<{tag}> is never closed")
+    return _read_body(tag, completion[opening.end() : end].strip(), query_format)
+
+
+def open_thought(turn: str) -> str:
+    """Return ``<think>`` if a turn ends inside a thought, else an empty text.
+
+    ``open_thought("<think> I can write <search> a </search>") == THINK``
+    """
+    position = skip_thoughts(turn)
+    return THINK if turn.startswith(THINK, position) else ""
+
+
+def skip_thoughts(turn: str) -> int:
+    """Return where the first ``<search>``, ``<answer>`` or unclosed ``<think>`` begins, else the end of all thoughts.
+
+    ``skip_thoughts("<think> a</think> Riga") == len("<think> a</think>")``
+    """
     position = 0
-    while (opening := _OPENING.search(completion, position)) is not None:
-        tag = opening[1]
-        end = completion.find(f"</{tag}>", opening.end())
+    while (opening := _OPENING.search(turn, position)) is not None:
+        end = turn.find("</think>", opening.end()) if opening[0] == THINK else -1
         if end < 0:
-            return Malformed(f"<{tag}> is never closed")
-        if tag != "think":
-            return _read_body(tag, completion[opening.end() : end].strip(), query_format)
+            return opening.start()
         position = end + len("</think>")
-    return Malformed("no <search>...</search> or <answer>...</answer> in the turn")
+    return position
 
 
 def _read_body(tag: str, body: str, query_format: QueryFormat) -> Action:

@@ -4,7 +4,7 @@ One environment instance runs one trajectory. The loop that drives it, as pseudo
 
     messages = await env.reset(task)                 # the prompt
     while True:
-        completion = await generate(token ids so far)    # env.peek(text so far) meanwhile
+        completion = await generate(token ids so far)    # env.peek(text so far) meanwhile; on if env.left_open(text)
         match env.parse(completion.text):
             case Search(queries):   result = await env.step(queries)
             case Answer(text):      result = await env.submit(text)
@@ -113,10 +113,23 @@ class TextEnv(ABC):
 
     @abstractmethod
     def parse(self, completion: str) -> Action:
-        """Return the action of a turn. ``completion`` is the text that the policy sampled in this turn."""
+        """Return the action of a turn.
+
+        ``completion`` is the text that the policy sampled in this turn, behind what was open when it began: see
+        ``left_open``.
+        """
+
+    def left_open(self, text: str) -> str:
+        """Return the tag that ``text`` leaves open, such as ``<think>``; by default none is.
+
+        ``text`` is a turn that has ended or stopped at one of ``stop``, or what the chat template begins the first turn
+        with. While a tag is open, a stop string does not end the turn. The next turn begins with the tag, for ``parse``
+        and ``peek``.
+        """
+        return ""
 
     def peek(self, partial: str) -> None:  # noqa: B027 - looking is optional
-        """Look at the text of a turn that is still being sampled, to start searches early.
+        """Look at the text of a turn that is still being sampled, to start searches early; it begins as ``parse``'s.
 
         Called from the event loop as the text grows, and only if a class overrides it. It must not change the result
         of ``step``, only the time that ``step`` takes.

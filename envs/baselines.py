@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from envs.actions import ANY_TAG, clean_queries
+from envs.actions import ANY_TAG, THINK, clean_queries, open_thought, skip_thoughts
 from envs.base import REWARDS, Action, Answer, EnvContext, Malformed, RewardFn, StepResult, TextEnv
 from envs.observations import format_observation
 from envs.search import retrieval_record
@@ -52,11 +52,13 @@ class DirectEnv(TextEnv):
         return [Message("user", self._settings.prompt.replace("{question}", task.question))]
 
     def parse(self, completion: str) -> Action:
-        """Return the text inside ``<answer>``; without the tag, all text after the reasoning.
+        """Return the text inside the first ``<answer>`` outside thoughts; without the tag, all text behind them.
 
         A model that was never trained on the tags may leave them out, and answers all the same.
         """
-        text = completion.rpartition("</think>")[2]
+        text = completion[skip_thoughts(completion) :]
+        if text.startswith(THINK):
+            return Malformed("<think> is never closed")
         _, opening, rest = text.partition("<answer>")
         body, closing, _ = rest.partition("</answer>")
         if opening and not closing:
@@ -66,6 +68,10 @@ class DirectEnv(TextEnv):
             return Malformed("the turn has no answer")
         inner = ANY_TAG.search(answer)
         return Malformed(f"{inner[0]} inside the answer") if inner else Answer(answer)
+
+    def left_open(self, text: str) -> str:
+        """Return ``<think>`` inside a thought: the tags in it are text."""
+        return open_thought(text)
 
     async def step(self, queries: list[str]) -> StepResult:
         """End the trajectory: ``parse`` returns no search."""

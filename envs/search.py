@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, parse_action
+from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, open_thought, parse_action
 from envs.base import REWARDS, Action, EnvContext, RewardFn, StepResult, TextEnv
 from envs.observations import format_observation
 from ragr1_actors.core.config import EnvironmentSettings, QueryFormat
@@ -65,6 +65,10 @@ class SearchEnv(TextEnv):
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""
         return parse_action(completion, self._settings.query_format)
+
+    def left_open(self, text: str) -> str:
+        """Return ``<think>`` inside a thought: the tags in it are text."""
+        return open_thought(text)
 
     def peek(self, partial: str) -> None:
         """Start a search for each query of this turn that is complete."""

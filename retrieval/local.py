@@ -261,8 +261,10 @@ def _records(directory: Path) -> Iterator[RetrievalRecord]:
     for path in sorted(directory.glob("*.arrow")):
         try:
             groups = read_trajectories(path)
+        except DataError:
+            raise
         except (ValueError, KeyError, TypeError, OSError) as error:
             cause = one_line(error)
-            raise DataError(f"{path}: no trajectories of this version of the project ({cause})") from error
+            raise DataError(f"{path} cannot be read: {cause}; restore it, or remove it from the run") from error
         turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
         yield from (record for turn in turns for record in turn.retrievals)

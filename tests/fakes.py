@@ -47,5 +47,8 @@ class ByteTokenizer:
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.encode("".join(f"{message.role}: {message.content}\n" for message in messages))
 
+    def turn_start(self, prompt_ids: Sequence[int]) -> str:
+        return "<think>" if self.decode(prompt_ids).rstrip().endswith("<think>") else ""
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()

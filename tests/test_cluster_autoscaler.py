@@ -294,7 +294,7 @@ def test_answers_in_no_time_are_an_infinite_demand() -> None:
     ("settings", "message"),
     [
         ({}, "max_replicas: got {}; field required"),
-        ({"max_replicas": 1, "min_replicas": 2}, "max_replicas: got 1; value error, expected at least min_replicas"),
+        ({"max_replicas": 1, "min_replicas": 2}, "max_replicas: got 1; expected at least min_replicas"),
         ({"max_replica": 1}, "did you mean 'max_replicas'"),
         ({"max_replicas": 2, "target_starvation": 1.5}, "target_starvation: got 1.5"),
     ],

@@ -162,11 +162,12 @@ def test_a_prompt_without_its_question_is_refused() -> None:
 
 @pytest.mark.parametrize(("hidden_size", "num_heads"), [(12, 4), (8, 8), (30, 4), (8, 16), (9, 3)])
 def test_odd_heads_are_refused_and_the_size_named_instead_works(hidden_size: int, num_heads: int) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.hidden_size: got") as caught:
-        AlgorithmConfig().policy(hidden_size=hidden_size, num_heads=num_heads).freeze()
+    with pytest.raises(ConfigError, match=r"policy\.tiny\.num_heads: got") as caught:
+        AlgorithmConfig().policy(tiny={"hidden_size": hidden_size, "num_heads": num_heads}).freeze()
     named = int(str(caught.value).partition("such as ")[2].partition(":")[0])
-    AlgorithmConfig().policy(hidden_size=named, num_heads=num_heads).freeze()
-    AlgorithmConfig().policy(model="org/name", hidden_size=hidden_size, num_heads=num_heads).freeze()
+    AlgorithmConfig().policy(tiny={"hidden_size": named, "num_heads": num_heads}).freeze()
+    with pytest.raises(ConfigError, match=r"policy\.tiny\.num_heads: got 3; hidden_size is 128"):
+        AlgorithmConfig().policy(tiny={"num_heads": 3}).freeze()
 
 
 def test_what_one_turn_may_bring_back_is_bounded() -> None:

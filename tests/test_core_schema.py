@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core import schema
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.schema import (
     LEARNED_SCHEMA,
     TRAJECTORY_SCHEMA,
@@ -149,6 +150,20 @@ def test_a_file_of_batches_reads_back(tmp_path: object) -> None:
     write_trajectories(path, [groups_to_record_batch([example_group(n)]) for n in (3, 0, 7)])
     assert [g.trajectories[0].num_tokens for g in read_trajectories(path)] == [3, 0, 7]
     assert pa.ipc.open_file(path).schema.equals(TRAJECTORY_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "got"),
+    [
+        ({"ragr1_actors.format": "1"}, "trajectories in format 1, expected format 2"),
+        (None, "no trajectories, expected"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, str] | None, got: str) -> None:
+    path = tmp_path / "t.arrow"
+    write_trajectories(path, [groups_to_record_batch([example_group(1)]).replace_schema_metadata(metadata)])
+    with pytest.raises(DataError, match=got):
+        read_trajectories(path)
 
 
 def test_small_batches_become_one_and_keep_their_groups_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envs.actions import ANY_TAG, QueryStream, clean_queries, format_queries, parse_action
+from envs.actions import ANY_TAG, QueryStream, clean_queries, format_queries, open_thought, parse_action
 from envs.base import Action, Answer, Malformed, Search
 from ragr1_actors.core.config import QueryFormat
 
@@ -278,3 +278,18 @@ def test_the_stream_of_a_turn_reads_nothing_twice(beginning: str) -> None:
     text = "<search>" + beginning + ("a" if beginning.endswith('["') else " ") * 1_000_000
     found = [query for _ in range(20_000) for query in stream.feed(text)]  # as many tokens, if they were empty
     assert found == (["a"] if '"a"' in beginning else [])
+
+
+@pytest.mark.parametrize(
+    ("turn", "opened"),
+    [
+        ("<think> a <search> b </search>", "<think>"),
+        ("<think> a</think> <think> <answer>b</answer>", "<think>"),
+        ("<think> a</think> <search> b </search>", ""),
+        ("<search> a <think> b", ""),
+        ("</think> a", ""),
+        ("", ""),
+    ],
+)
+def test_a_thought_that_a_turn_leaves_open(turn: str, opened: str) -> None:
+    assert open_thought(turn) == opened

@@ -20,7 +20,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError
 from ragr1_actors.core.types import FinishReason, Message, Sampling, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import EngineSettings
-from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, close_tag
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage
 
@@ -238,10 +238,21 @@ async def test_it_takes_no_weights() -> None:
         ("<search> Ana</search> <answer>x</answer>", False, "<search> Ana</search>"),
         ("<answer> Ri", True, "<answer> Ri"),
         ("Riga", False, "Riga"),
+        # the template began the thought, and the server sends what comes after
+        (
+            "inside <answer> and </answer.</think><answer> Riga",
+            False,
+            "<think>inside <answer> and </answer.</think><answer> Riga</answer>",
+        ),
+        ("hm</think><search> Ana</search> <answer>x", False, "<think>hm</think><search> Ana</search>"),
+        ("<answer> Riga</answer></think>", False, "<answer> Riga</answer>"),
+        # a thought is left as it is
+        ("<think> a </search> b </think> <search> Ana", False, "<think> a </search> b </think> <search> Ana</search>"),
+        ("<think> it goes inside <answer> and ", False, "<think> it goes inside <answer> and "),
     ],
 )
 def test_a_turn_is_closed_at_its_tag(text: str, is_cut: bool, closed: str) -> None:
-    assert close_tag(text, STOP, is_cut=is_cut) == closed
+    assert whole_turn(text, STOP, is_cut=is_cut) == closed
 
 
 @given(st.lists(st.tuples(st.sampled_from(("system", "user", "assistant")), st.text()), max_size=4))

@@ -18,9 +18,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from benchmarks.rollout.fleet import PacedScripts
+from ragr1_actors.core.config import PolicySettings
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.training.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
@@ -129,6 +130,27 @@ def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(policy_dir: Path
     ):
         template.write_text(text)
         assert PolicyTokenizer(folder).eos_token_ids == {ids[0]}
+
+
+@pytest.mark.engine
+async def test_a_template_may_begin_the_turn_with_a_thought(policy_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
+    template = folder / "chat_template.jinja"
+    template.write_text(
+        template.read_text() + "{{ '<think>\\n' if enable_thinking is not defined else '<think>\\n\\n</think>\\n\\n' }}"
+    )
+    tokenizer = load_tokenizer(folder, PolicySettings())
+    prompt = tokenizer.prompt_ids([Message("user", "Write <think>")])
+    assert tokenizer.turn_start(prompt) == "<think>\n"
+    scripts = {"x": ["<think> a</think><answer> Riga</answer>"]}
+    demonstrated = ScriptedEngine(scripts, tokenizer.encode, turn_start=tokenizer.turn_start)
+    completion = await demonstrated.generate(prompt, Sampling(64), request_id="x")
+    whole = tokenizer.decode([*prompt, *completion.token_ids])
+    assert whole.endswith("<think>\n a</think><answer> Riga</answer>")
+    off = load_tokenizer(folder, PolicySettings(template_options={"enable_thinking": False}))
+    prompt = off.prompt_ids([Message("user", "Write <think>")])
+    assert off.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    assert off.turn_start(prompt) == ""
 
 
 @pytest.mark.engine

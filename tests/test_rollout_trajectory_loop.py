@@ -308,3 +308,45 @@ async def test_a_cancelled_trajectory_leaves_no_task_running() -> None:
 def test_seeds_differ_by_run_trajectory_and_turn(other: tuple[int, str, int]) -> None:
     assert turn_seed(*other) != turn_seed(0, "a", 0)
     assert turn_seed(0, "a", 0) == turn_seed(0, "a", 0) < 2**63
+
+
+class ThinkingEnv(SearchEnv):
+    """Its prompt ends as that of a reasoning model does."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        return [*await super().reset(task), Message("assistant", "<think>")]
+
+
+async def test_tags_in_a_thought_that_the_prompt_begins_are_text() -> None:
+    retriever = DictRetriever([ANA])
+    parts = ["I can write <search> my query </search>", " or <answer> and </answer>", " so.</think>" + SEARCH[18:]]
+    trajectory = await run([*parts, ANSWER], retriever, env_class=ThinkingEnv)
+    assert [turn.action for turn in trajectory.turns] == ["search", "answer"]
+    assert trajectory.turns[0].completion_text == "".join(parts)
+    assert trajectory.turns[0].num_model_tokens == len("".join(parts))
+    assert (retriever.calls, trajectory.answer, trajectory.reward) == ([["Ana Bell"]], "Riga", 1.0)
+    assert text_of(trajectory, TokenKind.MODEL) == "".join(parts) + ANSWER
+
+
+async def test_a_part_of_a_turn_samples_the_rest_of_its_tokens_by_its_own_seed() -> None:
+    asked: list[Sampling] = []
+    engine = ScriptedEngine({"x": ["a" * 150 + "</search>", "b" * 99, "c</think>" + SEARCH, ANSWER]}, TOKENIZER.encode)
+
+    async def generate(
+        ids: list[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        asked.append(sampling)
+        return await engine.generate(ids, sampling, request_id=request_id, on_text=on_text)
+
+    trajectory = await play(make_env(env_class=ThinkingEnv), generate)
+    assert [sampling.max_new_tokens for sampling in asked] == [200, 41, 200, 200]
+    assert len({sampling.seed for sampling in asked}) == 4
+    # the thought that was cut is no action, and goes on in the next turn
+    assert [turn.action for turn in trajectory.turns] == ["malformed", "search", "answer"]
+    assert [turn.num_model_tokens for turn in trajectory.turns[:2]] == [200, len("c</think>" + SEARCH)]
+
+
+async def test_a_turn_ends_at_a_stop_string_outside_thoughts_and_at_the_end_of_the_sequence() -> None:
+    trajectory = await run(["<think> a <search> b </search>", " c", SEARCH, ANSWER])
+    assert [turn.completion_text for turn in trajectory.turns] == ["<think> a <search> b </search> c", SEARCH, ANSWER]
+    assert [turn.action for turn in trajectory.turns] == ["malformed", "search", "answer"]

@@ -168,7 +168,7 @@ def test_none_of_it_makes_a_run_directory(tmp_path: Path) -> None:
         "environment.tasks=nowhere.json",
         "retrieval.type=flt",
         f"policy.model={tmp_path}/none",
-        "policy.num_heads=128",
+        "policy.tiny={num_heads: 128}",
     ):
         assert invoke("train", "quickstart", override, "--run-dir", str(run_dir)).startswith("error: ")
     with pytest.raises(ConfigError, match="flt"):

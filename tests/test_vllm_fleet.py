@@ -93,7 +93,7 @@ def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_pat
     config = (
         AlgorithmConfig()
         .environment(tasks=file, prompt="{question}", max_turns=3)
-        .policy(vocab_size=400, hidden_size=64, num_layers=2, num_heads=2)
+        .policy(tiny={"vocab_size": 400, "hidden_size": 64, "num_layers": 2, "num_heads": 2})
         .env_runners(num_env_runners=0, engine="vllm", max_context_tokens=300, max_new_tokens_per_turn=24)
         .env_runners(max_concurrent_trajectories=16)
         .retrieval(index=str(tmp_path / "index"), num_retrievers=0)

@@ -286,6 +286,8 @@ def example_question(run_dir: Path) -> str:
         return NO_EXAMPLE
     try:
         trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
+    except DataError:
+        raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{files[-1]} is damaged ({one_line(error)}); delete it") from error
     if not trajectories:

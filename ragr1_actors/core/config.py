@@ -130,19 +130,49 @@ class PolicySettings(Section):
     model: str = "tiny"
     """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 with random weights and its tokenizer, made in the
     run directory."""
-    vocab_size: int = Field(2048, ge=300)
-    """Tokens in the vocabulary of the ``tiny`` policy; other policies ignore it, as they do the next three keys."""
-    hidden_size: int = Field(128, ge=8)
-    """Width of the ``tiny`` policy; an even multiple of ``num_heads``."""
-    num_layers: int = Field(3, ge=1)
-    """Decoder layers of the ``tiny`` policy."""
-    num_heads: int = Field(4, ge=1)
-    """Attention heads of the ``tiny`` policy. The defaults of these four keys suit two CPU cores."""
+    tiny: dict[str, Any] = {}
+    """Sizes of the ``tiny`` policy: ``{hidden_size: 256}``, the keys of ``TinySettings``; ``{}`` (default) suits two
+    CPU cores. Other policies ignore it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
+    template_options: dict[str, Any] = {}
+    """Options of the policy's chat template, by its own names: ``{enable_thinking: false}``."""
     trust_remote_code: bool = False
     """Whether Python code in the policy's folder or repository (``auto_map``) is run, in every learner and engine; by
     default such a policy is refused. Code of encoders and rerankers is never run."""
+
+
+class TinySettings(Section):
+    """The keys of ``policy.tiny``."""
+
+    vocab_size: int = Field(2048, ge=300)
+    """Tokens in the vocabulary."""
+    hidden_size: int = Field(128, ge=8)
+    """Width; an even multiple of ``num_heads``."""
+    num_layers: int = Field(3, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(4, ge=1, validate_default=True)
+    """Attention heads."""
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides_width(cls, num_heads: int, info: ValidationInfo) -> int:
+        hidden_size = info.data.get("hidden_size")
+        if hidden_size is None:  # refused itself
+            return num_heads
+        head_size, rest = divmod(hidden_size, num_heads)
+        if rest or head_size % 2 or not head_size:
+            possible = max(4, (head_size + 1) // 2 * 2) * num_heads
+            raise ValueError(
+                f"hidden_size is {hidden_size}, expected an even multiple of the heads, such as {possible}: rotary "
+                "positions turn pairs of numbers"
+            )
+        return num_heads
+
+
+def read_tiny(settings: PolicySettings) -> TinySettings:
+    """Return ``policy.tiny`` with all keys; ``ConfigError`` on a wrong key or value."""
+    return TinySettings.read(settings.tiny, "policy.tiny")
 
 
 class EnvRunnerSettings(Section):

@@ -87,5 +87,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def first_problem(error: ValidationError) -> tuple[str, Any, str]:
     """Return the first key that pydantic refused, such as ``training.lr``, the value it got, and what is wrong."""
     first = error.errors()[0]
-    message = first["msg"]
+    message = first["msg"].removeprefix("Value error, ")
     return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"

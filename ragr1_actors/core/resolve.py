@@ -27,6 +27,7 @@ from ragr1_actors.core.config import (
     read_lora,
     read_retriever_autoscaling,
     read_runner_autoscaling,
+    read_tiny,
 )
 from ragr1_actors.core.credentials import refuse_secrets
 from ragr1_actors.core.errors import ConfigError, nearest, one_line, shortened
@@ -143,15 +144,7 @@ def _check_settings(config: RunConfig) -> None:
             f"environment.prompt: got {shortened(repr(prompt))}, expected {{question}} in it, where a task's question "
             "is put; without it the policy would never see what to answer"
         )
-    policy = config.policy
-    if policy.model == TINY:
-        head_size, rest = divmod(policy.hidden_size, policy.num_heads)
-        if rest or head_size % 2 or not head_size:
-            possible = max(4, (head_size + 1) // 2 * 2) * policy.num_heads
-            raise ConfigError(
-                f"policy.hidden_size: got {policy.hidden_size} with policy.num_heads={policy.num_heads}, expected an "
-                f"even multiple of the heads, such as {possible}: rotary positions turn pairs of numbers"
-            )
+    read_tiny(config.policy)
     read_guard(config.training)
     _check_offload(config)
     read_fault_tolerance(config.debugging)

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 TRAJECTORIES = "trajectories"
@@ -62,6 +63,9 @@ TURN_TYPE = pa.struct(
         "observation": pa.string(),
     }
 )
+FORMAT = "2"
+"""Of ``TRAJECTORY_SCHEMA``, in the metadata of its files; another number is another set of columns."""
+_FORMAT_KEY = b"ragr1_actors.format"
 TRAJECTORY_SCHEMA = pa.schema(
     {
         "group": pa.int32(),
@@ -78,7 +82,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         "error": pa.string(),
         "metrics": pa.map_(pa.string(), pa.float64()),
     },
-    metadata={"ragr1_actors.format": "2"},
+    metadata={_FORMAT_KEY: FORMAT},
 )
 LEARNED_SCHEMA = pa.schema(
     {
@@ -210,10 +214,23 @@ def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return merged.set_column(0, TRAJECTORY_SCHEMA.field("group"), pa.array(np.concatenate(numbers), pa.int32()))
 
 
+def check_format(path: Path, schema: pa.Schema) -> None:
+    """Raise ``DataError`` unless a file has the format that ``write_trajectories`` writes."""
+    found = (schema.metadata or {}).get(_FORMAT_KEY)
+    if found != FORMAT.encode():
+        got = "no trajectories" if found is None else f"trajectories in format {found.decode(errors='replace')}"
+        raise DataError(f"{path} has {got}, expected format {FORMAT}; use the version of ragr1 that wrote it")
+
+
 def read_trajectories(path: Path) -> list[TrajectoryGroup]:
-    """Read every group of a file that ``write_trajectories`` wrote."""
+    """Read every group of a file that ``write_trajectories`` wrote.
+
+    Raises:
+        DataError: the file has another format.
+    """
     with pa.memory_map(str(path)) as source:
         reader = pa.ipc.open_file(source)
+        check_format(path, reader.schema)
         batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
     return [group for batch in batches for group in groups_from_record_batch(batch)]
 

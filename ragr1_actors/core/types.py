@@ -180,6 +180,16 @@ class Completion:
     """``token_ids`` decoded; read by ``TextEnv.parse``, never encoded again."""
     finish_reason: FinishReason
 
+    def __add__(self, part: Completion) -> Completion:
+        """Return a turn with the part that was sampled behind it."""
+        return Completion(
+            self.token_ids + part.token_ids,
+            self.logprobs + part.logprobs,
+            self.policy_versions + part.policy_versions,
+            self.text + part.text,
+            part.finish_reason,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRecord:

@@ -39,6 +39,7 @@ from ragr1_actors.rollout.engines.base import (
     EngineSettings,
     PolicyTokenizer,
     ReceivingEngine,
+    load_tokenizer,
 )
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.task_sampler import Issue
@@ -105,7 +106,7 @@ class EnvRunner:
         else:
             policy_dir = on_this_node(policy)
             check_files(policy_dir, weights=True)
-            tokenizer = PolicyTokenizer(policy_dir, trust_remote_code=config.policy.trust_remote_code)
+            tokenizer = load_tokenizer(policy_dir, config.policy)
         engine: Engine = engine_class(policy_dir, tokenizer, engine_settings(config, version))
         transport = choose_transport(config)  # checked now, and not when the first version is published
         takes_part: dict[str, type] = {"broadcast": ReceivingEngine, "ipc": ColocatedEngine}

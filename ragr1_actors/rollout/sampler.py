@@ -27,7 +27,7 @@ from ragr1_actors.core.config import (
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
-from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -214,9 +214,8 @@ class Sampler:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
-        trusted = self._config.policy.trust_remote_code
-        tokenizer = PolicyTokenizer(on_this_node(self._policy), trust_remote_code=trusted)
-        engine = ScriptedEngine(turns, tokenizer.encode)
+        tokenizer = load_tokenizer(on_this_node(self._policy), self._config.policy)
+        engine = ScriptedEngine(turns, tokenizer.encode, turn_start=tokenizer.turn_start)
         runner = EnvRunner(self._config, tokenizer, self.retrievers.retriever(), engine)
 
         async def play() -> list[TrajectoryGroup]:

@@ -24,6 +24,7 @@ from envs.base import Action, Answer, Malformed, Search, StepResult, TextEnv, ch
 from ragr1_actors.core.errors import EngineDeadError, EngineError, RetrievalError
 from ragr1_actors.core.types import (
     Completion,
+    FinishReason,
     GenerateFn,
     Message,
     OnText,
@@ -41,6 +42,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
+    def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Watch:
     """What a person sees of one trajectory while it grows; see ``ragr1 ask``. Both must return quickly."""
 
     on_text: OnText
-    """Called with the text of the turn so far, as the engine produces it."""
+    """Called with the text of the turn so far, behind what was open when it began, as the engine produces it."""
     on_turn: Callable[[Turn], None]
     """Called when a turn has ended and its searches are answered."""
 
@@ -132,9 +134,11 @@ class _Rollout:
     async def run(self, task: Task) -> StopReason:
         """Take turns until the trajectory ends, and return the reason."""
         self._add(self.tokenizer.prompt_ids(await self.env.reset(task)), TokenKind.PROMPT)
+        opened = self.env.left_open(self.tokenizer.turn_start(self.ids))
         while (room := self.max_context_tokens - len(self.ids)) > 0:
-            completion = await self._generate(room)
-            action = self.env.parse(completion.text)
+            completion = await self._generate(room, opened)
+            turn = opened + completion.text
+            action, opened = self.env.parse(turn), self.env.left_open(turn)
             result = await _act(self.env, action)
             self._record(completion, action, result)
             if result.terminated:
@@ -148,22 +152,51 @@ class _Rollout:
             self._add(notice, TokenKind.NOTICE)
         return StopReason.CONTEXT_FULL
 
-    async def _generate(self, room: int) -> Completion:
-        """Sample the next turn, of at most ``room`` tokens, and add it to the context."""
+    async def _generate(self, room: int, opened: str) -> Completion:
+        """Sample the next turn, of at most ``room`` tokens, and add it to the context.
+
+        An engine ends a part of a turn at any stop string; at one that the turn leaves open, such as a tag that a
+        thought mentions, the next part begins.
+        """
+        room = min(self.sampling.max_new_tokens, room)
+        turn = part = await self._generate_part(room, opened, num_sampled=0)
+        while (left := room - len(turn.token_ids)) > 0:
+            is_stopped = part.finish_reason is FinishReason.STOP and any(text in part.text for text in self.env.stop)
+            if not is_stopped or not self.env.left_open(opened + turn.text):
+                break
+            part = await self._generate_part(left, opened + turn.text, num_sampled=len(turn.token_ids))
+            turn = turn + part
+        return turn
+
+    async def _generate_part(self, room: int, before: str, num_sampled: int) -> Completion:
+        """Sample up to a stop string, and add it to the context; the turn so far has ``before`` and ``num_sampled``."""
+        part_id = f"{self.trajectory_id}/{num_sampled}" if num_sampled else self.trajectory_id
         sampling = replace(
             self.sampling,
-            max_new_tokens=min(self.sampling.max_new_tokens, room),
+            max_new_tokens=room,
             stop=self.env.stop,
-            seed=turn_seed(self.seed, self.trajectory_id, len(self.turns)),
+            seed=turn_seed(self.seed, part_id, len(self.turns)),
         )
-        # the engine decodes no partial text for an environment without ``peek``
-        peek = None if type(self.env).peek is TextEnv.peek else self.env.peek
-        on_text = peek if self.watch is None else _both(peek, self.watch.on_text)
+        on_text = self._on_text(before)
         completion = await self.generate(self.ids, sampling, request_id=self.trajectory_id, on_text=on_text)
         if not all(map(math.isfinite, completion.logprobs)):
             raise EngineError("the engine returned a log-prob that is not finite")
         self._add(completion.token_ids, TokenKind.MODEL, completion.logprobs, completion.policy_versions)
         return completion
+
+    def _on_text(self, before: str) -> OnText | None:
+        """Return what gets the text of a part as it grows; an engine decodes no partial text for none."""
+        watchers: list[OnText] = [self.env.peek] if type(self.env).peek is not TextEnv.peek else []
+        if self.watch is not None:
+            watchers.append(self.watch.on_text)
+        if not watchers:
+            return None
+
+        def on_text(text: str) -> None:
+            for watcher in watchers:
+                watcher(before + text)
+
+        return on_text
 
     def _add(
         self,
@@ -197,17 +230,6 @@ class _Rollout:
             self.answer = action.text
         for name, value in result.info.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-
-
-def _both(first: OnText | None, second: OnText) -> OnText:
-    if first is None:
-        return second
-
-    def on_text(text: str) -> None:
-        first(text)
-        second(text)
-
-    return on_text
 
 
 async def _act(env: TextEnv, action: Action) -> StepResult:

@@ -21,14 +21,14 @@ from envs.tasks.files import load_tasks, overlap, without_overlap
 from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.segments import segment
-from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig, read_tiny
 from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Task, TrajectoryGroup
-from ragr1_actors.rollout.engines.base import PolicyTokenizer
+from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
@@ -111,8 +111,7 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     longest = max(tasks, key=lambda task: len(task.question.encode()))
     if len(search_prompt(environment, longest)[0].content.encode()) < limit:
         return
-    trusted = config.policy.trust_remote_code
-    tokenizer = PolicyTokenizer(on_this_node(policy_dir), trust_remote_code=trusted)
+    tokenizer = load_tokenizer(on_this_node(policy_dir), config.policy)
     num_fixed = len(tokenizer.prompt_ids(search_prompt(environment, replace(longest, question=""))))
     doubtful = [task for task in tasks if num_fixed + len(task.question.encode()) + _SPARE_TOKENS >= limit]
     found = (len(tokenizer.prompt_ids(search_prompt(environment, task))) for task in doubtful)
@@ -220,10 +219,7 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
             writing,
             _texts(config, tasks, index_dir),
             seed=config.debugging.seed,
-            vocab_size=policy.vocab_size,
-            hidden_size=policy.hidden_size,
-            num_layers=policy.num_layers,
-            num_heads=policy.num_heads,
+            **read_tiny(policy).model_dump(),
             max_position_embeddings=config.env_runners.max_context_tokens,
         )
         write_list(writing)

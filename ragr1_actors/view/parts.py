@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from envs.base import exact_match
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import write_file
-from ragr1_actors.core.schema import TRAJECTORY_SCHEMA
+from ragr1_actors.core.schema import TRAJECTORY_SCHEMA, check_format
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, normalize_answer
 from retrieval.corpora.text import found_evidence
 
@@ -207,11 +207,7 @@ def _rows_of(path: Path) -> Iterator[pa.RecordBatch]:
     options = pa.ipc.IpcReadOptions(included_fields=[TRAJECTORY_SCHEMA.get_field_index(name) for name in _READ])
     try:
         reader = pa.ipc.open_file(map_file(path), options=options)
-        if reader.schema.names != [name for name in TRAJECTORY_SCHEMA.names if name in _READ]:
-            raise DataError(
-                f"{path} has other columns than this version of ragr1 writes; view the run with the version that "
-                "wrote it"
-            )
+        check_format(path, reader.schema)
         first, batches = 0, []
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
@@ -220,6 +216,8 @@ def _rows_of(path: Path) -> Iterator[pa.RecordBatch]:
             if sum(batch.num_rows for batch in batches) >= _ROWS_AT_ONCE or index + 1 == reader.num_record_batches:
                 yield _rows(batches, first)
                 first, batches = index + 1, []
+    except DataError:
+        raise
     # what validation finds, and nulls where the schema has none
     except (pa.ArrowException, ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error

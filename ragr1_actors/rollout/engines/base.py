@@ -7,23 +7,29 @@ and to share a device with a learner rank ``ColocatedEngine``'s.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.actions import ANY_TAG
+from envs.actions import ANY_TAG, THINK
+from ragr1_actors.core.config import PolicySettings
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
 _CONTENT = "content of an assistant's turn"
+_THOUGHT_AT_END = re.compile(r"<think>\s*\Z")
+_MOST_TOKENS_OF_START = 32
+"""A prompt's last tokens that ``<think>`` and the white space behind it are looked for in."""
 WakeTag = Literal["weights", "kv_cache"]
 """What an engine that sleeps allocates again, in this order."""
 
@@ -50,8 +56,16 @@ class EngineSettings:
 class PolicyTokenizer:
     """A Hugging Face tokenizer with the methods that a trajectory needs."""
 
-    def __init__(self, policy_dir: str | Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        policy_dir: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Load the tokenizer and end-of-sequence ids of a folder or hub name.
+
+        ``template_options`` go to the chat template: ``{"enable_thinking": False}``.
 
         Raises:
             ConfigError: either is missing, or code in the folder would have to be trusted.
@@ -70,6 +84,7 @@ class PolicyTokenizer:
                 f"cannot load a tokenizer from {policy_dir} ({type(error).__name__}: {one_line(error)}); {ADVICE}"
             ) from error
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
+        self._template_options = dict(template_options)
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
@@ -128,7 +143,7 @@ class PolicyTokenizer:
 
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
         try:
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, **self._template_options))
         except (TemplateError, TypeError, ValueError):  # ``prompt_ids`` says what is wrong with the template
             return None
         behind = text.rpartition(_CONTENT)[2]
@@ -161,9 +176,17 @@ class PolicyTokenizer:
         chat = [{"role": message.role, "content": message.content} for message in messages]
         # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
         ids: Any = self._tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False, **self._template_options
         )
         return list(ids)
+
+    def turn_start(self, prompt_ids: Sequence[int]) -> str:
+        r"""Return what the prompt has of the policy's turn: ``"<think>\n"`` if the template begins it with a thought.
+
+        Otherwise it is an empty text.
+        """
+        found = _THOUGHT_AT_END.search(self.decode(prompt_ids[-_MOST_TOKENS_OF_START:]))
+        return found[0] if found is not None else ""
 
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
         """Return the ids of the tokens whose text contains any of some characters, or may contain a part of one.
@@ -178,6 +201,13 @@ class PolicyTokenizer:
         if not all(map(str.isascii, characters)):
             wanted.add("\ufffd")  # the text of a part of a character
         return frozenset(i for i, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text[start:]))
+
+
+def load_tokenizer(policy_dir: str | Path, policy: PolicySettings) -> PolicyTokenizer:
+    """Return the tokenizer of a policy's folder, with the recipe's settings; raises what ``PolicyTokenizer`` does."""
+    return PolicyTokenizer(
+        policy_dir, trust_remote_code=policy.trust_remote_code, template_options=policy.template_options
+    )
 
 
 class Engine(Protocol):
@@ -269,10 +299,20 @@ ENGINES: dict[str, EngineClass | Any] = {
 class ScriptedEngine:
     """Returns ``script[0]`` as the first turn of a request, ``script[1]`` as the second, and so on. Log-probs are 0."""
 
-    def __init__(self, scripts: Mapping[str, Sequence[str]], encode: EncodeFn, version: int = 0) -> None:
-        """Play turns by request id; ``version`` is reported for every token."""
+    def __init__(
+        self,
+        scripts: Mapping[str, Sequence[str]],
+        encode: EncodeFn,
+        version: int = 0,
+        turn_start: Callable[[Sequence[int]], str] = lambda prompt_ids: "",
+    ) -> None:
+        """Play turns by request id; ``version`` is reported for every token.
+
+        ``turn_start`` is ``PolicyTokenizer``'s: a turn does not repeat the ``<think>`` that its prompt ends with.
+        """
         self._scripts = scripts
         self._encode = encode
+        self._turn_start = turn_start
         self._version = version
         self._next_turn: dict[str, int] = {}
 
@@ -285,7 +325,8 @@ class ScriptedEngine:
         if turn >= len(script):
             raise EngineError(f"got turn {turn + 1} of {request_id!r}, expected at most {len(script)}: its script ends")
         self._next_turn[request_id] = turn + 1
-        text, token_ids = script[turn], self._encode(script[turn])
+        text = script[turn].removeprefix(THINK) if self._turn_start(prompt_token_ids) else script[turn]
+        token_ids = self._encode(text)
         finish, num_new = FinishReason.STOP, len(token_ids)
         if num_new > sampling.max_new_tokens:
             finish, num_new = FinishReason.LENGTH, sampling.max_new_tokens

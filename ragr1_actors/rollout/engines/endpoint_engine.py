@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from yarl import URL
 
+from envs.actions import THINK, open_thought, skip_thoughts
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError
@@ -93,6 +94,10 @@ class EndpointTokenizer:
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return for every message the id of its role, and those of its text."""
         return [i for message in messages for i in (1 + _ROLES.index(message.role), *self.encode(message.content))]
+
+    def turn_start(self, prompt_ids: Sequence[int]) -> str:
+        """Return an empty text: how the endpoint begins a turn is not known; see ``whole_turn``."""
+        return ""
 
     def messages(self, prompt_ids: Sequence[int]) -> list[Message]:
         """Return the messages of ``prompt_ids``."""
@@ -258,17 +263,31 @@ class EndpointEngine:
         if not isinstance(content, str):
             raise EngineError(f"{self._client.name_of(self._url)}: the content of the message is no text")
         content = content.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no UTF-8
-        text = close_tag(content, stop, is_cut=ended == "length")
+        text = whole_turn(content, stop, is_cut=ended == "length")
         if type(counted) is not int or not 0 <= counted <= _MAX_TOKENS:  # true is an int for isinstance
             counted = len(self._tokenizer.encode(text))
-        return text, FinishReason.LENGTH if ended == "length" else FinishReason.STOP, counted
+        is_cut = ended == "length" or bool(open_thought(text))  # an endpoint cannot go on with a turn
+        return text, FinishReason.LENGTH if is_cut else FinishReason.STOP, counted
 
 
-def close_tag(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
-    """Return a turn up to its first stop string, which most endpoints leave out where they stop.
+def whole_turn(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
+    """Return the text of a turn with the ``<think>`` that the endpoint's template wrote, and closed at its tag.
 
-    ``close_tag("<search> Ana", ("</search>", "</answer>"), is_cut=False) == "<search> Ana</search>"``: the tag that was
-    opened last is closed. With ``is_cut`` the text ran into its limit, and stays open.
+    ``whole_turn("a </think><search> Ana", STOP_TAGS, is_cut=False) == "<think>a </think><search> Ana</search>"``: a
+    ``</think>`` before any closed action ends a thought that began in the prompt. Tags in a thought are text. Most
+    endpoints leave out the stop string where they stop.
+    """
+    before, closing, _ = text.partition("</think>")
+    if closing and THINK not in before and not any(tag in before for tag in stop):
+        text = THINK + text
+    position = skip_thoughts(text)
+    return text if open_thought(text) else text[:position] + _close_tag(text[position:], stop, is_cut=is_cut)
+
+
+def _close_tag(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
+    """Return a turn without thoughts up to its first stop string; else close the tag that was opened last.
+
+    With ``is_cut`` the text ran into its limit, and stays open.
     """
     ends = [position + len(tag) for tag in stop if (position := text.find(tag)) >= 0]
     if ends:

@@ -30,7 +30,7 @@ from learners.deepspeed.memory import (
     rank_memory,
     trained_parameters,
 )
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, read_tiny
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.resolve import STATIC, TINY, WORLD
@@ -280,14 +280,15 @@ class _Run:
         policy = self.config.policy
         if policy.model != TINY:
             return ModelShape.of(policy.model)
+        sizes = read_tiny(policy)
         return ModelShape(
-            hidden_size=policy.hidden_size,
-            intermediate_size=2 * policy.hidden_size,
-            num_layers=policy.num_layers,
-            num_heads=policy.num_heads,
-            num_kv_heads=policy.num_heads,
-            head_dim=policy.hidden_size // policy.num_heads,
-            vocab_size=policy.vocab_size,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=2 * sizes.hidden_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_heads,
+            head_dim=sizes.hidden_size // sizes.num_heads,
+            vocab_size=sizes.vocab_size,
             is_tied=True,
             has_qkv_bias=True,
         )

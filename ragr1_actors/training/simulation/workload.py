@@ -97,6 +97,10 @@ class CountingTokenizer:
         """Return the ids of all messages."""
         return self.encode("".join(message.content for message in messages))
 
+    def turn_start(self, prompt_ids: Sequence[int]) -> str:
+        """Return that a turn begins with nothing."""
+        return ""
+
 
 def made_up_task(number: int) -> Task:
     """Return a task for the scripted policies: ``Task("simulated/7", "Question 7?", ("right",))``."""
