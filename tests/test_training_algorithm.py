@@ -31,7 +31,7 @@ from small_world import (
 from envs.base import ENVS, EnvContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.config import EnvironmentSettings, RunConfig, read_fault_tolerance
+from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
@@ -79,14 +79,24 @@ def algorithm(config: RunConfig, run_dir: Path) -> Iterator[Algorithm]:
 FAMILY = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dpo", "ipo")
 
 
+@pytest.fixture(scope="module")
+def demonstrated(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a policy that has learned the format."""
+    run_dir = tmp_path_factory.mktemp("demonstrated")
+    losses: list[float] = []
+    with algorithm(make_config(files), run_dir) as trained:
+        trained.pretrain(lambda step, metrics: losses.append(metrics["loss"]))
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    return run_dir / "policy_sft"
+
+
 @pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY)])
 @pytest.mark.engine
-def test_reward_rises(files: Path, tmp_path: Path, name: str) -> None:
-    with algorithm(make_config(files, algorithm=name, num_iterations=20), tmp_path) as trained:
-        losses: list[float] = []
-        trained.pretrain(lambda step, metrics: losses.append(metrics["loss"]))
+def test_reward_rises(files: Path, tmp_path: Path, demonstrated: Path, name: str) -> None:
+    config = make_config(files, {"num_steps": 0}, algorithm=name, num_iterations=20)
+    config = config.model_copy(update={"policy": PolicySettings(model=str(demonstrated))})
+    with algorithm(config, tmp_path) as trained:
         history = [trained.train() for _ in range(20)]
-    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     rewards = [metrics["rollout/reward"] for metrics in history]
     first, last = np.mean(rewards[:3]), np.mean(rewards[-5:])
     assert first < 0.75  # there is room above it
