@@ -56,7 +56,7 @@ def node(role: str, max_workers: int) -> dict[str, object]:
 
 def test_nodes_come_and_go_by_load_and_a_lost_one_loses_no_task(tmp_path: Path) -> None:
     run_dir, hurry, seen = tmp_path / "run", tmp_path / "hurry", tmp_path / "seen"
-    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=120)
+    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=50)
     (tmp_path / "patient.py").write_text(PARTS.replace("HURRY", repr(str(hurry))).replace("SEEN", repr(str(seen))))
     train = ["train", str(recipe), "--run-dir", str(run_dir)]
     train += ["environment.env=patient:PatientEnv", "training.algorithm=patient:PatientLearner"]
