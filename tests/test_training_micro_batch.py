@@ -26,12 +26,13 @@ def smollm2(tmp_path: Path) -> RunConfig:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     unset = [f"policy.model={tmp_path}", "policy.dtype=bfloat16", "learners.micro_batch_tokens=null"]
     more = ["learners.num_learners=1", "training.num_minibatches=1", "env_runners.max_context_tokens=1024"]
+    more.append("env_runners.max_concurrent_trajectories=32")
     return AlgorithmConfig.from_recipe("quickstart").override([*unset, *more]).freeze()
 
 
 def test_less_memory_means_shorter_rows_that_fit(smollm2: RunConfig) -> None:
     chosen = []
-    for gib in (64, 24, 16):
+    for gib in (64, 20, 14):
         machine = replace(LAPTOP, host_bytes=gib * GIB)
         config = choose_micro_batch(smollm2, machine, NUM_PASSAGES)
         assert learner_fits(config, machine, NUM_PASSAGES), gib
@@ -67,7 +68,8 @@ def test_gpus_of_a_cluster_are_not_judged_by_this_machine(tmp_path: Path) -> Non
 
 
 def test_where_rows_do_not_suffice_the_plan_offers_to_compute_activations_again(smollm2: RunConfig) -> None:
-    narrow = AlgorithmConfig(smollm2.model_dump()).env_runners(max_context_tokens=16384).freeze()
+    few = {"max_context_tokens": 24576, "max_concurrent_trajectories": 2}
+    narrow = AlgorithmConfig(smollm2.model_dump()).env_runners(**few).freeze()
     problem = make_plan(narrow, LAPTOP, NUM_PASSAGES).problems[0]
     assert problem.startswith("host memory: ")
     assert problem.endswith("it fits with learners.gradient_checkpointing=True")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def test_the_time_of_encoding_the_passages() -> None:
     printed = CliRunner().invoke(app, ["plan", "ragr1_mq_7b", "--passages", str(KILT)]).output
     (line,) = [line for line in printed.splitlines() if "building the index, h on 8 GPUs" in line]
     assert f" {expected_s / 3600:.2f} " in line
+
+
+def test_the_memory_of_the_quickstart_is_what_the_readme_shows_within_a_fifth() -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    measured = float(re.findall(r"peak memory ([\d.]+) GiB", readme.read_text(encoding="utf-8"))[0])
+    assert need(make_plan(configured("quickstart"), NODE, 4400), "host memory") == pytest.approx(measured, rel=0.2)
 
 
 def test_too_large_a_row_is_named_with_the_one_that_fits() -> None:
@@ -245,16 +252,10 @@ def test_what_learners_hold_is_on_the_host_while_engines_have_the_gpus() -> None
 
 def test_an_engine_of_vllm_on_cpus_has_a_process_a_cache_and_a_second_model() -> None:
     """SmolLM2-135M in bf16, measured after a weight update: 2.34 GB in vLLM's process, of 0.27 GB of weights."""
-    engines = [
-        next(
-            found.parts["engines"]
-            for found in make_plan(configured("quickstart", f"env_runners.engine={engine}"), NODE, 100).needs
-            if found.place == "host memory"
-        )
-        for engine in ("transformers", "vllm")
-    ]
-    num_runners = configured("quickstart").env_runners.num_env_runners
-    assert engines[1] == 2 * engines[0] + num_runners * (0.75 + 1) * GIB
+    config = configured("quickstart", "env_runners.engine=vllm")
+    (host,) = (found for found in make_plan(config, NODE, 100).needs if found.place == "host memory")
+    policy = ModelShape(128, 256, 3, 4, 4, 32, 2048, is_tied=True, has_qkv_bias=True)
+    assert host.parts["engines"] == config.env_runners.num_env_runners * (8 * policy.num_parameters + 1.75 * GIB)
     weights = 2 * 134_515_008
     assert 2 * weights + 1.75 * GIB == pytest.approx(2340 * 2**20, rel=0.2)
 

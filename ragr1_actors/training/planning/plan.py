@@ -52,9 +52,12 @@ _ASLEEP_BYTES = 3 * GIB
 """What an engine that sleeps at level 2 keeps: CUDA context and graphs; an allowance, not a measurement."""
 _TRANSFER_BYTES = 2 * GIB
 """vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
-_DRIVER_BYTES = 2 * GIB
-_ACTOR_BYTES = 3 * GIB // 4
-"""Resident memory of one actor process; the quickstart's six take 4.2 GiB."""
+_DRIVER_BYTES = 5 * GIB // 4
+"""Of the quickstart's driver 0.6 GiB, and as much for Ray: proportional set sizes of ``smaps``, as the next one."""
+_ACTOR_BYTES = GIB // 2
+"""One actor process with its libraries: in the quickstart a runner's 0.55 GiB, a learner's 0.35, a retriever's 0.25."""
+_VLLM_CPU_PROCESS_BYTES = 3 * GIB // 4
+"""vLLM's own process with its libraries, beside the runner's."""
 _VLLM_CPU_CACHE_BYTES = GIB
 """``VLLM_CPU_KVCACHE_SPACE`` as ``vllm_engine`` sets it."""
 _CUDA_HOST_BYTES = 2 * GIB
@@ -429,9 +432,12 @@ class _Run:
 
     def _engine_bytes(self) -> int:
         """Return what an engine on CPUs takes beside its runner's process."""
-        if self.config.env_runners.engine != "vllm":
-            return self.weight_bytes
-        return _ACTOR_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # its own process, and a twin to load into
+        runners = self.config.env_runners
+        if runners.engine != "vllm":  # a cache for each trajectory; half of the longest is their mean
+            rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
+            cache = rows * runners.max_context_tokens * self.shape.kv_bytes_per_token(self.element_bytes)
+            return self.weight_bytes + cache // 2
+        return _VLLM_CPU_PROCESS_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # a twin to load into
 
     def _shm_parts(self) -> Parts:
         """Return the object store, with two batches of trajectories, and the files that engines read weights from.
