@@ -40,6 +40,7 @@ class Tokenizer(Protocol):
     """The methods of the policy's tokenizer that a trajectory needs; ``PolicyTokenizer`` describes them."""
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def defuse(self, text: str) -> str: ...  # noqa: D102
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
 
 
@@ -131,7 +132,8 @@ class _Rollout:
 
     async def run(self, task: Task) -> StopReason:
         """Take turns until the trajectory ends, and return the reason."""
-        self._add(self.tokenizer.prompt_ids(await self.env.reset(task)), TokenKind.PROMPT)
+        harmless = replace(task, question=self.tokenizer.defuse(task.question))  # a template reads the prompt
+        self._add(self.tokenizer.prompt_ids(await self.env.reset(harmless)), TokenKind.PROMPT)
         while (room := self.max_context_tokens - len(self.ids)) > 0:
             completion = await self._generate(room)
             action = self.env.parse(completion.text)

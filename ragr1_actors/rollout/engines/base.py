@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.actions import ANY_TAG
+from envs.observations import control_tokens, defuse
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
@@ -73,10 +74,9 @@ class PolicyTokenizer:
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        # the protocol's tags are never text of a document, which ``envs.observations.defuse`` has seen
-        self._unwanted_ids = frozenset(
-            token_id for token_id, token in added.items() if token.special and not ANY_TAG.fullmatch(token.content)
-        )
+        self._control = control_tokens(self._added.values())
+        # the protocol's tags are never text of a document, which ``defuse`` has seen
+        self._unwanted_ids = frozenset(token_id for token_id, token in added.items() if self._is_unwanted(token))
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         eos: list[int | None] = [self._tokenizer.eos_token_id]
@@ -89,7 +89,7 @@ class PolicyTokenizer:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; nothing is added, and the names of special tokens in it are plain text.
+        """Return the token ids of a text; nothing is added, and the names of control tokens in it are plain text.
 
         The protocol's tags are the tokenizer's own tokens, if it has them, special or not.
         """
@@ -103,15 +103,27 @@ class PolicyTokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def defuse(self, text: str) -> str:
+        """Return a document or a question without tags and control tokens, for a prompt: ``"(|im_end|)"``."""
+        return defuse(text, self._control)
+
+    def _is_unwanted(self, token: Any) -> bool:
+        """Whether an ``AddedToken`` may come from a template only: control tokens, and all that are special.
+
+        White space is text, and the protocol's tags are written by the environment.
+        """
+        is_control = token.special or bool(self._control.search(token.content))
+        return is_control and bool(token.content.strip()) and not ANY_TAG.fullmatch(token.content)
+
     @cached_property
     def _plain_backend(self) -> Any:
-        """A copy that knows no special tokens but the tags; it takes a second to make, and few texts name one.
+        """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one.
 
         This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
         """
         described = json.loads(self._backend.to_str())
         for token in described["added_tokens"]:
-            token["special"] = token["special"] and not ANY_TAG.fullmatch(token["content"])
+            token["special"] = token["id"] in self._unwanted_ids
         plain = type(self._backend).from_str(json.dumps(described))
         plain.encode_special_tokens = True  # as text
         return plain
