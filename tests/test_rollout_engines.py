@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from benchmarks.rollout.fleet import PacedScripts
 from envs.base import EnvContext, TextEnv
@@ -469,6 +469,9 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: Pol
     with pytest.raises(DataError, match="cannot load a model"):
         TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
+        PolicyTokenizer(tmp_path)
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: ByT5Tokenizer is written in Python, expected"):
         PolicyTokenizer(tmp_path)
 
 

@@ -24,6 +24,7 @@ from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
 WakeTag = Literal["weights", "kv_cache"]
 """What an engine that sleeps allocates again, in this order."""
@@ -58,7 +59,8 @@ class PolicyTokenizer:
             ConfigError: either is missing, or code in the folder would have to be trusted.
             DataError: a file of the folder is damaged.
         """
-        from transformers import AutoTokenizer, GenerationConfig  # here, or a recipe would wait for torch to be checked
+        # here, or a recipe would wait for torch to be checked
+        from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
         check_code(policy_dir, trusted=trust_remote_code)
         check_files(policy_dir)
@@ -70,6 +72,12 @@ class PolicyTokenizer:
             raise ConfigError(
                 f"cannot load a tokenizer from {policy_dir} ({type(error).__name__}: {one_line(error)}); {ADVICE}"
             ) from error
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError(
+                f"{_file_in(policy_dir, _TOKENIZER_CONFIG)}: {type(self._tokenizer).__name__} is written in Python, "
+                "expected a tokenizer with a tokenizer.json; take a model that has one"
+            )
+        self._policy_dir = policy_dir
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
@@ -136,13 +144,15 @@ class PolicyTokenizer:
         """
         if self._tokenizer.chat_template is None:
             return None
-        from jinja2 import TemplateError
+        from jinja2 import TemplateSyntaxError
 
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        chat = [Message("user", "a"), Message("assistant", _CONTENT)]
         try:
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
-        except (TemplateError, TypeError, ValueError):  # ``prompt_ids`` says what is wrong with the template
-            return None
+            text = str(self._apply_template(chat, tokenize=False))
+        except ConfigError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise
+            return None  # a template may refuse this chat; ``prompt_ids`` says whether it refuses the prompt
         behind = text.rpartition(_CONTENT)[2]
         found = [i for i, content in self._added.items() if content.strip() and behind.startswith(content)]
         return max(found, key=lambda i: len(self._added[i]), default=None)
@@ -167,15 +177,38 @@ class PolicyTokenizer:
         Bare contents begin with the tokenizer's start of sequence, if it puts one before a text.
 
         Special tokens in the contents count: a recipe's prompt may hold them.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             return [*self._first_ids, *self._encode("\n".join(message.content for message in messages) + "\n")]
+        ids: list[int] = self._apply_template(messages, tokenize=True, add_generation_prompt=True)
+        return ids
+
+    def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
+        """Return the chat template's text or token ids."""
+        from jinja2 import TemplateError
+
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
-        ids: Any = self._tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        return list(ids)
+        try:
+            # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
+            return self._tokenizer.apply_chat_template(chat, return_dict=False, **options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
+                f"({type(error).__name__}: {one_line(error)}); correct it, or take another model"
+            ) from error
+
+    def lacking(self, num_embeddings: int, prompt_ids: Sequence[int]) -> tuple[list[str], list[str]]:
+        """Return the tokens whose ids a model of so many embeddings lacks: those that may occur, and all others.
+
+        Any text may bring about a token that ``encode`` takes; a prompt, here ``prompt_ids``, and the end of a turn
+        have control tokens besides. ``(["<|im_end|>"], ["<pad>"])``.
+        """
+        beyond = {i: text for text, i in self._tokenizer.get_vocab().items() if i >= num_embeddings}
+        used = (beyond.keys() - self._unwanted_ids) | self.eos_token_ids | set(prompt_ids)
+        return [beyond[i] for i in sorted(beyond) if i in used], [beyond[i] for i in sorted(beyond) if i not in used]
 
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
         """Return the ids of the tokens whose text contains any of some characters, or may contain a part of one.
@@ -190,6 +223,12 @@ class PolicyTokenizer:
         if not all(map(str.isascii, characters)):
             wanted.add("\ufffd")  # the text of a part of a character
         return frozenset(i for i, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text[start:]))
+
+
+def _file_in(policy_dir: str | Path, *names: str) -> str:
+    """Return the first of some files that the folder has, or for a hub name the last of them."""
+    found = (str(Path(policy_dir, name)) for name in names if Path(policy_dir, name).is_file())
+    return next(found, f"{names[-1]} of {policy_dir}")
 
 
 class Engine(Protocol):
