@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 
-from ragr1_actors.core.types import EncodeFn, Message, RetrievalRecord, Task, normalize_answer
+from envs.observations import defuse
+from ragr1_actors.core.types import DefuseFn, EncodeFn, Message, RetrievalRecord, Task, normalize_answer
 from retrieval.base import Retriever
 
 
@@ -95,6 +96,8 @@ class EnvContext:
     retriever: Retriever
     encode: EncodeFn
     """The policy's tokenizer, for token budgets."""
+    defuse: DefuseFn = defuse
+    """For a document before it is put into a prompt: no tag and no control token of the policy's is left in it."""
 
 
 class TextEnv(ABC):

@@ -113,6 +113,7 @@ class RagEnv(DirectEnv):
             max_tokens_per_query=settings.max_observation_tokens_per_query,
             max_tokens=settings.max_observation_tokens,
             observation_format=settings.observation_format,
+            defuse=self._context.defuse,
         ).strip()
         before, place, behind = settings.prompt.partition("{passages}")
         if not place:

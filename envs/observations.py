@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragr1_actors.core.config import ObservationFormat
-from ragr1_actors.core.types import EncodeFn
+from ragr1_actors.core.types import DefuseFn, EncodeFn
 from retrieval.base import Passage
 
 # The possessive quantifiers keep a document of a thousand blanks from being read a million times.
-_TAG = re.compile(r"<(\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+)>", re.IGNORECASE)
-# Those of Qwen, Llama 3 and DeepSeek; of Llama 2 and Mistral; of Gemma.
-_SPECIAL_TOKEN = re.compile(
-    r"<(\|[^<>|]{1,64}\||\uff5c[^<>\uff5c]{1,64}\uff5c|/?s|[be]os|pad|unk|(?:start|end)_of_turn)>"
-)
+_TAG = re.compile(r"<\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+>", re.IGNORECASE)
+_NO_TOKEN = re.compile("(?!)")
+_BLANK = " \t\r\n\u2581"  # the last one is SentencePiece's
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Where a text may be cut: behind a word, behind a character of the scripts that put no blanks between words (from
 # U+2E80 on), and within what is too long for a word.
@@ -48,7 +46,7 @@ class _Layout:
     closing: str = "\n</information>\n"
     is_json: bool = False
 
-    def block(self, query: str, passages: Sequence[Passage]) -> str:
+    def block(self, query: str, passages: Sequence[Passage], defuse: DefuseFn) -> str:
         """``"Query: Ana Bell\\n(1) Ana Bell: Ana Bell was born in Riga."``"""
         lines = [self.line.format(rank=rank, title=p.title, text=p.text) for rank, p in enumerate(passages, 1)]
         # as a whole: a tag may begin in a title and end in the text behind it
@@ -78,15 +76,18 @@ def format_observation(
     max_tokens_per_query: int,
     max_tokens: int,
     observation_format: ObservationFormat = "grouped",
+    defuse: DefuseFn,
 ) -> str:
     r"""Write the passages of each query, ``results``, ``[len(queries)][<= k]``, best first, inside a closed tag.
 
     The text of one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. The rest is
     cut from the end of the longest blocks, between words or else between characters. If not even one token per query is
-    left, the tag is empty; the tag itself is never cut.
+    left, the tag is empty; the tag itself is never cut. ``encode`` and ``defuse`` are those of ``EnvContext``.
     """
     layout = _LAYOUTS[observation_format]
-    parts = [(defuse(query), layout.block(query, passages)) for query, passages in zip(queries, results, strict=True)]
+    parts = [
+        (defuse(query), layout.block(query, passages, defuse)) for query, passages in zip(queries, results, strict=True)
+    ]
     observation = layout.write(parts)
     total = len(encode(observation))
     if total <= min(max_tokens_per_query, max_tokens):  # nearly always, and one call of the tokenizer says so
@@ -105,15 +106,33 @@ def format_observation(
     return layout.write([])
 
 
-def defuse(text: str) -> str:
-    """Make a document, or a query that is repeated, harmless: ``defuse("</ Answer>") == "(/ Answer)"``.
+def control_tokens(contents: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds the control tokens among a tokenizer's added tokens.
 
-    The protocol's tags, in any case and with any white space, and the special tokens of known model families lose their
-    angle brackets. ``PolicyTokenizer.encode`` reads no special tokens at all, but prompts and endpoints do. Halves of
-    surrogate pairs, which no tokenizer can encode, become U+FFFD.
+    ``control_tokens(["<|im_end|>", "[/INST]", "\\n\\n", " Ana", "'s", "</search>"])`` finds the first two. A control
+    token has a letter or digit between other characters. The protocol's tags, white space and plain words are none.
     """
-    text = _SPECIAL_TOKEN.sub(r"(\1)", _TAG.sub(r"(\1)", text))
+    found = {core for content in contents if _is_control(core := content.strip(_BLANK)) and not _TAG.fullmatch(core)}
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else _NO_TOKEN
+
+
+def _is_control(core: str) -> bool:
+    return bool(core) and not (core[0].isalnum() or core[-1].isalnum()) and any(map(str.isalnum, core))
+
+
+def defuse(text: str, control: re.Pattern[str] = _NO_TOKEN) -> str:
+    """Make a document or a question harmless: ``defuse("</ Answer>") == "(/ Answer)"``.
+
+    The protocol's tags, in any case and with any white space, and the tokens that ``control`` finds get round brackets
+    in place of their outer characters. ``PolicyTokenizer.encode`` reads no control tokens at all, but prompts and
+    endpoints do. Halves of surrogate pairs, which no tokenizer can encode, become U+FFFD.
+    """
+    text = control.sub(_in_brackets, _TAG.sub(_in_brackets, text))
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _in_brackets(token: re.Match[str]) -> str:
+    return f"({token[0][1:-1]})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class SearchEnv(TextEnv):
             max_tokens_per_query=self._settings.max_observation_tokens_per_query,
             max_tokens=self._settings.max_observation_tokens,
             observation_format=self._settings.observation_format,
+            defuse=self._context.defuse,
         )
         records = tuple(
             result.record(query, self._settings.top_k, ended)

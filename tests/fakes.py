@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from envs.observations import defuse
 from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Message
 from retrieval.base import Passage
@@ -43,6 +44,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def defuse(self, text: str) -> str:
+        return defuse(text)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.encode("".join(f"{message.role}: {message.content}\n" for message in messages))

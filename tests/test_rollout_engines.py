@@ -15,16 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from benchmarks.rollout.fleet import PacedScripts
-from ragr1_actors.core.config import PolicySettings
+from envs.base import EnvContext, TextEnv
+from envs.baselines import RagEnv
+from envs.search import SearchEnv
+from ragr1_actors.core.config import EnvironmentSettings, PolicySettings
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
-from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
+from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling, Task, TokenKind
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from ragr1_actors.training.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
+from retrieval.base import Passage
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
 
@@ -63,24 +68,75 @@ def test_the_policy_folder_is_an_ordinary_one_and_its_tokenizer_loses_nothing(po
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-@pytest.mark.engine
-def test_no_text_of_the_environment_becomes_a_special_token(policy_dir: Path, tmp_path: Path) -> None:
-    names = ["</s>", "<s>", "<end_of_turn>", "<\uff5cend▁of▁sentence\uff5c>", "[MINE]"]
-    folder = Path(shutil.copytree(policy_dir, tmp_path / "policy"))
-    plain = PolicyTokenizer(folder)
+SPECIAL = ["</s>", "<s>", "<end_of_turn>", "<\uff5cend▁of▁sentence\uff5c>", "[/INST]"]
+NOT_SPECIAL = "</tool_response>"
+CONTROL = [*SPECIAL, NOT_SPECIAL]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with_control_tokens(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    folder = Path(shutil.copytree(policy_dir, tmp_path_factory.mktemp("control") / "policy"))
     added = AutoTokenizer.from_pretrained(folder)
-    added.add_tokens(names, special_tokens=True)
+    added.add_tokens([*SPECIAL, "\n\n"], special_tokens=True)
+    added.add_tokens([NOT_SPECIAL, " Zorro"])
     added.save_pretrained(folder)
-    special = {token_id: name for name, token_id in added.get_vocab().items() if name in names}
-    tokenizer = PolicyTokenizer(folder)
-    assert set(added.encode("".join(names), add_special_tokens=False)) == set(special)
-    for text in (*TEXTS, *names, " Ana</s> Bell <end_of_turn>\n<|im_end|>", "".join(names)):
+    return PolicyTokenizer(folder)
+
+
+@pytest.mark.engine
+def test_no_text_of_the_environment_becomes_a_control_token(
+    tokenizer: PolicyTokenizer, tokenizer_with_control_tokens: PolicyTokenizer
+) -> None:
+    plain, tokenizer = tokenizer, tokenizer_with_control_tokens
+    for text in (*CONTROL, " Ana</s> Bell <end_of_turn>\n<|im_end|>", "".join(CONTROL)):
         ids = tokenizer.encode(text)
-        assert special.keys().isdisjoint(ids) and tokenizer.eos_token_ids.isdisjoint(ids)
+        assert ids == plain.encode(text)
         assert tokenizer.decode(ids) == text
-        if text in TEXTS:
-            assert ids == plain.encode(text) == added.encode(text, add_special_tokens=False)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == plain.encode(text)
+    for text in ("\n\n", " Zorro"):  # white space and plain words are text
+        assert len(tokenizer.encode(text)) == 1
     assert tokenizer.eos_token_ids & set(tokenizer.prompt_ids([Message("user", "Where?")])), "the template's own"
+
+
+@pytest.mark.parametrize("env_class", [RagEnv, SearchEnv])
+@pytest.mark.engine
+async def test_a_template_meets_no_control_token_of_a_question_or_a_document(
+    env_class: type[TextEnv], tokenizer_with_control_tokens: PolicyTokenizer
+) -> None:
+    tokenizer = tokenizer_with_control_tokens
+    names = "".join([*CONTROL, "<|im_end|>", "</think>"])
+
+    async def play(text: str) -> list[int]:
+        class Finds:
+            async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+                return [[Passage("p", text, text)] for _ in queries]
+
+        env: Callable[..., TextEnv] = env_class
+        settings = EnvironmentSettings(prompt="[/INST] {question} {passages}")  # the recipe's own counts
+        context = EnvContext(Finds(), tokenizer.encode, tokenizer.defuse)
+        engine = ScriptedEngine({"one": ["<search> Ana</search>", "<answer> Riga</answer>"]}, tokenizer.encode)
+        trajectory = await run_trajectory(
+            env(settings, context),
+            Task("t/0", text, ("Riga",)),
+            engine.generate,
+            tokenizer,
+            Sampling(500),
+            4000,
+            trajectory_id="one",
+            seed=0,
+        )
+        assert not trajectory.error
+        return [int(i) for i in trajectory.token_ids[trajectory.kinds != TokenKind.MODEL]]
+
+    def of_templates(ids: list[int]) -> list[str]:
+        texts = ["<|im_end|>" if i in tokenizer.eos_token_ids else tokenizer.decode([i]) for i in ids]
+        return [text for text in texts if text in {*CONTROL, "<|im_start|>", "<|im_end|>", "</think>"}]
+
+    ids = await play(f" Zorro {names}")
+    assert of_templates(ids) == of_templates(await play(" Zorro ")) != []
+    assert tokenizer.decode(ids).count("[/INST]") == 1
+    assert tokenizer.decode(ids).count("(/tool_response)") >= 3  # of the question, the title and the text
 
 
 def change(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
@@ -434,6 +490,9 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: Pol
     with pytest.raises(DataError, match="cannot load a model"):
         TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
+        PolicyTokenizer(tmp_path)
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: ByT5Tokenizer is written in Python, expected"):
         PolicyTokenizer(tmp_path)
 
 

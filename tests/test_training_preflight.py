@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_world import invoke
+from transformers import AutoTokenizer
 
 from envs.base import TextEnv
 from envs.search import SearchEnv
@@ -19,6 +22,7 @@ from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.preflight import check_names
+from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 HERE = __name__
 
@@ -159,6 +163,88 @@ def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:
     assert "holds no config.json" in refusal("policy.model", str(tmp_path))
     for missing in (str(tmp_path / "none"), "./none", "~/none", "runs/a/policy", ""):
         assert "there is no folder" in refusal("policy.model", missing)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    make_tiny_policy(folder, [" Riga"], seed=0, vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)
+    return folder
+
+
+@pytest.fixture
+def policy(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "policy"))
+
+
+def add_token(policy: Path, token: str, *, special: bool = True, **names: str) -> None:
+    """Add a token behind the embeddings."""
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens([token], special_tokens=special)
+    tokenizer.add_special_tokens(names)
+    tokenizer.save_pretrained(policy)
+
+
+@pytest.mark.engine
+def test_a_token_beyond_the_embeddings_that_may_occur_is_refused(policy: Path, tiny: Path) -> None:
+    check_names(AlgorithmConfig().policy(model=str(tiny)).freeze())
+    model = AlgorithmConfig().policy(model=str(policy))
+    add_token(policy, " Jelgava", special=False)
+    refused = "embeddings, and its tokenizer 1 tokens beyond them that may occur, such as ' Jelgava'"
+    with pytest.raises(ConfigError, match=refused):
+        check_names(model.freeze())
+    assert refused in invoke("plan", "quickstart", f"policy.model={policy}")
+
+
+@pytest.mark.engine
+def test_a_control_token_beyond_the_embeddings_is_refused_where_it_is_used(
+    policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AlgorithmConfig().policy(model=str(policy))
+    add_token(policy, "<pad>", pad_token="<pad>")
+    check_names(model.freeze())
+    (warning,) = caplog.messages
+    assert "lack 1 tokens of its tokenizer, such as '<pad>'" in warning
+    prompt = AlgorithmConfig().environment().freeze().environment.prompt
+    with pytest.raises(ConfigError, match="such as '<pad>'"):
+        check_names(model.environment(prompt=f"<pad>{prompt}").freeze())
+    add_token(policy, "<end>", eos_token="<end>")
+    with pytest.raises(ConfigError, match="such as '<end>'"):
+        check_names(model.environment(prompt=prompt).freeze())
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.engine
+def test_a_chat_template_that_fails_is_named_with_its_file(policy: Path, *, in_config: bool) -> None:
+    model = AlgorithmConfig().policy(model=str(policy))
+    file = policy / "chat_template.jinja"
+
+    def put(template: str) -> None:
+        if not in_config:
+            file.write_text(template)
+            return
+        file.unlink(missing_ok=True)
+        config = policy / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+
+    name = "tokenizer_config.json" if in_config else "chat_template.jinja"
+    for template, fault in (
+        ("{% for message in messages %}{{ message.content }}", "TemplateSyntaxError: Unexpected end of template"),
+        ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
+        ("{{ raise_exception('a system message first') }}", "a system message first"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+    ):
+        put(template)
+        with pytest.raises(ConfigError) as caught:
+            check_names(model.environment(env="search").freeze())
+        assert str(caught.value).startswith(f"{policy / name}: the chat template fails (")
+        assert fault in str(caught.value)
+        assert "\n" not in str(caught.value)
+    put("{{ messages | no_such_filter }}")
+    with pytest.raises(ConfigError, match="No filter"):
+        check_names(model.environment(env=f"{HERE}:MyEnv").freeze())
+    put("{{ raise_exception('a system message first') }}")
+    check_names(model.environment(env=f"{HERE}:MyEnv").freeze())  # its prompt may have one
 
 
 def test_none_of_it_makes_a_run_directory(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ class _Row:
 
 def _observe(queries: tuple[str, ...], tokenizer: PolicyTokenizer) -> str:
     found = [workload.passages(query, 1) for query in queries]
-    return format_observation(queries, found, tokenizer.encode, max_tokens_per_query=512, max_tokens=1536)
+    return format_observation(
+        queries, found, tokenizer.encode, max_tokens_per_query=512, max_tokens=1536, defuse=tokenizer.defuse
+    )
 
 
 async def _complete(generate: Generate, turn: TurnRecord, params: Any) -> tuple[list[int], TurnRecord]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ragr1_actors.cli import JsonOption, console, print_json, print_line
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.resolve import named_folder
 
 if TYPE_CHECKING:
     from ragr1_actors.training.planning.plan import Machine, Plan
@@ -38,10 +39,13 @@ def plan(
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.planning.micro_batch import choose_micro_batch
     from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
-    from ragr1_actors.training.planning.preflight import check_classes
+    from ragr1_actors.training.planning.preflight import check_classes, check_tokenizer
 
     config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
     check_classes(config)
+    folder = named_folder(config.policy.model)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():  # the sizes alone are enough for a plan
+        check_tokenizer(config)
     if here:
         machine = this_machine(Path.cwd())
     elif gpu in GPUS:

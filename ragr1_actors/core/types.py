@@ -315,3 +315,6 @@ class GenerateFn(Protocol):
 
 EncodeFn = Callable[[str], list[int]]
 """Text to token ids, without special tokens added."""
+
+DefuseFn = Callable[[str], str]
+"""A document or a question to what no template or tokenizer reads as a tag or control token: ``"(/ Answer)"``."""

@@ -91,7 +91,7 @@ class EnvRunner:
         self._config = config
         self._tokenizer = tokenizer
         self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
-        self._context = EnvContext(retriever, self._tokenizer.encode)
+        self._context = EnvContext(retriever, tokenizer.encode, tokenizer.defuse)
         self._load = _EngineLoad()
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 

@@ -41,6 +41,7 @@ class Tokenizer(Protocol):
     """The methods of the policy's tokenizer that a trajectory needs; ``PolicyTokenizer`` describes them."""
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def defuse(self, text: str) -> str: ...  # noqa: D102
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
     def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
 
@@ -133,7 +134,8 @@ class _Rollout:
 
     async def run(self, task: Task) -> StopReason:
         """Take turns until the trajectory ends, and return the reason."""
-        self._add(self.tokenizer.prompt_ids(await self.env.reset(task)), TokenKind.PROMPT)
+        harmless = replace(task, question=self.tokenizer.defuse(task.question))  # a template reads the prompt
+        self._add(self.tokenizer.prompt_ids(await self.env.reset(harmless)), TokenKind.PROMPT)
         opened = self.env.left_open(self.tokenizer.turn_start(self.ids))
         while (room := self.max_context_tokens - len(self.ids)) > 0:
             completion = await self._generate(room, opened)

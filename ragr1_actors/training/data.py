@@ -114,7 +114,8 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     tokenizer = load_tokenizer(on_this_node(policy_dir), config.policy)
     num_fixed = len(tokenizer.prompt_ids(search_prompt(environment, replace(longest, question=""))))
     doubtful = [task for task in tasks if num_fixed + len(task.question.encode()) + _SPARE_TOKENS >= limit]
-    found = (len(tokenizer.prompt_ids(search_prompt(environment, task))) for task in doubtful)
+    harmless = (replace(task, question=tokenizer.defuse(task.question)) for task in doubtful)
+    found = (len(tokenizer.prompt_ids(search_prompt(environment, task))) for task in harmless)
     lengths = [length for length in found if length >= limit]
     if len(lengths) == len(tasks):
         raise DataError(

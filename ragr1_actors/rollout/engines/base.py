@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.actions import ANY_TAG, THINK
+from envs.observations import control_tokens, defuse
 from ragr1_actors.core.config import PolicySettings
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
 _THOUGHT_AT_END = re.compile(r"<think>\s*\Z")
 _MOST_TOKENS_OF_START = 32
@@ -71,7 +73,8 @@ class PolicyTokenizer:
             ConfigError: either is missing, or code in the folder would have to be trusted.
             DataError: a file of the folder is damaged.
         """
-        from transformers import AutoTokenizer, GenerationConfig  # here, or a recipe would wait for torch to be checked
+        # here, or a recipe would wait for torch to be checked
+        from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
         check_code(policy_dir, trusted=trust_remote_code)
         check_files(policy_dir)
@@ -83,15 +86,20 @@ class PolicyTokenizer:
             raise ConfigError(
                 f"cannot load a tokenizer from {policy_dir} ({type(error).__name__}: {one_line(error)}); {ADVICE}"
             ) from error
-        # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError(
+                f"{_file_in(policy_dir, _TOKENIZER_CONFIG)}: {type(self._tokenizer).__name__} is written in Python, "
+                "expected a tokenizer with a tokenizer.json; take a model that has one"
+            )
+        self._policy_dir = policy_dir
         self._template_options = dict(template_options)
+        # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        # the protocol's tags are never text of a document, which ``envs.observations.defuse`` has seen
-        self._unwanted_ids = frozenset(
-            token_id for token_id, token in added.items() if token.special and not ANY_TAG.fullmatch(token.content)
-        )
+        self._control = control_tokens(self._added.values())
+        # the protocol's tags are never text of a document, which ``defuse`` has seen
+        self._unwanted_ids = frozenset(token_id for token_id, token in added.items() if self._is_unwanted(token))
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         eos: list[int | None] = [self._tokenizer.eos_token_id]
@@ -104,7 +112,7 @@ class PolicyTokenizer:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; nothing is added, and the names of special tokens in it are plain text.
+        """Return the token ids of a text; nothing is added, and the names of control tokens in it are plain text.
 
         The protocol's tags are the tokenizer's own tokens, if it has them, special or not.
         """
@@ -118,15 +126,27 @@ class PolicyTokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def defuse(self, text: str) -> str:
+        """Return a document or a question without tags and control tokens, for a prompt: ``"(|im_end|)"``."""
+        return defuse(text, self._control)
+
+    def _is_unwanted(self, token: Any) -> bool:
+        """Whether an ``AddedToken`` may come from a template only: control tokens, and all that are special.
+
+        White space is text, and the protocol's tags are written by the environment.
+        """
+        is_control = token.special or bool(self._control.search(token.content))
+        return is_control and bool(token.content.strip()) and not ANY_TAG.fullmatch(token.content)
+
     @cached_property
     def _plain_backend(self) -> Any:
-        """A copy that knows no special tokens but the tags; it takes a second to make, and few texts name one.
+        """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one.
 
         This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
         """
         described = json.loads(self._backend.to_str())
         for token in described["added_tokens"]:
-            token["special"] = token["special"] and not ANY_TAG.fullmatch(token["content"])
+            token["special"] = token["id"] in self._unwanted_ids
         plain = type(self._backend).from_str(json.dumps(described))
         plain.encode_special_tokens = True  # as text
         return plain
@@ -139,13 +159,15 @@ class PolicyTokenizer:
         """
         if self._tokenizer.chat_template is None:
             return None
-        from jinja2 import TemplateError
+        from jinja2 import TemplateSyntaxError
 
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        chat = [Message("user", "a"), Message("assistant", _CONTENT)]
         try:
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, **self._template_options))
-        except (TemplateError, TypeError, ValueError):  # ``prompt_ids`` says what is wrong with the template
-            return None
+            text = str(self._apply_template(chat, tokenize=False))
+        except ConfigError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise
+            return None  # a template may refuse this chat; ``prompt_ids`` says whether it refuses the prompt
         behind = text.rpartition(_CONTENT)[2]
         found = [i for i, content in self._added.items() if content.strip() and behind.startswith(content)]
         return max(found, key=lambda i: len(self._added[i]), default=None)
@@ -170,15 +192,38 @@ class PolicyTokenizer:
         Bare contents begin with the tokenizer's start of sequence, if it puts one before a text.
 
         Special tokens in the contents count: a recipe's prompt may hold them.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             return [*self._first_ids, *self._encode("\n".join(message.content for message in messages) + "\n")]
+        ids: list[int] = self._apply_template(messages, tokenize=True, add_generation_prompt=True)
+        return ids
+
+    def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
+        """Return the chat template's text or token ids."""
+        from jinja2 import TemplateError
+
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
-        ids: Any = self._tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False, **self._template_options
-        )
-        return list(ids)
+        try:
+            # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
+            return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
+                f"({type(error).__name__}: {one_line(error)}); correct it, or take another model"
+            ) from error
+
+    def lacking(self, num_embeddings: int, prompt_ids: Sequence[int]) -> tuple[list[str], list[str]]:
+        """Return the tokens whose ids a model of so many embeddings lacks: those that may occur, and all others.
+
+        Any text may bring about a token that ``encode`` takes; a prompt, here ``prompt_ids``, and the end of a turn
+        have control tokens besides. ``(["<|im_end|>"], ["<pad>"])``.
+        """
+        beyond = {i: text for text, i in self._tokenizer.get_vocab().items() if i >= num_embeddings}
+        used = (beyond.keys() - self._unwanted_ids) | self.eos_token_ids | set(prompt_ids)
+        return [beyond[i] for i in sorted(beyond) if i in used], [beyond[i] for i in sorted(beyond) if i not in used]
 
     def turn_start(self, prompt_ids: Sequence[int]) -> str:
         r"""Return what the prompt has of the policy's turn: ``"<think>\n"`` if the template begins it with a thought.
@@ -208,6 +253,12 @@ def load_tokenizer(policy_dir: str | Path, policy: PolicySettings) -> PolicyToke
     return PolicyTokenizer(
         policy_dir, trust_remote_code=policy.trust_remote_code, template_options=policy.template_options
     )
+
+
+def _file_in(policy_dir: str | Path, *names: str) -> str:
+    """Return the first of some files that the folder has, or for a hub name the last of them."""
+    found = (str(Path(policy_dir, name)) for name in names if Path(policy_dir, name).is_file())
+    return next(found, f"{names[-1]} of {policy_dir}")
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ from pydantic import Field
 from yarl import URL
 
 from envs.actions import THINK, open_thought, skip_thoughts
+from envs.observations import defuse
 from ragr1_actors.core.config import Section
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError
@@ -36,6 +37,12 @@ DEFAULT_KEY_ENV = "OPENAI_API_KEY"
 LONGEST_PAUSE_S = 60.0
 """The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
 _ROLES = ("system", "user", "assistant")
+# The server's tokenizer is not known. Those of Qwen, Llama 3 and DeepSeek; of Llama 2 and Gemma; of tool calls; of
+# Mistral.
+_CONTROL = re.compile(
+    r"<\|[^<>|]{1,64}\|>|<\uff5c[^<>\uff5c]{1,64}\uff5c>|</?s>|<(?:[be]os|pad|unk|(?:start|end)_of_turn)>"
+    r"|</?tool_(?:call|response)>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]"
+)
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]{1,3}|.", re.DOTALL)
 _SAMPLED = 0
 """The id of every token of a completion: its text is in the conversation."""
@@ -90,6 +97,10 @@ class EndpointTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids from ``encode``; a sampled token has none."""
         return "".join(self._texts[token_id] for token_id in token_ids)
+
+    def defuse(self, text: str) -> str:
+        """Return a document or a question without tags and the control tokens of known model families."""
+        return defuse(text, _CONTROL)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return for every message the id of its role, and those of its text."""

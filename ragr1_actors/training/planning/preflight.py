@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -20,11 +21,13 @@ from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
-from ragr1_actors.rollout.engines.base import ENGINES, Engine, PolicyTokenizer
+from ragr1_actors.core.types import Message
+from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
 
+logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 
 
@@ -96,6 +99,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     if (policy := _policy_folder(config.policy.model)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
+        check_tokenizer(config)
     retrieval = config.retrieval
     run = str(retrieval.options.get("run", ""))
     if retrieval.type == "replay" and is_uri(run) and "@" in run:
@@ -201,7 +205,46 @@ def _check_model(folder: Path, *, trusted: bool) -> None:
     is_quantized = "quantization_config" in read_json(Path(folder, "config.json"))
     if not trusted and not is_quantized:  # their packages may be on the actors' nodes only
         load_model(folder, device_map="meta", trust_remote_code=False)
-        PolicyTokenizer(folder)
+
+
+def check_tokenizer(config: SamplerConfig) -> None:
+    """Check the tokenizer and the chat template of a policy's folder with the recipe's prompt.
+
+    A token that no text, prompt or end of a turn has may be beyond the model's embeddings, as a pad that is not used:
+    it is named in a warning.
+
+    Raises:
+        ConfigError: the tokenizer cannot be used, the template refuses the prompt, or the embeddings lack a token.
+    """
+    folder = named_folder(config.policy.model)
+    if folder is None or config.policy.trust_remote_code:  # the packages of its code may be on the actors' nodes only
+        return
+    tokenizer = load_tokenizer(folder, config.policy)
+    try:
+        prompt_ids = tokenizer.prompt_ids([Message("user", config.environment.prompt)])
+    except ConfigError:
+        if config.environment.env in ENVS:
+            raise
+        prompt_ids = []  # a prompt of other roles may be what the template wants
+    model = read_json(folder / "config.json")
+    num_embeddings = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
+    if not isinstance(num_embeddings, int):
+        return
+    needed, unused = tokenizer.lacking(num_embeddings, prompt_ids)
+    if needed:
+        raise ConfigError(
+            f"{folder}: the model has {num_embeddings:,} embeddings, and its tokenizer {len(needed):,} tokens beyond "
+            f"them that may occur, such as {needed[0]!r}; resize the embeddings (resize_token_embeddings of "
+            "transformers), or take the model's own tokenizer"
+        )
+    if unused:
+        logger.warning(
+            "%s: the model's %s embeddings lack %s tokens of its tokenizer, such as %r; nothing here uses them",
+            folder,
+            f"{num_embeddings:,}",
+            f"{len(unused):,}",
+            unused[0],
+        )
 
 
 def _is_file(key: str, value: str, expected: str, *words: str) -> bool:

@@ -93,6 +93,10 @@ class CountingTokenizer:
         """Return as many ids as the text has tokens."""
         return [0] * -(-len(text) // CHARACTERS_PER_TOKEN)
 
+    def defuse(self, text: str) -> str:
+        """Return the text: it has no tokens of a template."""
+        return text
+
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of all messages."""
         return self.encode("".join(message.content for message in messages))
