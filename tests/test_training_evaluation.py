@@ -122,6 +122,23 @@ def test_the_overlap_with_training_is_of_the_tasks_that_are_asked(
 
 
 @pytest.mark.engine
+def test_several_files_are_evaluated_as_one(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "0.jsonl").write_text('{"question": "Where does the lamp lie ?", "answer": "Riga"}')
+    (tmp_path / "more" / "1.csv").write_text("Question,Answer\nWhere is the bird ?,Oslo\n")
+    trained = f"environment.tasks=[{files / 'tasks.json'}, {tmp_path / 'more' / '1.csv'}]"
+    short = [str(files / "policy"), "env_runners.max_new_tokens_per_turn=5", "environment.eval_tasks=''", trained]
+    out = tmp_path / "out.jsonl"
+    found = evaluated(files, *short, "--tasks", str(tmp_path / "more"), "--out", str(out))
+    # of the eight and the two, one is the lamp's in other words, and one in five is held out
+    assert (found["num_tasks"], found["num_trained_on"]) == (10, 8)
+    assert "3 files: 10 tasks of 10 records; 2 of question and answer (0, tasks); 1 of Bamboogle (1)" in caplog.text
+    settings, scores = read_scores(out)
+    assert settings.tasks == f"{tmp_path / 'more'}, {files / 'tasks.json'}"
+    assert {score.task_id for score in scores} == {"0/0", "1/0", *(f"tasks/{thing}" for thing in THINGS)}
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(("baseline", "rounds"), [("direct", 0.0), ("rag", 1.0)])
 def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) -> None:
     short = "environment.prompt=Q {question}"  # the model has few positions

@@ -12,10 +12,11 @@ from typing import Any
 from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, REWARDS, TextEnv
 from envs.tasks.files import load_tasks
+from envs.tasks.paths import NamedTasks, task_files
 from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
@@ -47,9 +48,11 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     environment, demonstrations = config.environment, config.sft.demonstrations
-    if _is_file("environment.tasks", environment.tasks, "a task file (JSON or JSONL)", WORLD):
+    if environment.tasks != WORLD:
+        _check_tasks("environment.tasks", environment.tasks, WORLD)
         load_tasks(environment.tasks)
-    if _is_file("environment.eval_tasks", environment.eval_tasks, "a task file (JSON or JSONL)", ""):
+    if environment.eval_tasks:
+        _check_tasks("environment.eval_tasks", environment.eval_tasks)
         load_tasks(environment.eval_tasks, whole=True)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
         load_demonstrations(demonstrations, environment.query_format)
@@ -202,6 +205,14 @@ def _check_model(folder: Path, *, trusted: bool) -> None:
     if not trusted and not is_quantized:  # their packages may be on the actors' nodes only
         load_model(folder, device_map="meta", trust_remote_code=False)
         PolicyTokenizer(folder)
+
+
+def _check_tasks(key: str, named: NamedTasks, *words: str) -> None:
+    """Raise a ``ConfigError`` that begins with ``key`` if the task files that it names are not there."""
+    try:
+        task_files(named, *words)
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
