@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from http_stub import Answer, stub_server
+from http_stub import served
 from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
@@ -22,6 +19,7 @@ from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open
 from ragr1_actors.training.data import prepare_policy, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.planning.preflight import check_names
+from retrieval.http.retriever import PROBE
 
 RECIPE = ("--recipe", "quickstart")
 
@@ -42,30 +40,6 @@ def evaluated(files: Path, *arguments: str) -> dict[str, Any]:
     assert printed.startswith("{"), printed
     found: dict[str, Any] = json.loads(printed)
     return found
-
-
-@contextmanager
-def served(answer: Answer) -> Iterator[str]:
-    """Run a server in another thread: the command has a separate event loop."""
-    loop = asyncio.new_event_loop()
-    ready, urls = threading.Event(), []
-    ended = asyncio.Event()
-
-    async def serve() -> None:
-        async with stub_server(answer) as url:
-            urls.append(url)
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(30)
-        loop.close()
 
 
 class Reader:
@@ -306,7 +280,8 @@ def test_a_question_that_is_asked_again_for_its_latency_searches_again(files: Pa
         retrieval = [f"retrieval.options={{url: {server}}}", "retrieval.type=http", "retrieval.index="]
         command = [*retrieval, "--endpoint", url, "--model", "big"]
         assert evaluated(files, *command, "--latency", "--latency-tasks", "3")["rounds"] == 1.0
-    assert sorted(searched) == sorted([*THINGS, *THINGS[:3]])
+    assert searched[0] == PROBE
+    assert sorted(searched[1:]) == sorted([*THINGS, *THINGS[:3]])
 
 
 @pytest.mark.integration

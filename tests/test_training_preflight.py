@@ -163,6 +163,8 @@ def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:
     assert "holds no config.json" in refusal("policy.model", str(tmp_path))
     for missing in (str(tmp_path / "none"), "./none", "~/none", "runs/a/policy", ""):
         assert "there is no folder" in refusal("policy.model", missing)
+    assert "there is no folder './none', expected a Hugging Face folder" in refusal("retrieval.reranker", "./none")
+    check_names(AlgorithmConfig().retrieval(reranker="cross-encoder/ms-marco-MiniLM-L6-v2").freeze())
 
 
 def test_none_of_it_makes_a_run_directory(tmp_path: Path) -> None:

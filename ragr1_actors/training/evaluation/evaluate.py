@@ -46,6 +46,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     open_policy,
 )
 from ragr1_actors.training.planning.preflight import check_sampler
+from ragr1_actors.training.planning.services import check_services
 from retrieval.base import needs_index
 
 logger = logging.getLogger(__name__)
@@ -226,8 +227,9 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 
 @contextmanager
 def _sampler_of(subject: EvaluatedPolicy) -> Iterator[Sampler]:
-    """Load policy and index. An endpoint gets one short request: a wrong address or key fails before the first task."""
+    """Load policy and index, once the services that the tasks need have answered a short request each."""
     config = subject.config
+    check_services(config)
     if config.env_runners.engine == "endpoint":
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:

@@ -36,6 +36,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     sampler_config,
 )
 from ragr1_actors.training.planning.preflight import check_sampler
+from ragr1_actors.training.planning.services import check_services
 
 logger = logging.getLogger(__name__)
 _TAKEN_AS = {
@@ -111,6 +112,7 @@ def select(
     found = loaded.tasks
     config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
+    check_services(config)
     with session_for(config), scratch_folder() as scratch:
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
