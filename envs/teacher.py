@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from envs.base import Answer
 from envs.tasks.files import ANSWER_KEYS, LoadedTasks, Record, TaskReport, make_task, question_key, read_records
 from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, shortened
+from ragr1_actors.core.fault_report import FaultCounts
 from ragr1_actors.core.types import Task
 
 _TAGS = {
@@ -66,7 +66,7 @@ def load_demonstrations(
     tasks: list[Task] = []
     turns_of: dict[str, tuple[str, ...]] = {}
     seen: set[tuple[str, ...]] = set()
-    counts: Counter[str] = Counter()
+    faults = FaultCounts()
     num_records = 0
     for num_records, record in enumerate(read_records(path), start=1):
         question, turns = _read(record, query_format)
@@ -78,20 +78,21 @@ def load_demonstrations(
         elif not gold:
             gold = {"answer": last.text}
         task = make_task(Record({"question": question, **gold}, record.where), path.stem, num_records - 1, whole=False)
+        place = record.where.removeprefix(f"{path}, ")
         identity = (question_key(task.question), *turns)
         if not identity[0]:
-            counts["num_empty_questions"] += 1
+            faults.add("num_empty_questions", place)
         elif not task.golden_answers:
-            counts["num_empty_answers"] += 1
+            faults.add("num_empty_answers", place)
         elif identity in seen:
-            counts["num_duplicates"] += 1
+            faults.add("num_duplicates", place)
         else:
             seen.add(identity)
             tasks.append(task)
             turns_of[task.task_id] = turns
     if not tasks:
         raise DataError(f"{path}: none of {num_records} demonstrations has a question, an answer and an end")
-    report = TaskReport(path.name, num_records, len(tasks), **counts)
+    report = TaskReport(path.name, num_records, len(tasks), shapes=(), places=faults.places, **faults.counts)
     return LoadedTasks(tuple(tasks), report), turns_of
 
 

@@ -49,6 +49,15 @@ class PacedRetriever(Protocol):
         ...
 
 
+@runtime_checkable
+class ProbedRetriever(Protocol):
+    """A retriever over a service that may be away; a run asks it once, before anything is loaded."""
+
+    async def probe(self) -> None:
+        """Return if the service answers. Raises ``RetrievalError``: it does not; the message has address and cause."""
+        ...
+
+
 RETRIEVERS = {
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",

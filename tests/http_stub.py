@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,30 @@ async def stub_server(answer: Answer, port: int = 0) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextmanager
+def served(answer: Answer) -> Iterator[str]:
+    """Run ``stub_server`` in another thread, for what has an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    ready, urls = threading.Event(), []
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        async with stub_server(answer) as url:
+            urls.append(url)
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(30)
+        loop.close()
 
 
 def always(body: Any, status: int = 200, **headers: str) -> Answer:

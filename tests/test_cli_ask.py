@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
+from http_stub import free_port
 from processes import run_python
 from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.testing import CliRunner
@@ -58,6 +60,16 @@ def searching(run: str) -> str:
     assert "engine: transformers\n" in config
     (copy / "config.yaml").write_text(config.replace("engine: transformers\n", "engine: test_cli_ask:Searcher\n"))
     return str(copy)
+
+
+def test_a_search_server_that_is_away_is_said_at_once(run: str) -> None:
+    away = Path(run).with_name("away")
+    shutil.copytree(run, away, symlinks=True)
+    settings = yaml.safe_load((away / "config.yaml").read_text())
+    url = f"http://127.0.0.1:{free_port()}"
+    settings["retrieval"] |= {"type": "http", "options": {"url": url}, "index": ""}
+    (away / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert invoke("ask", str(away), QUESTION).startswith(f"error: retrieval.type=http: {url}/retrieve: ClientConnector")
 
 
 def test_text_comes_as_it_is_sampled(run: str) -> None:

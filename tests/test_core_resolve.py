@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 import pytest
 from small_world import invoke
 
-from envs.tasks.published_sets import load_set
+from envs.tasks.published_sets import load_sets
 from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
@@ -207,7 +207,7 @@ def select_by(source: str) -> None:
 def load_published(name: str) -> None:
     Path("sets").mkdir(exist_ok=True)
     Path("sets", "nq.jsonl").write_text('{"question": "Where is Riga?", "golden_answers": ["Latvia"]}')
-    load_set(name, Path("sets"))
+    load_sets(name, Path("sets"))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -16,8 +16,9 @@ import pytest
 
 from envs.base import exact_match, token_f1
 from envs.tasks.files import load_tasks
-from envs.tasks.published_sets import PUBLISHED, SETS, load_set, published_em
+from envs.tasks.published_sets import PUBLISHED, SETS, load_sets, published_em
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import Task
 from ragr1_actors.runs.scores import exact_match_rag_r1, normalize_rag_r1
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -275,6 +276,161 @@ def test_tasks_of_kilt(tmp_path: Path) -> None:
     assert (task.golden_answers, task.supporting_ids) == (("Riga", "Rīga"), ("Ana Bell", "Riga"))
 
 
+def test_a_kilt_file_without_answers_says_so(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "nq-test_without_answers-kilt.jsonl", {"id": "5d", "input": "Where?", "meta": {}})
+    with pytest.raises(DataError, match=r"line 1: no answer; expected one of the keys golden_answers"):
+        load_tasks(path)
+
+
+FACTS = {"title": ["Ana", "Riga"], "sent_id": [0, 2]}
+HOTPOT = {"type": "bridge", "level": "easy", "supporting_facts": FACTS, "context": {"title": ["Ana"]}}
+CALL = {"ground_truth": {"target": ["Riga"]}, "question": "Where was Ana born?", "data_source": "searchR1_hotpotqa"}
+INFO = {"index": 3, "need_tools_kwargs": True, "question": CALL["question"], "split": "train"}
+INFO |= {"tools_kwargs": {"search": {"create_kwargs": CALL}}}
+RULE = {"style": "rule", "ground_truth": {"target": ["Riga"]}}
+SOURCED = {"data_source": "searchR1_hotpotqa", "prompt": CHAT, "ability": "fact-reasoning", "extra_info": INFO}
+EVIDENCE = {"wikipedia_id": "1", "title": "Ana", "start_paragraph_id": 1, "bleu_score": 1.0, "section": "Section::::A."}
+KILT = {"id": "5a7a", "input": "Where was Ana born?", "meta": {"left_context": ""}}
+KILT |= {
+    "output": [
+        {"answer": "Riga", "provenance": [EVIDENCE], "meta": {"score": -1}},
+        {"answer": "", "provenance": [{**EVIDENCE, "title": ""}, {**EVIDENCE, "title": "Riga"}], "meta": {"score": -1}},
+    ]
+}
+SQUAD_QUESTION = {"question": "Where was Ana born?", "answers": [{"text": "Riga", "answer_start": 3}] * 2}
+PEERS: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
+    # shape: (what the script or the hub writes, id, category, supporting ids)
+    "verl rows": (
+        {**SOURCED, "reward_model": RULE, "metadata": HOTPOT},
+        "searchR1_hotpotqa/train_3",
+        "bridge",
+        ("Ana", "Riga"),
+    ),
+    "verl rows without a rule": (
+        {**SOURCED, "reward_model": None, "metadata": None},
+        "searchR1_hotpotqa/train_3",
+        "",
+        (),
+    ),
+    "SkyRL rows": (
+        {**SOURCED, "env_class": "search", "reward_spec": RULE, "metadata": HOTPOT},
+        "searchR1_hotpotqa/train_3",
+        "bridge",
+        ("Ana", "Riga"),
+    ),
+    "ReSearch rows": (
+        {
+            "data_source": "musique",
+            "question": "Where was Ana born?",
+            "ability": "qa",
+            "reward_model": {"style": "rule", "ground_truth": ["Riga"]},
+            "extra_info": {"id": "2hop__1_2"},
+        },
+        "musique/2hop__1_2",
+        "",
+        (),
+    ),
+    "Search-R1 rows": (
+        {
+            "id": "train_3",
+            "question": "Where was Ana born?",
+            "golden_answers": ["Riga"],
+            "data_source": "hotpotqa",
+            "prompt": CHAT[1:],
+            "ability": "fact-reasoning",
+            "reward_model": RULE,
+            "extra_info": {"index": 3, "split": "train"},
+            "metadata": HOTPOT,
+        },
+        "hotpotqa/train_3",
+        "bridge",
+        ("Ana", "Riga"),
+    ),
+    "FlashRAG": (
+        {"id": "dev_3", "question": "Where was Ana born?", "golden_answers": ["Riga"], "metadata": HOTPOT},
+        "dev_3",
+        "bridge",
+        ("Ana", "Riga"),
+    ),
+    "RAG-R1": ({"question": "Where was Ana born?", "golden_answers": "Riga"}, "0", "", ()),
+    "KILT": (KILT, "5a7a", "", ("Ana", "Riga")),
+    "SQuAD": (
+        {
+            "id": "56be",
+            "title": "Ana",
+            "context": "In Riga.",
+            "question": "Where was Ana born?",
+            "answers": {"text": ["Riga", "Riga"], "answer_start": [3, 3]},
+        },
+        "56be",
+        "",
+        (),
+    ),
+    "SQuAD of a list": ({"id": "56be", "context": "In Riga.", **SQUAD_QUESTION}, "56be", "", ()),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_what_the_scripts_of_others_write_is_read_and_said(tmp_path: Path, name: str, ending: str) -> None:
+    """verl's preprocess_search_r1_dataset.py, SkyRL's searchr1_dataset.py, ReSearch's prepare_musique.py, Search-R1's
+    qa_search_train_merge.py, and the records of FlashRAG, KILT and SQuAD."""
+    record, local_id, category, supporting_ids = PEERS[name]
+    path = tmp_path / f"train.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    else:
+        write_lines(path, record)
+    loaded = load_tasks(path)
+    question = "Where was Ana born?"
+    assert loaded.tasks == (Task(f"train/{local_id}", question, ("Riga",), category, supporting_ids),)
+    shape = name.partition(" without")[0].partition(" of")[0]
+    assert str(loaded.report) == f"train.{ending} ({shape}): 1 tasks of 1 records"
+
+
+def test_squads_own_file(tmp_path: Path) -> None:
+    impossible = {
+        "id": "b",
+        "question": "Why?",
+        "answers": [],
+        "is_impossible": True,
+        "plausible_answers": [{"text": "x"}],
+    }
+    articles = [
+        {"title": "Ana", "paragraphs": [{"context": "In Riga.", "qas": [{"id": "a", **SQUAD_QUESTION}]}]},
+        {"title": "Bo", "paragraphs": [{"context": "x", "qas": []}, {"context": "y", "qas": [impossible]}]},
+    ]
+    path = tmp_path / "dev-v2.0.json"
+    path.write_text(json.dumps({"version": "v2.0", "data": articles}))
+    loaded = load_tasks(path, whole=True)
+    assert loaded.tasks == (Task("dev-v2.0/a", "Where was Ana born?", ("Riga",)),)
+    assert str(loaded.report) == (
+        "dev-v2.0.json (SQuAD): 1 tasks of 2 records; "
+        "1 without a usable answer left out (paragraph 2 of entry 2 of data)"
+    )
+    path.write_text(json.dumps({"data": [{"question": "Where?", "answer": "Riga"}]}))
+    assert load_tasks(path).tasks == (Task("dev-v2.0/0", "Where?", ("Riga",)),)
+
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("TriviaQA", TRIVIAQA),
+    ("TriviaQA", HUB_TRIVIAQA),
+    ("PopQA", {"question": "What job?", "possible_answers": '["poet"]'}),
+    ("Bamboogle", {"Question": "Who?", "Answer": "Ana"}),
+    ("Natural Questions", {"question": "Who?", "annotations": [], "answer": "Ana"}),
+    ("MuSiQue", {"question": "Who?", "answer": "Ana", "paragraphs": []}),
+    ("2Wiki", {"_id": "x", "question": "Who?", "answer": "Ana", "evidences": [], "supporting_facts": []}),
+    ("HotpotQA", {"_id": "x", "question": "Who?", "answer": "Ana", "supporting_facts": []}),
+    ("question and answer", {"question": "Who?", "answer": ["Ana"], "paragraphs": None}),
+]
+
+
+@pytest.mark.parametrize(("shape", "record"), SHAPES)
+def test_the_shape_of_a_record_is_told_by_its_keys(tmp_path: Path, shape: str, record: dict[str, Any]) -> None:
+    loaded = load_tasks(write_lines(tmp_path / "t.jsonl", record), whole=True)
+    assert loaded.report.shapes == (("t", shape),)
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1 is not enough"])
 def test_a_damaged_parquet_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.parquet").write_bytes(content)
@@ -291,18 +447,18 @@ def test_answers_that_are_no_json(tmp_path: Path) -> None:
 def test_a_set_by_its_name(tmp_path: Path) -> None:
     write_lines(tmp_path / "2wikimultihopqa" / "dev.jsonl", {"id": "dev_0", "question": "q?", "golden_answers": ["a"]})
     write_lines(tmp_path / "nq.jsonl", {"question": "q?", "answer": ["a"]})
-    assert load_set("2wiki", tmp_path).tasks[0].task_id == "2wiki/dev_0"
-    assert load_set("nq", tmp_path).tasks[0].task_id == "nq/0"
-    assert load_set(tmp_path / "nq.jsonl").tasks[0].task_id == "nq/0"
+    assert load_sets("2wiki", tmp_path).tasks[0].task_id == "2wiki/dev_0"
+    assert load_sets("nq", tmp_path).tasks[0].task_id == "nq/0"
+    assert load_sets(tmp_path / "nq.jsonl").tasks[0].task_id == "nq/0"
     with pytest.raises(DataError, match=r"has no set musique; expected musique/dev\.jsonl"):
-        load_set("musique", tmp_path)
+        load_sets("musique", tmp_path)
 
 
 def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DataError, match=r"the set bamboogle cannot be loaded from the hub .* with --data"):
-        load_set("bamboogle")
+        load_sets("bamboogle")
 
 
 def test_published_figures_are_those_of_the_papers() -> None:

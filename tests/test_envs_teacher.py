@@ -97,8 +97,8 @@ def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
     article = messages(("user", PROMPT), ("assistant", "<answer> the</answer>"))
     loaded, _ = load(tmp_path, whole, beginning, whole, empty, article)
     assert str(loaded.report) == (
-        "teacher.jsonl: 1 tasks of 5 records; 1 duplicate questions left out; 1 empty questions left out; "
-        "2 without a usable answer left out"
+        "teacher.jsonl: 1 tasks of 5 records; 1 duplicate questions left out (line 3); "
+        "1 empty questions left out (line 4); 2 without a usable answer left out (line 2, line 5)"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from http_stub import always, breaking, free_port, port_of, silent, stub_server
+from http_stub import Answer, always, breaking, free_port, port_of, silent, stub_server
 
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
@@ -211,6 +211,64 @@ async def test_no_server_and_a_silent_server_are_a_sentence() -> None:
     async with stub_server(silent) as url:
         with pytest.raises(RetrievalError, match=r"no answer within 0\.1 s"):
             await http(url, timeout_s=0.1, max_retries=0).search(["a"], 1)
+
+
+OUT_OF_MEMORY = {"detail": "CUDA out of memory"}
+
+
+async def test_a_search_that_finds_no_server_up_has_the_address_and_the_last_error() -> None:
+    """Also the second one, which no server is asked; the first one marked it as down."""
+    async with stub_server(always(OUT_OF_MEMORY, 500)) as url:
+        retriever = http(url, timeout_s=0.2)
+        first, second = [await search_error(retriever, query) for query in "ab"]
+    cause = f'{url}/retrieve answered 500: "CUDA out of memory"'
+    assert first.startswith("search failed after 1 attempts on 1 of 1 replicas: " + cause)
+    assert second.endswith(f"no replica was up for 0.2 s; the last error: {cause}")
+
+
+async def search_error(retriever: HttpRetriever, query: str) -> str:
+    with pytest.raises(RetrievalError) as caught:
+        await retriever.search([query], 1)
+    return str(caught.value)
+
+
+async def no_such_path(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"detail": f"no {request.path}"}, status=404)
+
+
+PROBED: list[tuple[Any, str]] = [
+    (always(OUT_OF_MEMORY, 500), 'URL/retrieve answered 500: "CUDA out of memory"'),
+    (always({}, 401), "URL/retrieve answered 401: {}"),
+    (no_such_path, 'URL/retrieve answered 404: "no /retrieve"'),
+    (always("<html>Welcome</html>"), "URL/retrieve: expected JSON, got <html>Welcome</html>"),
+    (silent, "URL/retrieve: no answer within 0.5 s"),
+    (always({"result": [[]]}), ""),
+]
+
+
+@pytest.mark.parametrize(("answer", "problem"), PROBED)
+async def test_a_server_is_asked_whether_it_can_search(answer: Answer, problem: str) -> None:
+    async with stub_server(answer) as url:
+        retriever = http(url, timeout_s=0.5 if problem.endswith("0.5 s") else 60)
+        if problem:
+            with pytest.raises(RetrievalError) as caught:
+                await retriever.probe()
+            assert str(caught.value) == problem.replace("URL", url)
+        else:
+            await retriever.probe()
+
+
+async def test_of_several_servers_one_must_be_there(caplog: pytest.LogCaptureFixture) -> None:
+    dead = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    with pytest.raises(RetrievalError) as caught:
+        await http(dead).probe()
+    assert all(f"{url}/retrieve: ClientConnectorError: Cannot connect to host" in str(caught.value) for url in dead)
+    async with stub_server(always({}, 503)) as url:
+        await http([url, f"{url}/two"]).probe()  # busy: they are there
+    async with RetrievalServer(Echo(), port=0) as server:
+        await http([dead[0], server.url]).probe()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"a search server does not answer, and is asked again while the others search: {dead[0]}")
 
 
 async def test_a_server_that_breaks_an_answer_off_and_comes_back_is_asked_again() -> None:

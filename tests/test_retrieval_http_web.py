@@ -281,6 +281,32 @@ async def test_a_used_up_quota_is_a_failure_at_once() -> None:
     assert len(api.requests) == 1
 
 
+async def test_the_api_is_asked_once_whether_it_can_search(tmp_path: Path) -> None:
+    api = Api()
+    async with stub_server(api.answer) as url:
+        await web_retriever(url, mode="record", record_dir=str(tmp_path)).probe()
+        assert [asked["query"]["q"] for asked in api.requests] == ["Where is Riga?"]
+        assert files(tmp_path) == [], "the question of a probe is no search of the run"
+        wrong = [("results_path", "found", "no list at results_path='found'"), ("text_field", "x", "text_field='x'")]
+        for option, value, problem in wrong:
+            with pytest.raises(RetrievalError, match=problem):
+                await web_retriever(url, **{option: value}).probe()
+    num_asked = len(api.requests)
+    for status, headers in ((500, {}), (403, {}), (429, {"Retry-After": str(2 * LONGEST_WAIT_S)})):
+        api.statuses, api.headers = [status] * 9, headers
+        async with stub_server(api.answer) as url:
+            with pytest.raises(RetrievalError, match=rf"{url}/search answered {status}: .*status {status}"):
+                await web_retriever(url, max_retries=9).probe()
+        num_asked += 1
+        assert len(api.requests) == num_asked, "an API that is away is not waited for"
+    api.statuses, api.headers = [429], {"Retry-After": "1"}
+    async with stub_server(api.answer) as url:
+        await web_retriever(url).probe()
+    with pytest.raises(RetrievalError, match=f"{url}/search: ClientConnectorError"):
+        await web_retriever(url).probe()
+    await web_retriever(url, mode="replay", record_dir=str(tmp_path)).probe()
+
+
 async def test_the_rate_holds_over_concurrent_callers() -> None:
     api = Api()
     async with stub_server(api.answer) as url:

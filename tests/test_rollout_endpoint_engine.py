@@ -195,9 +195,16 @@ async def test_a_message_without_content_is_an_error_unless_it_was_cut() -> None
     assert (empty.text, empty.finish_reason) == ("", FinishReason.STOP)
 
 
-async def test_nothing_listens() -> None:
-    with pytest.raises(ConfigError, match=r"attempts\); see whether the server runs, and correct the address"):
-        await engine_at(f"http://127.0.0.1:{free_port()}", max_retries=1)[0].probe()
+async def test_an_endpoint_that_is_away_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        ConfigError, match=f"--endpoint: {url}/v1/chat/completions: .*Cannot connect.*; see whether the"
+    ):
+        await engine_at(url, max_retries=10**6)[0].probe()
+    monkeypatch.setattr("ragr1_actors.rollout.engines.endpoint_engine.PROBE_TIMEOUT_S", 0.1)
+    async with stub_server(silent) as url:
+        with pytest.raises(ConfigError, match=rf"{url}/v1/chat/completions: no answer within 0\.1 s; see whether the"):
+            await engine_at(url)[0].probe()
 
 
 async def test_a_key_that_is_refused_ends_the_evaluation() -> None:

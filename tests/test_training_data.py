@@ -12,12 +12,13 @@ from weakref import WeakSet
 
 import pytest
 from learners_common import make_groups
-from small_world import THINGS, make_config, make_files
+from small_world import PLACES, THINGS, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.types import StopReason
+from ragr1_actors.core.errors import DataError, RunDirectoryError
+from ragr1_actors.core.types import StopReason, Task
 from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.task_sampler import TaskSampler
 from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluate import evaluation_tasks
 from ragr1_actors.training.tiny_policy import train_tokenizer
@@ -95,6 +96,33 @@ def test_held_out_tasks_are_not_trained_on_and_are_the_same_again(config: RunCon
     assert [task.question for task in first] == [f"Where is the {thing} ?" for thing in THINGS[:3]]
     with pytest.raises(DataError, match="the rest it was trained on"):
         evaluation_tasks(config, None, 9)
+
+
+def test_shards_are_one_set_of_tasks_and_a_resumed_run_knows_them(config: RunConfig, tmp_path: Path) -> None:
+    records = json.loads(Path(config.environment.tasks).read_text())
+    (tmp_path / "shards").mkdir()
+    for number in range(4):
+        (tmp_path / "shards" / f"{number}.json").write_text(json.dumps(records[2 * number : 2 * number + 2]))
+
+    def split(*names: str) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
+        environment = config.environment.model_copy(update={"tasks": [str(tmp_path / name) for name in names]})
+        return split_tasks(config.model_copy(update={"environment": environment}), 8)
+
+    train, (held_out,), notes = split("shards")
+    assert {(task.task_id, task.question, task.golden_answers) for task in (*train, held_out)} == {
+        (f"{number // 2}/{thing}", f"Where is the {thing} ?", (PLACES[number % 4],))
+        for number, thing in enumerate(THINGS)
+    }
+    assert notes[0] == (
+        f"{tmp_path / 'shards'}, 4 files: 8 tasks of 8 records; 4 of question and answer (0, 1, 2, ...)"
+    )
+    state = TaskSampler(train, 0).get_state()
+    TaskSampler(split("shards/[01].json", "shards/[23].json")[0], 0).set_state(state)  # the same, named otherwise
+    (tmp_path / "shards" / "4.json").write_text(json.dumps([{"question": "Where is the bird ?", "answer": "Riga"}]))
+    with pytest.raises(
+        RunDirectoryError, match="is of a run over other tasks than these 8 training tasks; put the task"
+    ):
+        TaskSampler(split("shards")[0], 0).set_state(state)
 
 
 def test_an_evaluation_file_is_used_whole(config: RunConfig, tmp_path: Path) -> None:

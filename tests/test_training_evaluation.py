@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from http_stub import Answer, stub_server
+from http_stub import served
 from small_world import PLACES, THINGS, invoke, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
@@ -22,6 +19,7 @@ from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open
 from ragr1_actors.training.data import prepare_policy, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.training.planning.preflight import check_names
+from retrieval.http.retriever import PROBE
 
 RECIPE = ("--recipe", "quickstart")
 
@@ -42,30 +40,6 @@ def evaluated(files: Path, *arguments: str) -> dict[str, Any]:
     assert printed.startswith("{"), printed
     found: dict[str, Any] = json.loads(printed)
     return found
-
-
-@contextmanager
-def served(answer: Answer) -> Iterator[str]:
-    """Run a server in another thread: the command has a separate event loop."""
-    loop = asyncio.new_event_loop()
-    ready, urls = threading.Event(), []
-    ended = asyncio.Event()
-
-    async def serve() -> None:
-        async with stub_server(answer) as url:
-            urls.append(url)
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(30)
-        loop.close()
 
 
 class Reader:
@@ -119,6 +93,23 @@ def test_the_overlap_with_training_is_of_the_tasks_that_are_asked(
     found = evaluated(files, *short, f"environment.tasks={broken}", "--out", str(tmp_path / "out.jsonl"))
     assert (found["num_tasks"], found["num_trained_on"]) == (2, None)
     assert "how many of these questions were trained on is not known" in caplog.text
+
+
+@pytest.mark.engine
+def test_several_files_are_evaluated_as_one(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "0.jsonl").write_text('{"question": "Where does the lamp lie ?", "answer": "Riga"}')
+    (tmp_path / "more" / "1.csv").write_text("Question,Answer\nWhere is the bird ?,Oslo\n")
+    trained = f"environment.tasks=[{files / 'tasks.json'}, {tmp_path / 'more' / '1.csv'}]"
+    short = [str(files / "policy"), "env_runners.max_new_tokens_per_turn=5", "environment.eval_tasks=''", trained]
+    out = tmp_path / "out.jsonl"
+    found = evaluated(files, *short, "--tasks", str(tmp_path / "more"), "--out", str(out))
+    # of the eight and the two, one is the lamp's in other words, and one in five is held out
+    assert (found["num_tasks"], found["num_trained_on"]) == (10, 8)
+    assert "3 files: 10 tasks of 10 records; 2 of question and answer (0, tasks); 1 of Bamboogle (1)" in caplog.text
+    settings, scores = read_scores(out)
+    assert settings.tasks == f"{tmp_path / 'more'}, {files / 'tasks.json'}"
+    assert {score.task_id for score in scores} == {"0/0", "1/0", *(f"tasks/{thing}" for thing in THINGS)}
 
 
 @pytest.mark.engine
@@ -289,7 +280,8 @@ def test_a_question_that_is_asked_again_for_its_latency_searches_again(files: Pa
         retrieval = [f"retrieval.options={{url: {server}}}", "retrieval.type=http", "retrieval.index="]
         command = [*retrieval, "--endpoint", url, "--model", "big"]
         assert evaluated(files, *command, "--latency", "--latency-tasks", "3")["rounds"] == 1.0
-    assert sorted(searched) == sorted([*THINGS, *THINGS[:3]])
+    assert searched[0] == PROBE
+    assert sorted(searched[1:]) == sorted([*THINGS, *THINGS[:3]])
 
 
 @pytest.mark.integration

@@ -152,7 +152,11 @@ def test_an_unknown_retrieval_type_lists_the_known() -> None:
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     for key, words in (("environment.tasks", "world or "), ("environment.eval_tasks", "")):
         assert f"there is no file nowhere.json, expected {words}a task file" in refusal(key, "nowhere.json")
-        assert "there is no file" in refusal(key, str(tmp_path))
+        assert f"expected {words}a task file" in refusal(key, "./data/*.json")
+        assert (
+            f"holds no file that ends in .json, .jsonl, .csv, .tsv, .parquet; expected {words}a task file"
+            in refusal(key, str(tmp_path))
+        )
     assert "got nothing" in refusal("environment.tasks", "")
     assert "nowhere.json, expected correct, mixture or a file" in refusal("sft.demonstrations", "nowhere.json")
 
@@ -163,6 +167,8 @@ def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:
     assert "holds no config.json" in refusal("policy.model", str(tmp_path))
     for missing in (str(tmp_path / "none"), "./none", "~/none", "runs/a/policy", ""):
         assert "there is no folder" in refusal("policy.model", missing)
+    assert "there is no folder './none', expected a Hugging Face folder" in refusal("retrieval.reranker", "./none")
+    check_names(AlgorithmConfig().retrieval(reranker="cross-encoder/ms-marco-MiniLM-L6-v2").freeze())
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,20 @@ def test_what_is_kept_can_be_trained_on_and_is_the_same_for_a_seed(files: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.jsonl", "kept.jsonl", "recipe.yaml"]
 
 
+@pytest.mark.engine
+def test_what_is_kept_of_several_files_says_of_which(
+    files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = make_recipe(tmp_path / "recipe.yaml", files, max_task_retries=0)
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps([{"id": "lamp", "question": "Who?", "answer": "Ana"}]))
+    out = tmp_path / "kept.jsonl"
+    printed = invoke(*arguments(recipe, files, out, "--tasks", str(more), "--json"))
+    assert json.loads(printed.splitlines()[-1])["tasks"] == 9
+    assert {"tasks/coin", "tasks/shoe"} < {json.loads(line)["id"] for line in out.read_text().splitlines()}
+    assert "2 files: 9 tasks of 9 records; 2 of question and answer (tasks, more)" in caplog.text
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.engine
@@ -113,7 +127,7 @@ def test_what_cannot_be_selected_is_one_sentence(files: Path, tmp_path: Path) ->
     assert "did you mean 'quickstart'" in invoke(*arguments("quickstar", files, out))
     assert "neither the directory of a run nor a checkpoint" in invoke(*arguments(str(tmp_path), files, out))
     assert "unknown key training.lrr" in invoke(*arguments(recipe, files, out), "training.lrr=1")
-    assert "no task file" in invoke(*arguments(recipe, tmp_path, out))
+    assert f"there is no file {tmp_path}/tasks.json, expected" in invoke(*arguments(recipe, tmp_path, out))
 
 
 def test_classes_and_shares() -> None:

@@ -5,7 +5,7 @@ HotpotQA, 2Wiki     ``[{"_id", "question", "answer", "type", "supporting_facts":
                     2Wiki's ``answer_id`` with the other names in ``id_aliases.json`` beside the file
 MuSiQue             ``{"id", "question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}, ...]}``
 other sets          NQ, TriviaQA, PopQA, Bamboogle, FlashRAG and Search-R1: see ``envs/tasks/formats.py``
-RAG-R1, Search-R1   ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
+RAG-R1              ``[{"question", "golden_answers": "Delhi"}]``, or a list of answers
 anything else       a JSON list, or one JSON object per line, with ``question`` and one of ``golden_answers``,
                     ``answers``, ``answer``; optionally ``id``, ``category``, ``supporting_ids``. A list of answers
                     may be written as text, as JSON, Python or NumPy prints it
@@ -14,8 +14,8 @@ anything else       a JSON list, or one JSON object per line, with ``question`` 
 Published files have faults. A task that cannot be trained on is left out and counted; an odd one is kept and counted.
 An evaluation set is read ``whole``, so that its figures compare with published ones::
 
-    loaded = load_tasks(Path("ragr1_mq_train_6664.json"))
-    print(loaded.report)  # ragr1_mq_train_6664.json: 6,662 tasks of 6,664 records; 2 duplicate questions left out; ...
+    loaded = load_tasks("ragr1_mq_train_6664.json")
+    print(loaded.report)  # ragr1_mq_train_6664.json (RAG-R1): 6,662 tasks of 6,664 records; 2 duplicate questions ...
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.formats import TABLES, listed, plain_fields, read_aliases, read_table
+from envs.tasks.formats import listed, plain_fields, read_aliases, shape_of, squad_questions, table_rows
+from envs.tasks.paths import NamedTasks, TaskFile, shown, task_files
 from ragr1_actors.core.errors import DataError, shortened
-from ragr1_actors.core.files import is_parquet, opened
+from ragr1_actors.core.fault_report import MAX_PLACES, FaultCounts, described, described_faults
+from ragr1_actors.core.files import opened
 from ragr1_actors.core.types import Task, normalize_answer
 
 _ID_KEYS = ("_id", "id")
@@ -43,12 +45,28 @@ _MAX_WHOLE = 1e15
 """Larger floats are written as Python does: 1e+20."""
 
 
+_LEFT_OUT = {
+    "num_duplicates": "duplicate questions left out",
+    "num_conflicting": "of those with another answer",
+    "num_empty_questions": "empty questions left out",
+    "num_empty_answers": "without a usable answer left out",
+}
+_KEPT = {
+    "num_repeated_ids": "ids that another question had, with #2 behind them",
+    "num_questions_with_comma": "questions with a comma",
+    "num_answers_with_comma": "answers with a comma",
+    "num_yes_no": "yes/no answers",
+    "num_answers_with_bracket": 'answers that begin with "["',
+    "num_with_aliases": "answers with other names",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """Counts over a task file; ``str`` makes one line of those that are not zero."""
+    """Counts over task files; ``str`` makes one line of those that are not zero."""
 
     source: str
-    """File name."""
+    """File name; of several files, what named them."""
     num_records: int
     num_tasks: int
     """Records kept."""
@@ -71,31 +89,30 @@ class TaskReport:
     """Answers that begin with "[" and are no list: a list may be damaged."""
     num_with_aliases: int = 0
     """Other names of the answer count as well, from 2Wiki's ``id_aliases.json``."""
+    shapes: tuple[tuple[str, str], ...] = ()
+    """The shape that was recognised in each file: ``(("train", "verl rows"),)``, by ``TaskFile.source``."""
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    """Where the first of each fault are, by the name of its count: ``{"num_duplicates": ("line 2", "line 9")}``."""
 
     def __str__(self) -> str:
         """One line."""
-        left_out = [
-            (self.num_duplicates, "duplicate questions left out"),
-            (self.num_conflicting, "of those with another answer"),
-            (self.num_empty_questions, "empty questions left out"),
-            (self.num_empty_answers, "without a usable answer left out"),
-        ]
-        kept = [
-            (self.num_repeated_ids, "ids that another question had, with #2 behind them"),
-            (self.num_questions_with_comma, "questions with a comma"),
-            (self.num_answers_with_comma, "answers with a comma"),
-            (self.num_yes_no, "yes/no answers"),
-            (self.num_answers_with_bracket, 'answers that begin with "["'),
-            (self.num_with_aliases, "answers with other names"),
-        ]
-        parts = [f"{count:,} {what}" for count, what in left_out if count]
-        parts += [f"{count:,} {what} ({count / self.num_tasks:.0%})" for count, what in kept if count]
-        return "; ".join([f"{self.source}: {self.num_tasks:,} tasks of {self.num_records:,} records", *parts])
+        by_shape: dict[str, list[str]] = {}
+        for source, shape in self.shapes:
+            by_shape.setdefault(shape, []).append(source)
+        if len(self.shapes) == 1:
+            head, parts = f"{self.source} ({self.shapes[0][1]})", []
+        else:
+            head = f"{self.source}, {len(self.shapes)} files" if self.shapes else self.source
+            parts = [described(len(files), f"of {shape}", files[:MAX_PLACES]) for shape, files in by_shape.items()]
+        counts = {name: getattr(self, name) for name in (*_LEFT_OUT, *_KEPT)}
+        parts += described_faults(counts, _LEFT_OUT, self.places)
+        parts += described_faults(counts, _KEPT, self.places, total=self.num_tasks)
+        return "; ".join([f"{head}: {self.num_tasks:,} tasks of {self.num_records:,} records", *parts])
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """The tasks of a file, in its order."""
+    """The tasks of some files, in their order."""
 
     tasks: tuple[Task, ...]
     report: TaskReport
@@ -106,66 +123,100 @@ class Record:
     """One entry of a file, and its place for messages."""
 
     fields: dict[str, Any]
-    where: str  # "questions.jsonl, line 3"
+    where: str  # "questions.jsonl, line 3", "questions.json, entry 2 in line 5"
 
 
-def load_tasks(path: str | Path, *, whole: bool = False, source: str = "") -> LoadedTasks:
-    """Read a task file; ids are ``<source>/<id>``, or ``<source>/<position>`` from 0 where the file has no ids.
+def load_tasks(named: NamedTasks, *, whole: bool = False) -> LoadedTasks:
+    """Read the tasks of one or several files (see ``task_files``); ids are ``<source>/<id>``.
 
-    ``source`` is the file's stem unless it is given.
+    A record without an id has its position in its file, from 0. A question of an earlier file counts as read before.
 
     With ``whole``, for evaluation, repeated questions and answers of articles and punctuation ("The The", "A") are
     kept; only records without a question or without any answer are left out.
 
     Raises:
-        DataError: the file is missing or empty, a line is broken (the message names file and line), or no task is left.
+        DataError: a file is missing or empty, a line is broken (the message names file and line), or no task is left.
     """
-    path = Path(path)
-    source = source or path.stem
-    tasks: list[Task] = []
-    first_of: dict[str, Task] = {}  # by question key
-    ids: set[str] = set()
-    counts: Counter[str] = Counter()
-    num_records = 0
-    aliases: dict[str, list[str]] | None = None  # read for the first record that has an ``answer_id``
-    for num_records, record in enumerate(read_records(path), start=1):
-        if "answer_id" in record.fields:
-            aliases = read_aliases(path.parent) if aliases is None else aliases
-            counts["num_with_aliases"] += _add_aliases(record, aliases)
-        task = make_task(record, source, num_records - 1, whole)
-        key = question_key(task.question)
-        if not key:
-            counts["num_empty_questions"] += 1
-        elif not task.golden_answers:
-            counts["num_empty_answers"] += 1
-        elif key in first_of and not whole:
-            counts["num_duplicates"] += 1
-            counts["num_conflicting"] += _answer_keys(task) != _answer_keys(first_of[key])
-        elif whole and task.task_id in ids and key in first_of:  # a repeated record of a published set
-            tasks.append(replace(task, task_id=f"{task.task_id}/{num_records}"))
-        else:
-            if task.task_id in ids:
-                counts["num_repeated_ids"] += 1
-                task = replace(task, task_id=_unused(task.task_id, ids))
-            tasks.append(task)
-            first_of[key] = task
-            ids.add(task.task_id)
+    return read_files(task_files(named), shown(named), whole=whole)
+
+
+def read_files(files: Sequence[TaskFile], named: str, *, whole: bool) -> LoadedTasks:
+    """Read the tasks of files as ``load_tasks`` does; ``named`` is for messages and for the report on several."""
+    reading = _Reading(whole)
+    for file in files:
+        reading.read(file, f" of {file.source}" if len(files) > 1 else "")
+    faults, tasks = reading.faults, reading.tasks
+    counts = faults.counts
     if not tasks:
         raise DataError(
-            f"{path}: no usable question among {num_records} records "
+            f"{named}: no usable question among {reading.num_records} records "
             f"({counts['num_empty_questions']} empty questions, {counts['num_empty_answers']} without a usable answer)"
         )
     report = TaskReport(
-        source=path.name,
-        num_records=num_records,
+        source=files[0].path.name if len(files) == 1 else named,
+        num_records=reading.num_records,
         num_tasks=len(tasks),
         num_questions_with_comma=sum("," in task.question for task in tasks),
         num_answers_with_comma=sum(any("," in answer for answer in task.golden_answers) for task in tasks),
-        num_answers_with_bracket=sum(any(answer[0] == "[" for answer in task.golden_answers) for task in tasks),
         num_yes_no=sum(_answer_keys(task) <= {"yes", "no"} for task in tasks),
+        shapes=tuple(reading.shapes.items()),
+        places=faults.places,
         **counts,
     )
     return LoadedTasks(tuple(tasks), report)
+
+
+class _Reading:
+    """The tasks that were read so far, and what is wrong in their files."""
+
+    def __init__(self, whole: bool) -> None:
+        self.tasks: list[Task] = []
+        self.faults = FaultCounts()
+        self.num_records = 0
+        self.shapes: dict[str, str] = {}
+        """By ``TaskFile.source``."""
+        self._whole = whole
+        self._first_of: dict[str, Task] = {}  # by question key
+        self._ids: set[str] = set()
+
+    def read(self, file: TaskFile, of_file: str) -> None:
+        """Read one file; ``of_file`` ends the places of its faults."""
+        aliases: dict[str, list[str]] | None = None  # read for the first record that has an ``answer_id``
+        shapes: Counter[str] = Counter()
+        for position, record in enumerate(read_records(file.path)):
+            place = record.where.removeprefix(f"{file.path}, ") + of_file
+            shapes[shape_of(record.fields)] += 1
+            if "answer_id" in record.fields:
+                aliases = read_aliases(file.path.parent) if aliases is None else aliases
+                self.faults.counts["num_with_aliases"] += _add_aliases(record, aliases)
+            self._add(make_task(record, file.source, position, self._whole), place, position + 1)
+        self.shapes[file.source] = ", ".join(name for name, _ in shapes.most_common())
+        self.num_records += shapes.total()
+
+    def _add(self, task: Task, place: str, number: int) -> None:
+        key, faults = question_key(task.question), self.faults
+        if not key:
+            faults.add("num_empty_questions", place)
+        elif not task.golden_answers:
+            faults.add("num_empty_answers", place)
+        elif key in self._first_of and not self._whole:
+            faults.add("num_duplicates", place)
+            if _answer_keys(task) != _answer_keys(self._first_of[key]):
+                faults.add("num_conflicting", place)
+        elif key in self._first_of and task.task_id in self._ids:  # a repeated record of a published set
+            self._keep(replace(task, task_id=f"{task.task_id}/{number}"), place)
+        else:
+            if task.task_id in self._ids:
+                faults.add("num_repeated_ids", place)
+                task = replace(task, task_id=_unused(task.task_id, self._ids))
+            self._keep(task, place)
+            self._first_of[key] = task
+            self._ids.add(task.task_id)
+
+    def _keep(self, task: Task, place: str) -> None:
+        self.tasks.append(task)
+        if any(answer[0] == "[" for answer in task.golden_answers):
+            self.faults.add("num_answers_with_bracket", place)
 
 
 def _unused(task_id: str, ids: set[str]) -> str:
@@ -206,13 +257,17 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSON list, of one JSON object per line, of TriviaQA's ``{"Data": [...]}``, or of a table.
+    """Yield the objects of a JSON list, of one JSON object per line, or of a table.
+
+    Also of TriviaQA's ``{"Data": [...]}``, and the questions of SQuAD's ``{"data": [article, ...]}``.
 
     Raises:
         DataError: the file is missing or empty, or a line is broken; names file and line.
     """
-    if path.suffix in TABLES or (path.is_file() and is_parquet(path)):
-        yield from (Record(fields, where) for fields, where in read_table(path))
+    if not path.is_file():
+        raise DataError(f"no task file {path}; give an existing one")
+    if (rows := table_rows(path)) is not None:
+        yield from (Record(fields, f"{path}, row {number}") for number, fields in enumerate(rows, start=1))
         return
     text = _read(path)
     if not text.strip():
@@ -230,8 +285,6 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise DataError(f"no task file {path}; give an existing JSON or JSONL file")
     with opened(path) as file:
         raw = file.read()
     try:
@@ -242,16 +295,23 @@ def _read(path: Path) -> str:
 
 
 def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
-    """Return the entries of an object with a list ``Data``, as TriviaQA's files are; None for any other file."""
+    """Return the entries of an object with a list ``Data`` (TriviaQA's) or ``data`` (SQuAD's); None for other files."""
     try:
         first, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):
         return None  # the reader of lines says which line is wrong
-    data = first.get("Data") if isinstance(first, dict) else None
+    key = "data" if isinstance(first, dict) and isinstance(first.get("data"), list) else "Data"
+    data = first.get(key) if isinstance(first, dict) else None
     if not isinstance(data, list):
         return None
     _check_end(text, end, path)
-    return ((entry, f"{path}, entry {number} of Data") for number, entry in enumerate(data, start=1))
+    places = ((entry, f"entry {number} of {key}") for number, entry in enumerate(data, start=1))
+    return ((found, f"{path}, {place}") for entry, where in places for found, place in _questions(entry, where))
+
+
+def _questions(entry: Any, where: str) -> list[tuple[Any, str]]:
+    """Return the questions of an article of SQuAD, or the entry itself."""
+    return [(question, f"{place} of {where}") for question, place in squad_questions(entry)] or [(entry, where)]
 
 
 def _line_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
@@ -269,7 +329,7 @@ def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
     # entry by entry: json.loads would not tell the line of an entry
     decoder = json.JSONDecoder()
     position = _skip_space(text, text.index("[") + 1)
-    line, counted_to = 1, 0
+    line, counted_to, number = 1, 0, 0
     while text[position : position + 1] != "]":
         line, counted_to = line + text.count("\n", counted_to, position), position
         try:
@@ -278,7 +338,8 @@ def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {line}: not valid JSON ({_reason(error)})") from error
-        yield entry, f"{path}, line {line}"
+        number += 1
+        yield entry, f"{path}, entry {number} in line {line}"
         position = _skip_space(text, position)
         if text[position : position + 1] not in (",", "]"):
             line += text.count("\n", counted_to, position)

@@ -9,7 +9,9 @@ Search-R1       FlashRAG's, in Parquet, with ``data_source`` and ``reward_model.
 verl, SkyRL     Search-R1's without ``question``, which is in ``extra_info`` or behind ``Question:`` in the ``prompt``;
                 SkyRL's ``reward_spec`` is verl's ``reward_model``; the ground truth is ``{"target"}``, a list or a text
 KILT            ``{"id", "input", "output": [{"answer", "provenance": [{"title"}, ...]}, ...]}``
-SQuAD           ``{"question", "answers": {"text": [...]}}``, as the data sets hub stores it
+ReSearch        verl's with ``question`` and the ids in ``extra_info``; the ground truth is a list
+SQuAD           ``{"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}``, or as the hub
+                stores it, ``{"id", "question", "answers": {"text": [...]}}``
 MuSiQue         ``question_decomposition`` with a ``support_paragraph`` each, where ``paragraphs`` are left out
 NQ              NQ-open, and the annotated forms in ``envs/tasks/natural_questions.py``
 2Wiki           ``answer_id``, whose other names are in ``id_aliases.json`` beside the file
@@ -24,17 +26,19 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from envs.tasks.natural_questions import add_natural_questions
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.files import is_parquet, parquet_rows
+from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 
-TABLES = {".csv": ",", ".tsv": "\t", ".parquet": ""}
-"""Endings of the files that ``read_table`` reads, and what separates their columns."""
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""Endings of tables that are text, and what separates their columns."""
+PARQUET = ".parquet"
 
 _SPELLINGS = {
     "Question": "question",
@@ -72,9 +76,9 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
         found |= {key: metadata[key] for key in _FROM_METADATA if metadata.get(key) is not None and key not in found}
     _add_trainers(found)
     _add_kilt(found)
-    answers = found.get("answers")
-    if isinstance(answers, dict) and isinstance(answers.get("text"), list):  # SQuAD's
-        found["answers"] = answers["text"]
+    if _is_squad(found):
+        answers = found["answers"]
+        found["answers"] = answers["text"] if isinstance(answers, dict) else [answer["text"] for answer in answers]
     add_natural_questions(found, where)
     if isinstance(found.get("answer"), dict):
         found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # what is no answer is refused later
@@ -94,21 +98,33 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
 def _add_trainers(found: dict[str, Any]) -> None:
     """Add what the preparation scripts of Search-R1, verl and SkyRL put elsewhere: answers, question and id."""
     rule: dict[str, Any] = next((found[key] for key in _RULES if isinstance(found.get(key), dict)), {})
-    truth, extra = rule.get("ground_truth"), found.get("extra_info")
+    extra = found.get("extra_info")
+    extra = extra if isinstance(extra, dict) else {}
+    truth = rule.get("ground_truth")
+    if truth is None:
+        truth = _for_the_tool(extra)
     if isinstance(truth, dict):
         truth = truth.get("target")
     if truth is not None:
         found.setdefault("golden_answers", truth)
-    extra = extra if isinstance(extra, dict) else {}
     if "question" not in found and truth is not None:
         question = extra.get("question") or _asked(found.get("prompt"))
         if question:
             found["question"] = question
-    source, local_id, index = found.get("data_source"), found.get("id"), extra.get("index")
+    source, index = found.get("data_source"), extra.get("index")
+    local_id = extra.get("id") if found.get("id") is None else found["id"]
     if local_id is None and isinstance(index, str | int):
         local_id = f"{extra.get('split', '')}_{index}".lstrip("_")
     if isinstance(source, str) and isinstance(local_id, str | int):  # "test_0" is there once for every source
         found["id"] = f"{source}/{local_id}"
+
+
+def _for_the_tool(extra: dict[str, Any]) -> Any:
+    """Return the ground truth that verl's and SkyRL's scripts give to their search tool, too, or None."""
+    for key in ("tools_kwargs", "search", "create_kwargs"):
+        inner = extra.get(key)
+        extra = inner if isinstance(inner, dict) else {}
+    return extra.get("ground_truth")
 
 
 def _asked(prompt: Any) -> str:
@@ -120,14 +136,68 @@ def _asked(prompt: Any) -> str:
 
 def _add_kilt(found: dict[str, Any]) -> None:
     outputs = found.get("output")
-    if "question" in found or not isinstance(found.get("input"), str) or not isinstance(outputs, list):
+    if "question" in found or not isinstance(found.get("input"), str) or not isinstance(outputs, list | None):
+        return
+    found["question"] = found["input"]
+    if outputs is None:  # the test sets have no answers
         return
     outputs = [output for output in outputs if isinstance(output, dict)]
-    found["question"] = found["input"]
     found["golden_answers"] = [output["answer"] for output in outputs if output.get("answer") is not None]
     places = [place for output in outputs for place in output.get("provenance") or [] if isinstance(place, dict)]
-    titles = dict.fromkeys(place["title"] for place in places if isinstance(place.get("title"), str))
-    found.setdefault("supporting_ids", list(titles))
+    titles = dict.fromkeys(place.get("title") for place in places)  # the hub has "" where there is none
+    found.setdefault("supporting_ids", [title for title in titles if isinstance(title, str) and title])
+
+
+def squad_questions(article: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the questions of an article of SQuAD's own file, and the place of each in it: ``"paragraph 2"``."""
+    paragraphs = article.get("paragraphs") if isinstance(article, dict) else None
+    for number, paragraph in enumerate(paragraphs if isinstance(paragraphs, list) else [], start=1):
+        questions = paragraph.get("qas") if isinstance(paragraph, dict) else None
+        for question in questions if isinstance(questions, list) else []:
+            yield question, f"paragraph {number}"
+
+
+def _is_squad(record: dict[str, Any]) -> bool:
+    answers = record.get("answers")
+    if isinstance(answers, dict):
+        return isinstance(answers.get("text"), list)
+    return isinstance(answers, list) and all(isinstance(answer, dict) and "text" in answer for answer in answers)
+
+
+_Fits = Callable[[dict[str, Any]], bool]
+
+
+def _has(*keys: str) -> _Fits:
+    return lambda record: all(record.get(key) is not None for key in keys)
+
+
+def _any(*fits: _Fits) -> _Fits:
+    return lambda record: any(fit(record) for fit in fits)
+
+
+_SHAPES: dict[str, _Fits] = {
+    "SkyRL rows": _has("reward_spec"),
+    "Search-R1 rows": _has("reward_model", "golden_answers"),
+    "ReSearch rows": _has("reward_model", "question"),
+    "verl rows": _any(_has("reward_model"), _has("extra_info", "data_source", "prompt")),
+    "KILT": lambda record: record.get("question") is None and _has("input", "output")(record),
+    "SQuAD": _any(_has("is_impossible"), lambda record: bool(record.get("answers")) and _is_squad(record)),
+    "TriviaQA": lambda record: isinstance(record.get("answer", record.get("Answer")), dict),
+    "PopQA": _has("possible_answers"),
+    "Bamboogle": _has("Question", "Answer"),
+    "Natural Questions": _any(_has("annotations"), _has("answer_and_def_correct_predictions")),
+    "MuSiQue": _any(_has("question_decomposition"), _has("paragraphs")),
+    "2Wiki": _any(_has("answer_id"), _has("evidences")),
+    "HotpotQA": _has("supporting_facts"),
+    "FlashRAG": _has("id", "question", "golden_answers"),
+    "RAG-R1": _has("question", "golden_answers"),
+}
+"""The shapes of records, told by their keys; the first that fits counts."""
+
+
+def shape_of(record: dict[str, Any]) -> str:
+    """Return the name of a record's shape, as it is in its file: ``"KILT"``."""
+    return next((name for name, fits in _SHAPES.items() if fits(record)), "question and answer")
 
 
 def _triviaqa_answers(answer: dict[str, Any]) -> list[Any]:
@@ -222,24 +292,23 @@ def read_aliases(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def read_table(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a CSV, TSV or Parquet file, and the place of each: ``"test.tsv, row 3"``, from 1.
+def table_rows(path: Path) -> Iterator[dict[str, Any]] | None:
+    """Return the rows of a CSV, TSV or Parquet file; None for any other file.
 
     Raises:
-        DataError: the file is missing or damaged, or a row has more cells than the heading has names.
+        DataError: the file is damaged, or a row has more cells than the heading has names.
     """
-    if not path.is_file():
-        raise DataError(f"no task file {path}; give an existing one")
-    rows = parquet_rows(path) if path.suffix == ".parquet" or is_parquet(path) else _text_rows(path)
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{path}, row {number}"
+    suffix = unpacked_name(path).suffix
+    if suffix == PARQUET or is_parquet(path):
+        return parquet_rows(path)
+    return _text_rows(path, TABLES[suffix]) if suffix in TABLES else None
 
 
-def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _text_rows(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(_MAX_FIELD_CHARS)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, delimiter=TABLES[path.suffix]), start=1):
+        with opened(path) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            for number, row in enumerate(csv.DictReader(text, delimiter=delimiter), start=1):
                 if None in row or None in row.values():
                     raise DataError(f"{path}, row {number}: not as many cells as the heading has names; mend the row")
                 yield row

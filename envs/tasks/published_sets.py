@@ -1,6 +1,6 @@
 """The seven sets of the Search-R1 and RAG-R1 papers by name: where each is, how large it is, what was published on it.
 
-The files are FlashRAG's, which both papers used. ``load_set("musique", Path("sets"))`` reads
+The files are FlashRAG's, which both papers used. ``load_sets("musique", Path("sets"))`` reads
 ``sets/musique/dev.jsonl``; without a folder the file comes from the hub, or from its cache on this machine.
 """
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from envs.tasks.files import LoadedTasks, load_tasks
+from envs.tasks.files import LoadedTasks, read_files
+from envs.tasks.paths import NamedTasks, TaskFile, as_list, shown, task_files
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.resolve import path_of
 
@@ -79,21 +80,26 @@ def published_em(name: str) -> list[tuple[str, str, float]]:
     return [(figures.method, figures.settings, figures.em[position]) for figures in PUBLISHED]
 
 
-def load_set(tasks: str | Path, folder: Path | None = None) -> LoadedTasks:
-    """Read a set of ``SETS`` by its name, or a task file by its path, whole; a file called ``nq`` is ``./nq``.
+def load_sets(named: NamedTasks, folder: Path | None = None) -> LoadedTasks:
+    """Read sets of ``SETS`` by their names, and task files by their paths, whole; a file called ``nq`` is ``./nq``.
+
+    The sets come first.
 
     ``folder`` holds FlashRAG's folders, or files such as ``musique.jsonl``; None is the hub.
 
     Raises:
-        DataError: the folder has no such set, the hub cannot be reached, or the file cannot be used.
+        DataError: the folder has no such set, the hub cannot be reached, or a file cannot be used.
     """
-    file = path_of(tasks, *SETS)
-    if file is not None:
-        return load_tasks(file, whole=True)
-    name = str(tasks)
+    names = [str(one) for one in as_list(named) if path_of(one, *SETS) is None]
+    paths = [one for one in as_list(named) if path_of(one, *SETS) is not None]
+    files = [_set_file(name, folder) for name in dict.fromkeys(names)]
+    files += task_files(paths) if paths else []
+    return read_files(files, shown(named), whole=True)
+
+
+def _set_file(name: str, folder: Path | None) -> TaskFile:
     published = SETS[name]
-    path = _from_hub(name, published) if folder is None else _from_folder(name, published, folder)
-    return load_tasks(path, whole=True, source=name)
+    return TaskFile(_from_hub(name, published) if folder is None else _from_folder(name, published, folder), name)
 
 
 def _from_folder(name: str, published: PublishedSet, folder: Path) -> Path:

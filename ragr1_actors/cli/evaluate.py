@@ -61,11 +61,11 @@ ConcurrencyOption = Annotated[
     typer.Option("--concurrency", min=1, help="Questions at the same time; default: the recipe's, 8 at an endpoint."),
 ]
 TasksOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--tasks",
-        help="A task file, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, bamboogle; default: the tasks that the "
-        "run held out.",
+        help="A task file, a folder of them or a quoted pattern, or nq, triviaqa, popqa, hotpotqa, 2wiki, musique, "
+        "bamboogle; repeatable; default: the tasks that the run held out.",
     ),
 ]
 DataOption = Annotated[
@@ -125,13 +125,13 @@ def evaluate(
     from ragr1_actors.core.progress_bar import counted_bar
     from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
-    which = EvalTasks(tasks, data, num_tasks, latency_tasks if latency else 0, against)
+    which = EvalTasks(tasks or None, data, num_tasks, latency_tasks if latency else 0, against)
     with counted_bar(errors, "answering") as on_task:
         found = evaluate_policy(request, which, out, on_task)
     details = summarise(found.scores, against, tasks)
     details["decoding"] = found.decoding
     details["latency"] = [asdict(one) for one in found.latency]
-    if tasks is not None:
+    if tasks:
         details["num_trained_on"] = found.num_trained_on
     if as_json:
         print_json({"policy": found.policy, "method": found.method, **asdict(found.result), **details})
@@ -167,7 +167,10 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
 
 def select(
     source: Annotated[str, typer.Argument(help="A recipe, whose policy.model samples; or a run or checkpoint.")],
-    tasks: Annotated[Path, typer.Option("--tasks", help="The task file to choose from.")],
+    tasks: Annotated[
+        list[str],
+        typer.Option("--tasks", help="The task file to choose from, a folder of them or a quoted pattern; repeatable."),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The task file to write (JSONL).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     index: IndexOption = None,
@@ -203,23 +206,23 @@ def select(
 
 
 def check_request(
-    request: EvalRequest, tasks: str | None, data: Path | None, out: Path | None, against: Path | None
+    request: EvalRequest, tasks: list[str] | None, data: Path | None, out: Path | None, against: Path | None
 ) -> None:
     """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
-    from envs.tasks.published_sets import load_set
+    from envs.tasks.published_sets import load_sets
     from ragr1_actors.runs.scores import read_scores
     from ragr1_actors.training.evaluation.evaluated_policy import open_policy
 
     open_policy(request)
-    if tasks is not None:
-        load_set(tasks, data)
+    if tasks:
+        load_sets(tasks, data)
     if against is not None:
         read_scores(against)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
 
 
-def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: str | None) -> dict[str, Any]:
+def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: list[str] | None) -> dict[str, Any]:
     """Return what is known beside the means: intervals, comparison, published figures; each only if there is one."""
     from envs.tasks.published_sets import published_em
     from ragr1_actors.runs.scores import compare, intervals, read_scores
@@ -229,7 +232,7 @@ def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: str | No
     }
     if against is not None:
         found["against"] = asdict(compare(scores, read_scores(against)[1]))
-    if published := published_em(tasks or ""):
+    if tasks and len(tasks) == 1 and (published := published_em(tasks[0])):
         found["published"] = [{"method": method, "em": em, "settings": how} for method, how, em in published]
     return found
 

@@ -36,7 +36,9 @@ _COUNTED_AT_ONCE = 1000
 app = typer.Typer(cls=Group, help="Build, search, measure and serve an index.", no_args_is_help=True)
 
 IndexArgument = Annotated[Path, typer.Argument(help="An index directory.")]
-TasksOption = Annotated[Path, typer.Option("--tasks", help="A task file.")]
+TasksOption = Annotated[
+    list[str], typer.Option("--tasks", help="A task file, a folder of them or a quoted pattern; repeatable.")
+]
 OptionsOption = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="Option of the index type, such as ef_search=256; repeatable."),

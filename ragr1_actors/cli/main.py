@@ -169,6 +169,7 @@ def train(
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
         from ragr1_actors.training.planning.preflight import check_gpus, check_names
+        from ragr1_actors.training.planning.services import check_services
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -184,6 +185,7 @@ def train(
         config = _continued(place, config, recipe, overrides or [], is_same=not resume)
         check_names(config, has_index=place.bring(INDEX).is_dir())
         check_gpus(config)
+        check_services(config)
         cleaned: AbstractContextManager[None] = nullcontext()
         words: tuple[str, ...] = ()
     else:
@@ -477,9 +479,11 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
     from ragr1_actors.runs.run_directory import create_run_directory
     from ragr1_actors.training.planning.micro_batch import fit_micro_batch
     from ragr1_actors.training.planning.preflight import check_gpus, check_names, check_room
+    from ragr1_actors.training.planning.services import check_services
 
     check_names(config)
     check_gpus(config)
+    check_services(config)
     if (chosen := fit_micro_batch(config, Path.cwd())) is not config:
         config = chosen
         console.print(f"learners.micro_batch_tokens={config.learners.micro_batch_tokens}, the largest that fits here")

@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ragr1_actors.core.errors import ConfigError, first_problem, nearest
 
@@ -60,6 +69,14 @@ def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
     return label_selector
 
 
+def _check_task_paths(value: Any) -> Any:
+    """Refuse all but a text and a list of texts, in the words of one error: a union has one for each of its types."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
+        return value
+    raise ValueError("expected the path of a task file, or a list of paths")
+
+
+TaskPaths = Annotated[str | list[str], BeforeValidator(_check_task_paths)]
 LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
@@ -94,11 +111,12 @@ class EnvironmentSettings(Section):
     env: str = "search"
     """Environment: ``search``; the baselines ``direct`` (no search) and ``rag`` (one, with the question); or a class
     ``my_module:MyEnv``."""
-    tasks: str = "world"
-    """Training tasks: ``world`` (generated from ``world_seed``) or the path of a task file (JSON or JSONL)."""
-    eval_tasks: str = ""
-    """Held-out tasks: the path of a task file. Empty takes the generated world's own held-out tasks, or else holds
-    ``evaluation.num_tasks`` tasks of the file ``tasks`` out of training, a fifth of it at most."""
+    tasks: TaskPaths = "world"
+    """Training tasks: ``world`` (generated from ``world_seed``); or a task file, a folder of such files, a pattern such
+    as ``data/train-*.parquet``, or a list of these."""
+    eval_tasks: TaskPaths = ""
+    """Held-out tasks: files named as in ``tasks``. Empty takes the generated world's own held-out tasks, or else holds
+    ``evaluation.num_tasks`` of the ``tasks`` out of training, a fifth of them at most."""
     world_seed: int = 0
     """Seed of the generated world; the same seed gives the same passages and tasks on every machine."""
     prompt: str = DEFAULT_PROMPT

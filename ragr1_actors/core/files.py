@@ -273,6 +273,7 @@ _PACKED: dict[bytes, tuple[str, Callable[[BinaryIO], Any]]] = {
     b"BZh": ("bzip2", bz2.BZ2File),
     b"\xfd7zXZ\x00": ("xz", lzma.LZMAFile),
 }
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _PARQUET = b"PAR1"
 
 
@@ -298,6 +299,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield unpack(file)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{path}: not a whole {name} file ({error}); fetch it again") from error
+
+
+def unpacked_name(path: Path) -> Path:
+    """Return a path without the ending of a compression: ``popqa.tsv`` of ``popqa.tsv.gz``."""
+    return path.with_suffix("") if path.suffix in _PACKED_SUFFIXES else path
 
 
 def is_parquet(path: Path) -> bool:

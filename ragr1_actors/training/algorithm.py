@@ -64,6 +64,7 @@ from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable
 from ragr1_actors.training.evaluation.evaluate import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.planning.preflight import check_names
+from ragr1_actors.training.planning.services import check_services
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
@@ -134,6 +135,7 @@ class Algorithm:
     def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
         """Make ``run_dir`` the directory of a new run, once ``config`` is checked; prepare its data and ``start``."""
         check_names(config)
+        check_services(config)
         place = find_place(run_dir)
         create_run_directory(config, place)
         with removed_if_unused(place):

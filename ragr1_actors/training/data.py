@@ -18,6 +18,7 @@ from envs.base import ENVS, exact_match
 from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.search import SearchEnv, search_prompt
 from envs.tasks.files import load_tasks, overlap, without_overlap
+from envs.tasks.paths import shown
 from envs.teacher import load_demonstrations
 from envs.world import make_world
 from learners.algorithms.segments import segment
@@ -73,26 +74,26 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     evaluation = held_out[: config.evaluation.num_tasks]
     if not evaluation:
         raise DataError(
-            f"{environment.tasks}: {len(train)} tasks are too few to hold one in five out; name a file of "
+            f"{shown(environment.tasks)}: {len(train)} tasks are too few to hold one in five out; name a file of "
             "evaluation tasks in environment.eval_tasks"
         )
     if not train:
-        raise DataError(f"{environment.tasks}: no training task is left after holding the evaluation tasks out")
-    shown, turns_of = train, None
+        raise DataError(f"{shown(environment.tasks)}: no training task is left after holding the evaluation tasks out")
+    demonstrated, turns_of = train, None
     if config.sft.num_steps and path_of(config.sft.demonstrations, CORRECT, MIXTURE) is not None:
         loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
-        shown = without_overlap(loaded.tasks, held_out)
-        if not shown:
+        demonstrated = without_overlap(loaded.tasks, held_out)
+        if not demonstrated:
             raise DataError(
                 f"sft.demonstrations: all {len(loaded.tasks):,} demonstrations of {config.sft.demonstrations} answer "
                 "evaluation questions; name another file"
             )
-        notes += (f"{loaded.report}; {len(loaded.tasks) - len(shown):,} of evaluation questions left out",)
+        notes += (f"{loaded.report}; {len(loaded.tasks) - len(demonstrated):,} of evaluation questions left out",)
     index_dir = prepare_index(config, run_dir)
     policy_dir = prepare_policy(config, run_dir, train, index_dir)
     notes += tuple(long_prompts(config, policy_dir, train))
     demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
-    return Workspace(train, evaluation, index_dir, policy_dir, shown, demonstrate, notes)
+    return Workspace(train, evaluation, index_dir, policy_dir, demonstrated, demonstrate, notes)
 
 
 def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) -> Iterator[str]:
@@ -119,8 +120,8 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     lengths = [length for length in found if length >= limit]
     if len(lengths) == len(tasks):
         raise DataError(
-            f"{environment.tasks}: the prompt of every task fills the context: {min(lengths):,} tokens or more of "
-            f"{limit:,}; raise env_runners.max_context_tokens, or shorten environment.prompt or the questions"
+            f"{shown(environment.tasks)}: the prompt of every task fills the context: {min(lengths):,} tokens or more "
+            f"of {limit:,}; raise env_runners.max_context_tokens, or shorten environment.prompt or the questions"
         )
     if lengths:
         yield (

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
-from ragr1_actors.core.files import is_parquet, opened, parquet_rows
+from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
 
@@ -245,7 +245,6 @@ CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
 
 _COLUMNS = ("id", "text", "title")
 _FIRST_LINE = 4 * 2**20
-_PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _KNOWN = (
     "a JSON list or JSON lines of "
     + ", ".join(shape.looks for shape in SHAPES.values())
@@ -299,7 +298,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     """Return ``parquet``, ``table``, ``lines`` (JSON lines) or ``json`` (one JSON value)."""
     if is_parquet(path):
         return "parquet"
-    suffix = Path(path.stem if path.suffix in _PACKED_SUFFIXES else path.name).suffix
+    suffix = unpacked_name(path).suffix
     if corpus_format == "dpr":
         return "table"
     # A longer line is no record, so it is one JSON value: what is read here must not grow with the file.

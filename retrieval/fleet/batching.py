@@ -17,7 +17,6 @@ retrievers, another one queries over encoders where those are separate actors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import OrderedDict, deque
 from collections.abc import Coroutine, Mapping, Sequence
@@ -95,6 +94,7 @@ class ClientLoad:
 class _Slots(Generic[A]):
     """A replica and the batches that are out at it."""
 
+    name: str
     replica: Replica[A]
     is_up: bool
     is_member: bool = True
@@ -164,6 +164,8 @@ class Batcher(Generic[A]):
         self._asked: dict[tuple[str, int], _Waiting[A]] = {}
         self._num_queries = self._num_failed = 0
         self._num_waiting_again = 0
+        self._problem = ""
+        """The last error of any replica, be it of a batch or of a ping."""
 
     def load(self, num_cached: int) -> ClientLoad:
         """Return the load now and the counts since the start, with ``num_cached`` queries that were not asked here."""
@@ -217,7 +219,7 @@ class Batcher(Generic[A]):
             left = self._slots.pop(name)
             left.is_up = left.is_member = False
         for name in [name for name in replicas if name not in self._slots]:
-            slots = self._slots[name] = _Slots(replicas[name], is_up=False)
+            slots = self._slots[name] = _Slots(name, replicas[name], is_up=False)
             self._start(self._probe(slots))
         self._announce()
 
@@ -227,7 +229,7 @@ class Batcher(Generic[A]):
         if self._loop is loop:
             return
         self._loop = loop
-        self._slots = {name: _Slots(replica, is_up=True) for name, replica in self._replicas.items()}
+        self._slots = {name: _Slots(name, replica, is_up=True) for name, replica in self._replicas.items()}
         self._queue.clear()
         self._asked.clear()
         self._changed = asyncio.Event()
@@ -292,9 +294,9 @@ class Batcher(Generic[A]):
                     answers = await slots.replica.answer_batch(queries, batch[0].k)
                 if len(answers) == len(queries):
                     return answers
-                cause = f"{len(answers)} answers to {len(queries)} queries"
+                cause = f"{slots.name}: {len(answers)} answers to {len(queries)} queries"
             except TimeoutError:
-                cause = f"no answer within {self._timeout_s:g} s"
+                cause = self._no_answer(slots)
             except RetrievalError as error:
                 cause = str(error)
             finally:
@@ -302,6 +304,7 @@ class Batcher(Generic[A]):
                 slots.num_queries -= len(batch)
                 self._announce()
             self._num_failed += 1
+            self._problem = cause
             tried.append(slots)
             if slots.is_up:
                 slots.is_up = False
@@ -310,7 +313,8 @@ class Batcher(Generic[A]):
                 break
             slots = await self._acquire(tried, len(batch))
         if slots is None:
-            cause = f"{cause and cause + '; then '}no replica was up for {self._timeout_s:g} s"
+            last = f"; the last error: {self._problem}" if self._problem != cause else ""
+            cause = f"{cause and cause + '; then '}no replica was up for {self._timeout_s:g} s{last}"
         raise RetrievalError(
             f"search failed after {len(tried)} attempts on {len(set(tried))} of {len(self._slots)} replicas: {cause}"
         )
@@ -353,14 +357,21 @@ class Batcher(Generic[A]):
         """Ping a replica until it answers, then use it again."""
         pause_s = _FIRST_PAUSE_S
         while slots.is_member and not slots.is_up:
-            with contextlib.suppress(RetrievalError, TimeoutError):
+            try:
                 async with asyncio.timeout(self._timeout_s):
                     await slots.replica.ping()
                 slots.is_up = slots.is_member
                 self._announce()
                 return
+            except TimeoutError:
+                self._problem = self._no_answer(slots)
+            except RetrievalError as error:
+                self._problem = str(error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    def _no_answer(self, slots: _Slots[A]) -> str:
+        return f"{slots.name}: no answer within {self._timeout_s:g} s"
 
     def _announce(self) -> None:
         """Wake ``_acquire`` and ``wait_for_room``: a slot is free, a replica is up, or the queue is shorter."""

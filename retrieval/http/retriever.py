@@ -15,6 +15,7 @@ import contextlib
 import email.utils
 import hashlib
 import json
+import logging
 import math
 import os
 import random
@@ -43,6 +44,8 @@ LONGEST_PAUSE_S = 5.0
 """Between two requests to a busy server."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """A longer answer is not a list of passages."""
+PROBE = "Where is Riga?"
+"""The query that asks whether a service answers at all."""
 _MAX_QUOTED = 200
 """Characters of a server's answer in an error message."""
 _ABOUT_QUERIES = {400, 413, 422}
@@ -51,6 +54,7 @@ _BUSY = {429, 503}
 _TEMPORARY = {408, 425, 429}
 """The only statuses from 300 to 499 that a second attempt may change."""
 _UNSENDABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_log = logging.getLogger(__name__)
 _BACKOFF = wait_exponential_jitter(multiplier=0.1, max=10, jitter=0.1)
 _CLOSING_TASKS: set[asyncio.Task[None]] = set()
 """Keeps the tasks of ``_close_at_end`` alive: an event loop holds only weak references to its tasks."""
@@ -92,7 +96,8 @@ class HttpRetriever:
         client = HttpClient(max_connections=settings.max_concurrent_requests, secret=token)
         endpoints = list(dict.fromkeys(_endpoint(url) for url in urls))
         self._version = ",".join(str(url.with_query(None)) for url in endpoints)
-        replicas = {
+        self._timeout_s = settings.timeout_s
+        self._replicas = replicas = {
             str(url): HttpReplica(
                 client,
                 url,
@@ -120,6 +125,15 @@ class HttpRetriever:
         clean = [clean_query(query) for query in queries]
         found = iter(await self._pool.search([query for query in clean if query], k))
         return [next(found) if query else Hits(index_version=self._version) for query in clean]
+
+    async def probe(self) -> None:
+        """Ask every server one query; see ``ProbedRetriever``. A dead server beside one that answers is only logged."""
+        asked = await asyncio.gather(*[replica.problem(self._timeout_s) for replica in self._replicas.values()])
+        problems = [problem for problem in asked if problem]
+        if len(problems) == len(asked):
+            raise RetrievalError("; ".join(problems))
+        for problem in problems:
+            _log.warning("a search server does not answer, and is asked again while the others search: %s", problem)
 
     async def wait_for_room(self) -> None:
         """Return once the servers have room for more queries; see ``Batcher.wait_for_room``."""
@@ -150,6 +164,17 @@ class HttpReplica:
         parts = [queries[start : start + self.max_queries] for start in range(0, len(queries), self.max_queries)]
         answers = await asyncio.gather(*[self._search(part, k) for part in parts])
         return [answer for part in answers for answer in part]
+
+    async def problem(self, timeout_s: float) -> str:
+        """Return why this server cannot search, empty if it can; one that is busy can, later."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                (answer,) = await self.answer_batch([PROBE], 1)
+        except TimeoutError:
+            return f"{self.client.name_of(self.url)}: no answer within {timeout_s:g} s"
+        except RetrievalError as error:
+            return "" if is_busy(error) else str(error)
+        return answer.reason if isinstance(answer, Refusal) else ""
 
     async def ping(self) -> None:
         """Return once the server answers a search, at least with a refusal. Raises ``RetrievalError``: it does not."""

@@ -35,6 +35,7 @@ from ragr1_actors.core.files import read_json, write_file
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.retriever import (
+    PROBE,
     HttpClient,
     StatusError,
     check_url,
@@ -130,14 +131,31 @@ class WebRetriever:
         """
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
+        self._bind()
+        clean = [_shorten(clean_query(query), self._options.max_query_chars) for query in queries]
+        return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
+
+    async def probe(self) -> None:
+        """Send one request and read its results, without a record; see ``ProbedRetriever``. A replay sends nothing."""
+        if self._options.mode == "replay":
+            return
+        self._bind()
+        try:
+            payload = await self._send(self._request(PROBE, 1))
+        except StatusError as error:
+            if not is_busy(error) or not _may_pass(error):
+                raise
+        else:
+            self._read_passages(self._read_results(payload))
+
+    def _bind(self) -> None:
+        """Bind to the running event loop: tasks and semaphores of an earlier one cannot be awaited."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # tasks and semaphores of an earlier loop cannot be awaited
+        if self._loop is not loop:
             self._loop = loop
             self._in_flight: dict[tuple[str, int], asyncio.Task[Hits]] = {}
             self._slots = asyncio.Semaphore(self._options.max_concurrent_requests)
             self._rate_limit = RateLimit(self._options.rate_per_s)
-        clean = [_shorten(clean_query(query), self._options.max_query_chars) for query in queries]
-        return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
 
     async def _search_one(self, query: str, k: int) -> Hits:
         if not query:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings
-from retrieval.http.retriever import HttpClient, StatusError, check_url, is_token, retry
+from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, is_token, retry
 
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
 LONGEST_PAUSE_S = 60.0
@@ -49,6 +49,8 @@ _SAMPLED = 0
 _KEY_REFUSED = (401, 402, 403)
 _PROBE = [Message("user", "Answer with the word yes.")]
 _PROBE_TOKENS = 16
+PROBE_TIMEOUT_S = 60.0
+"""For the one short request before the first task. The first answer of a server that has just started takes longest."""
 _MAX_TOKENS = 10**6
 """More tokens in one answer are a wrong count."""
 
@@ -157,7 +159,8 @@ class EndpointEngine:
             EngineDeadError: the endpoint refuses the key; no other request would be answered either.
         """
         conversation = self._continued(prompt_token_ids, request_id)
-        answer = await self._ask(conversation.messages, sampling)
+        tries = _Tries(_may_pass, self._options.max_retries + 1, LONGEST_PAUSE_S)
+        answer = await self._ask(conversation.messages, sampling, tries)
         text, finish, num_tokens = self._read(answer, sampling.stop)
         conversation.messages.append(Message("assistant", text))
         conversation.num_ids = len(prompt_token_ids) + num_tokens
@@ -188,7 +191,13 @@ class EndpointEngine:
         """
         sampling = Sampling(_PROBE_TOKENS, temperature=0.0, stop=("</answer>",))
         try:
-            self._read(await self._ask(_PROBE, sampling), sampling.stop)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                self._read(await self._ask(_PROBE, sampling, _PROBE_TRIES), sampling.stop)
+        except TimeoutError as error:
+            server = self._client.name_of(self._url)
+            raise ConfigError(
+                f"--endpoint: {server}: no answer within {PROBE_TIMEOUT_S:g} s; {self._advice(0)}"
+            ) from error
         except EngineDeadError as error:
             raise ConfigError(f"--endpoint: {error}") from error
         except EngineError as error:
@@ -220,7 +229,7 @@ class EndpointEngine:
         conversation.num_ids = len(ids)
         return conversation
 
-    async def _ask(self, messages: Sequence[Message], sampling: Sampling) -> Any:
+    async def _ask(self, messages: Sequence[Message], sampling: Sampling, tries: _Tries) -> Any:
         """Return the decoded answer; ``EngineError``, whose cause has the status, if no attempt succeeded."""
         fields: dict[str, Any] = {
             "model": self._options.model,
@@ -232,18 +241,15 @@ class EndpointEngine:
             "stop": list(sampling.stop) or None,
         }
         body = {name: value for name, value in (fields | self._options.body).items() if value is not None}
-        attempts = self._options.max_retries + 1
-        retrying = retry(_may_pass, attempts=attempts, longest_pause_s=LONGEST_PAUSE_S)
+        retrying = retry(tries.may_pass, attempts=tries.attempts, longest_pause_s=tries.longest_pause_s)
         try:
             content: bytes = await retrying(self._send, body)
             return self._client.read_json(content, self._url)
-        except StatusError as error:
-            if error.status in _KEY_REFUSED:
-                raise EngineDeadError(f"{error}; {self._advice(error.status)}") from error
-            tries = "" if error.is_refusal else f" ({attempts} attempts)"
-            raise EngineError(f"{error}{tries}") from error
         except RetrievalError as error:
-            raise EngineError(f"{error} ({attempts} attempts)") from error
+            if isinstance(error, StatusError) and error.status in _KEY_REFUSED:
+                raise EngineDeadError(f"{error}; {self._advice(error.status)}") from error
+            counted = f" ({tries.attempts} attempts)" if tries.may_pass(error) else ""
+            raise EngineError(f"{error}{counted}") from error
 
     async def _send(self, body: dict[str, Any]) -> bytes:
         timeout_s = self._options.timeout_s
@@ -310,6 +316,19 @@ def _close_tag(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
 
 def _may_pass(error: BaseException) -> bool:
     return isinstance(error, RetrievalError) and not (isinstance(error, StatusError) and error.is_refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """How often a request is sent: ``attempts`` times, after errors that ``may_pass``."""
+
+    may_pass: Callable[[BaseException], bool]
+    attempts: int
+    longest_pause_s: float
+
+
+_PROBE_TRIES = _Tries(is_busy, 3, 10.0)
+"""An endpoint that is away is not waited for."""
 
 
 def _completions_url(url: str) -> URL:

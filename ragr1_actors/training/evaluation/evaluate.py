@@ -14,10 +14,11 @@ from pathlib import Path
 
 from cluster.leftovers import scratch_folder
 from envs.tasks.files import load_tasks, overlap
-from envs.tasks.published_sets import load_set
+from envs.tasks.paths import NamedTasks, shown, task_files
+from envs.tasks.published_sets import load_sets
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, FleetError
-from ragr1_actors.core.resolve import WORLD, path_of
+from ragr1_actors.core.resolve import WORLD
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
@@ -45,6 +46,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     open_policy,
 )
 from ragr1_actors.training.planning.preflight import check_sampler
+from ragr1_actors.training.planning.services import check_services
 from retrieval.base import needs_index
 
 logger = logging.getLogger(__name__)
@@ -72,8 +74,8 @@ class Evaluation:
 class EvalTasks:
     """Which tasks to answer."""
 
-    tasks: str | Path | None = None
-    """A file or the name of a published set; None is what the run held out."""
+    tasks: NamedTasks | None = None
+    """Files or names of published sets; None is what the run held out."""
     data: Path | None = None
     """Folder of the published sets; None is the hub."""
     num_tasks: int | None = None
@@ -87,7 +89,7 @@ class EvalTasks:
 def evaluate(
     path: str | Path,
     *,
-    tasks: str | Path | None = None,
+    tasks: NamedTasks | None = None,
     data: Path | None = None,
     index: Path | None = None,
     num_tasks: int | None = None,
@@ -97,7 +99,7 @@ def evaluate(
 
     ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
-    index, and all tasks of a file, or as many held-out tasks as the run evaluates.
+    index, and all tasks of the files, or as many held-out tasks as the run evaluates.
     """
     return evaluate_policy(EvalRequest(str(path), index=index), EvalTasks(tasks, data, num_tasks), out).result
 
@@ -131,7 +133,7 @@ def evaluate_policy(
     num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
     load = subject.config.env_runners.max_concurrent_trajectories
     with only_writer(out):
-        passes = [_Pass(subject, str(which.tasks or "held out"), found, load, out)]
+        passes = [_Pass(subject, shown(which.tasks or "held out"), found, load, out)]
         if which.num_alone:
             beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
             passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
@@ -225,8 +227,9 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 
 @contextmanager
 def _sampler_of(subject: EvaluatedPolicy) -> Iterator[Sampler]:
-    """Load policy and index. An endpoint gets one short request: a wrong address or key fails before the first task."""
+    """Load policy and index, once the services that the tasks need have answered a short request each."""
     config = subject.config
+    check_services(config)
     if config.env_runners.engine == "endpoint":
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:
@@ -251,11 +254,10 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     environment = subject.run.environment
     if not subject.folder:
         return None
-    file = path_of(environment.tasks, WORLD)
-    if file is None or not file.is_file():
+    if environment.tasks == WORLD or not _are_here(environment.tasks):
         return None
     try:
-        if environment.eval_tasks and not Path(environment.eval_tasks).is_file():  # on another machine
+        if environment.eval_tasks and not _are_here(environment.eval_tasks):
             trained = load_tasks(environment.tasks).tasks
         else:
             trained, _, _ = split_tasks(subject.run, subject.run.evaluation.num_tasks)
@@ -265,10 +267,18 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     return len(overlap(trained, tasks))
 
 
+def _are_here(named: NamedTasks) -> bool:
+    """Return whether the task files of a run are on this machine, too."""
+    try:
+        return bool(task_files(named))
+    except DataError:
+        return False
+
+
 def evaluation_tasks(
-    run: RunConfig, tasks: str | Path | None, num_tasks: int | None, data: Path | None = None
+    run: RunConfig, tasks: NamedTasks | None, num_tasks: int | None, data: Path | None = None
 ) -> tuple[Task, ...]:
-    """Return the first ``num_tasks`` tasks of a file, a published set or what the run held out; None is all of them.
+    """Return the first ``num_tasks`` tasks of files, published sets or what the run held out; None is all of them.
 
     Raises:
         DataError: the file cannot be used, or more tasks are asked for than the run held out.
@@ -276,9 +286,8 @@ def evaluation_tasks(
     num_held_out, environment = run.evaluation.num_tasks, run.environment
     count = num_tasks or num_held_out
     if tasks is not None:
-        loaded = load_set(tasks, data)
-        if loaded.report.num_tasks < loaded.report.num_records:
-            logger.warning("%s", loaded.report)
+        loaded = load_sets(tasks, data)
+        logger.warning("%s", loaded.report)  # not only what is left out: how the files were read, too
         return loaded.tasks[:num_tasks]
     if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
         raise DataError(

@@ -9,6 +9,7 @@ all samples, not by one attempt, which is a coin toss for a question that is ans
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
@@ -19,7 +20,8 @@ from typing import Any
 
 from cluster.leftovers import scratch_folder
 from cluster.storage import share
-from envs.tasks.files import load_tasks
+from envs.tasks.files import read_files
+from envs.tasks.paths import NamedTasks, shown, task_files
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
@@ -34,7 +36,9 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     sampler_config,
 )
 from ragr1_actors.training.planning.preflight import check_sampler
+from ragr1_actors.training.planning.services import check_services
 
+logger = logging.getLogger(__name__)
 _TAKEN_AS = {
     "environment.tasks": "--tasks",
     "environment.eval_tasks": "--tasks",
@@ -79,7 +83,7 @@ class SelectionCounts:
 
 def select(
     source: str,
-    tasks: Path,
+    tasks: NamedTasks,
     out: Path,
     settings: SelectionSettings,
     *,
@@ -87,7 +91,7 @@ def select(
     index: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> SelectionCounts:
-    """Sample every task of a file and write the tasks worth training on, in the file's order, with their pass rates.
+    """Sample every task of some files and write the tasks worth training on, in their order, with their pass rates.
 
     Each line is a task that ``environment.tasks`` takes::
 
@@ -102,9 +106,13 @@ def select(
         FleetError: every task failed.
     """
     _check_arguments(out, settings)
-    found = load_tasks(tasks).tasks
+    files = task_files(tasks)
+    loaded = read_files(files, shown(tasks), whole=False)
+    logger.warning("%s", loaded.report)
+    found = loaded.tasks
     config = _selection_config(source, settings, overrides, index)
     check_sampler(config)
+    check_services(config)
     with session_for(config), scratch_folder() as scratch:
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
@@ -113,10 +121,12 @@ def select(
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
         raise DataError(
-            f"none of the {counts.tasks:,} tasks of {tasks} would be kept ({counts.never:,} never answered, "
+            f"none of the {counts.tasks:,} tasks of {shown(tasks)} would be kept ({counts.never:,} never answered, "
             f"{counts.always:,} always); take another policy, more --num-samples or a larger --easy-share"
         )
-    records = [_record(task, successes[task.task_id], settings.num_samples, tasks.stem) for task in kept]
+    # the reader of the new file puts that file's stem before its ids; those of several files need theirs, too
+    before = f"{files[0].source}/" if len(files) == 1 else ""
+    records = [_record(task, successes[task.task_id], settings.num_samples, before) for task in kept]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     write_file(out, lambda writing: writing.write_text(text, encoding="utf-8"))
     return counts
@@ -201,10 +211,10 @@ def _class(num_correct: int | None, settings: SelectionSettings) -> str:
     return "always" if num_correct == settings.num_samples else "easy"
 
 
-def _record(task: Task, num_correct: int, num_samples: int, stem: str) -> dict[str, Any]:
+def _record(task: Task, num_correct: int, num_samples: int, before: str) -> dict[str, Any]:
     known = {"category": task.category, "supporting_ids": list(task.supporting_ids)}
     return {
-        "id": task.task_id.removeprefix(f"{stem}/"),  # the reader of the new file puts that file's stem before it
+        "id": task.task_id.removeprefix(before),
         "question": task.question,
         "golden_answers": list(task.golden_answers),
         **{name: value for name, value in known.items() if value},

@@ -13,10 +13,11 @@ from typing import Any
 from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, REWARDS, TextEnv
 from envs.tasks.files import load_tasks
+from envs.tasks.paths import NamedTasks, task_files
 from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
@@ -50,9 +51,11 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     environment, demonstrations = config.environment, config.sft.demonstrations
-    if _is_file("environment.tasks", environment.tasks, "a task file (JSON or JSONL)", WORLD):
+    if environment.tasks != WORLD:
+        _check_tasks("environment.tasks", environment.tasks, WORLD)
         load_tasks(environment.tasks)
-    if _is_file("environment.eval_tasks", environment.eval_tasks, "a task file (JSON or JSONL)", ""):
+    if environment.eval_tasks:
+        _check_tasks("environment.eval_tasks", environment.eval_tasks)
         load_tasks(environment.eval_tasks, whole=True)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
         load_demonstrations(demonstrations, environment.query_format)
@@ -96,11 +99,13 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
-    if (policy := _policy_folder(config.policy.model)) is not None:
+    if (policy := _model_folder("policy.model", config.policy.model, "Qwen/Qwen2.5-7B", TINY)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
         check_tokenizer(config)
     retrieval = config.retrieval
+    if retrieval.reranker and needs_index(retrieval.type):
+        _model_folder("retrieval.reranker", retrieval.reranker, "cross-encoder/ms-marco-MiniLM-L6-v2")
     run = str(retrieval.options.get("run", ""))
     if retrieval.type == "replay" and is_uri(run) and "@" in run:
         raise ConfigError(
@@ -179,23 +184,24 @@ def _check_retrieval_type(name: str) -> None:
         )
 
 
-def _policy_folder(model: str) -> Path | None:
-    """Return the folder of the policy; None for ``tiny`` and hub names. ``ConfigError`` on what is none of these."""
-    path = path_of(model, TINY)
+def _model_folder(key: str, model: str, example: str, *words: str) -> Path | None:
+    """Return the folder of a model; None for a word and a hub name. ``ConfigError`` on what is none of these."""
+    path = path_of(model, *words)
     if path is None:
         return None
-    expected = "tiny, a Hugging Face folder (config.json, weights and tokenizer) or a hub name such as Qwen/Qwen2.5-7B"
+    kinds = [*words, "a Hugging Face folder (config.json, weights and tokenizer) or a hub name such as " + example]
+    expected = ", ".join(kinds)
     try:
         folder, has_config = named_folder(model), (path / "config.json").is_file()
         file = next((found for found in (path, path.parent) if found.is_file()), None)
     except OSError as error:
-        raise ConfigError(f"policy.model: {model[:80]!r}: {error.strerror}; expected {expected}") from error
+        raise ConfigError(f"{key}: {model[:80]!r}: {error.strerror}; expected {expected}") from error
     if file is not None:
-        raise ConfigError(f"policy.model: {file} is a file, expected {expected}")
+        raise ConfigError(f"{key}: {file} is a file, expected {expected}")
     if folder is not None and not has_config:
-        raise ConfigError(f"policy.model: the folder {model} holds no config.json, expected {expected}")
+        raise ConfigError(f"{key}: the folder {model} holds no config.json, expected {expected}")
     if folder is None and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
-        raise ConfigError(f"policy.model: there is no folder {model!r}, expected {expected}")
+        raise ConfigError(f"{key}: there is no folder {model!r}, expected {expected}")
     return folder
 
 
@@ -245,6 +251,14 @@ def check_tokenizer(config: SamplerConfig) -> None:
             f"{len(unused):,}",
             unused[0],
         )
+
+
+def _check_tasks(key: str, named: NamedTasks, *words: str) -> None:
+    """Raise a ``ConfigError`` that begins with ``key`` if the task files that it names are not there."""
+    try:
+        task_files(named, *words)
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
