@@ -74,13 +74,16 @@ def check_result(result: object, method: str) -> StepResult:
 
     Raises:
         TypeError: the result is not a ``StepResult`` with texts.
-        ValueError: the reward is not a finite number.
+        ValueError: the reward, or a value of ``info``, is not a finite number.
     """
     if not isinstance(result, StepResult):
         raise TypeError(f"{method} returned {result!r}, expected a StepResult")
     for text in (result.observation, result.notice):
         if not isinstance(text, str):
             raise TypeError(f"{method} gave {text!r} as observation or notice, expected text")
+    for name, value in result.info.items():
+        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"{method} gave info {{{name!r}: {value!r}}}, expected names with finite numbers")
     if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
         raise ValueError(
             f"{method} gave a reward of {result.reward!r}, expected a finite number; fix environment.reward or "

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
@@ -259,12 +259,6 @@ class ReplayRetriever:
 
 def _records(directory: Path) -> Iterator[RetrievalRecord]:
     for path in sorted(directory.glob("*.arrow")):
-        try:
-            groups = read_trajectories(path)
-        except DataError:
-            raise
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            cause = one_line(error)
-            raise DataError(f"{path} cannot be read: {cause}; restore it, or remove it from the run") from error
-        turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+        trajectories = (trajectory for group in read_trajectories(path) for trajectory in group.trajectories)
+        turns = (turn for trajectory in trajectories for turn in trajectory.turns)
         yield from (record for turn in turns for record in turn.retrievals)

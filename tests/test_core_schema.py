@@ -166,6 +166,25 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, metadata: dict[str,
         read_trajectories(path)
 
 
+def test_damage_of_any_kind_is_one_sentence_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.arrow"
+    batch = groups_to_record_batch([example_group(1)])
+    rewards = batch.schema.get_field_index("reward")
+    reasons = batch.schema.get_field_index("stop_reason")
+    for damaged in (
+        batch.remove_column(rewards),
+        batch.set_column(reasons, "stop_reason", pa.array(["zz"] * batch.num_rows)),
+        batch.set_column(rewards, "reward", pa.nulls(batch.num_rows, pa.float64())),
+    ):
+        write_trajectories(path, [damaged.replace_schema_metadata(TRAJECTORY_SCHEMA.metadata)])
+        with pytest.raises(DataError, match=r"t\.arrow cannot be read: "):
+            read_trajectories(path)
+    for content in (b"", b"ARROW1" * 9):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"t\.arrow cannot be read: "):
+            read_trajectories(path)
+
+
 def test_small_batches_become_one_and_keep_their_groups_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.arrow"
     groups = [example_group(n) for n in range(6)]

@@ -207,6 +207,8 @@ async def test_a_template_may_begin_the_turn_with_a_thought(policy_dir: Path, tm
     prompt = off.prompt_ids([Message("user", "Write <think>")])
     assert off.decode(prompt).endswith("<think>\n\n</think>\n\n")
     assert off.turn_start(prompt) == ""
+    with pytest.raises(ConfigError, match=r"policy\.template_options: got return_dict, tokenize, which transformers"):
+        load_tokenizer(folder, PolicySettings(template_options={"tokenize": False, "return_dict": 1, "date": "today"}))
 
 
 @pytest.mark.engine

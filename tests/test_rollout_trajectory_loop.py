@@ -310,6 +310,18 @@ def test_seeds_differ_by_run_trajectory_and_turn(other: tuple[int, str, int]) ->
     assert turn_seed(0, "a", 0) == turn_seed(0, "a", 0) < 2**63
 
 
+@pytest.mark.parametrize("info", [{"cost": float("nan")}, {"cost": "1"}, {3: 1.0}])
+async def test_counts_that_cannot_be_averaged_end_their_own_trajectory(info: dict[Any, Any]) -> None:
+    class Odd(SearchEnv):
+        async def submit(self, answer: str) -> StepResult:
+            return StepResult(terminated=True, info=info)
+
+    trajectory = await run([ANSWER], env_class=Odd)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "Odd.submit gave info {" in trajectory.error
+    assert trajectory.metrics == {}
+
+
 class ThinkingEnv(SearchEnv):
     """Its prompt ends as that of a reasoning model does."""
 

@@ -189,7 +189,7 @@ def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "out.jsonl"
     open_scores(path, SETTINGS)
     append_score(path, one("a"))
-    details = summarise([one("a")], path, "musique")
+    details = summarise([one("a")], path, ["musique"])
     measured = [latency([one("a")], 1), latency([one("a")], 8)]
     shown = details | {"num_trained_on": 3, "latency": [asdict(found) for found in measured]}
     print_evaluation({"em": 1.0, "num_tasks": 1}, shown)
@@ -203,7 +203,7 @@ def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.Capture
     each = "(1 questions; 9.0 tokens, 1.0 rounds, 2.0 queries each)"
     assert f"latency  0.50 s median, 0.50 s for 95 %, one at a time {each}" in printed
     assert f"latency  0.50 s median, 0.50 s for 95 %, 8 at the same time {each}" in printed
-    assert summarise([one("a")], None, "questions.json").keys() == {"intervals"}
+    assert summarise([one("a")], None, ["questions.json"]).keys() == {"intervals"}
 
 
 def test_mcnemar() -> None:

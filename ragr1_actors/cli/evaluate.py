@@ -279,20 +279,12 @@ def print_details(details: Mapping[str, Any]) -> None:
 
 def example_question(run_dir: Path) -> str:
     """Return a question of the last batch, answered with searches if any is; ``DataError`` if its file is damaged."""
-    import pyarrow as pa
-
-    from ragr1_actors.core.errors import one_line
     from ragr1_actors.core.schema import read_trajectories
 
     files = sorted((run_dir / "trajectories").glob("iteration_*.arrow"))
     if not files:
         return NO_EXAMPLE
-    try:
-        trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
-    except DataError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{files[-1]} is damaged ({one_line(error)}); delete it") from error
+    trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
     if not trajectories:
         return NO_EXAMPLE
     return max(trajectories, key=lambda t: (t.reward, t.num_queries)).task.question

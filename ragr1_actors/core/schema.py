@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 TRAJECTORIES = "trajectories"
@@ -226,13 +226,23 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
     """Read every group of a file that ``write_trajectories`` wrote.
 
     Raises:
-        DataError: the file has another format.
+        DataError: the file has another format, or is damaged so that Arrow finds it.
     """
-    with pa.memory_map(str(path)) as source:
-        reader = pa.ipc.open_file(source)
-        check_format(path, reader.schema)
-        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-    return [group for batch in batches for group in groups_from_record_batch(batch)]
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            check_format(path, reader.schema)
+            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+            for batch in batches:
+                batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
+                if lacking := [name for name in TRAJECTORY_SCHEMA.names if batch.column(name).null_count]:
+                    raise ValueError(f"nulls in {', '.join(lacking)}")
+        return [group for batch in batches for group in groups_from_record_batch(batch)]
+    except DataError:
+        raise
+    # what a flipped bit causes: nulls and other columns, and a length below 0 is Python's SystemError
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, SystemError) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 
 def _flat_list(arrays: list[NDArray[Any]], value_type: pa.DataType) -> pa.LargeListArray:

@@ -6,6 +6,7 @@ and to share a device with a learner rank ``ColocatedEngine``'s.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,12 @@ class PolicyTokenizer:
             )
         self._policy_dir = policy_dir
         self._template_options = dict(template_options)
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & template_options.keys()
+        if own:
+            raise ConfigError(
+                f"policy.template_options: got {', '.join(sorted(own))}, which transformers reads itself; expected "
+                "names that the chat template reads, such as enable_thinking"
+            )
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
