@@ -149,8 +149,7 @@ class PolicySettings(Section):
     """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 with random weights and its tokenizer, made in the
     run directory."""
     tiny: dict[str, Any] = {}
-    """Sizes of the ``tiny`` policy: ``{hidden_size: 256}``, the keys of ``TinySettings``; ``{}`` (default) suits two
-    CPU cores. Other policies ignore it."""
+    """Sizes of the ``tiny`` policy: ``{hidden_size: 256}``; ``{}`` (default) suits two CPU cores."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
     template_options: dict[str, Any] = {}
@@ -175,16 +174,11 @@ class TinySettings(Section):
     @field_validator("num_heads")
     @classmethod
     def _divides_width(cls, num_heads: int, info: ValidationInfo) -> int:
-        hidden_size = info.data.get("hidden_size")
-        if hidden_size is None:  # refused itself
-            return num_heads
-        head_size, rest = divmod(hidden_size, num_heads)
-        if rest or head_size % 2 or not head_size:
-            possible = max(4, (head_size + 1) // 2 * 2) * num_heads
-            raise ValueError(
-                f"hidden_size is {hidden_size}, expected an even multiple of the heads, such as {possible}: rotary "
-                "positions turn pairs of numbers"
-            )
+        width = info.data.get("hidden_size", 2 * num_heads)  # missing where it was refused itself
+        if width % (2 * num_heads):
+            even = max(4, (width // num_heads + 1) // 2 * 2)
+            problem = f"hidden_size is {width}, expected an even multiple of the heads, such as {even * num_heads}"
+            raise ValueError(f"{problem}: rotary positions turn pairs of numbers")
         return num_heads
 
 
