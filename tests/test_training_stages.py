@@ -232,7 +232,7 @@ def test_evaluate_refuses_what_it_cannot(idle_run: tuple[Path, RunReport, str], 
     run_dir, *_ = idle_run
     assert "neither the directory of a run nor a checkpoint" in invoke("evaluate", str(tmp_path))
     assert "the rest it was trained on" in invoke("evaluate", str(run_dir), "--num-tasks", "9")
-    assert "no task file" in invoke("evaluate", str(run_dir), "--tasks", str(tmp_path / "none.json"))
+    assert "there is no file" in invoke("evaluate", str(run_dir), "--tasks", str(tmp_path / "none.json"))
     assert invoke("evaluate", str(run_dir), "--index", str(tmp_path)).startswith("error: ")
 
 

@@ -68,7 +68,7 @@ def task_files(named: NamedTasks, *words: str) -> list[TaskFile]:
 
 
 def _paths(one: str | Path, words: Sequence[str]) -> list[Path]:
-    path, name = Path(one), shortened(str(one))
+    path, name = Path(one), shortened(str(one), 200)
     expected = " or ".join([*words, _EXPECTED])
     if one == "":
         raise DataError(f"got nothing, expected {expected}")
