@@ -63,7 +63,7 @@ class Match:
     first_share: float
     """Share of them that no other vector is as near to as their own."""
     mean_length: float
-    """Of the vectors that the file was made from."""
+    """Of the vectors that the file was made from, where the encoder's have length 1."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def adopt_index(
         )
     opened = FaissFile.open(Path(file))
     ids = opened.ids()
-    if opened.is_l2 and opened.is_lossless:  # before minutes are spent on a corpus
+    if opened.is_l2 and opened.keeps_lengths:  # before minutes are spent on a corpus
         some = opened.vectors(_spread(np.arange(opened.count) if ids is None else ids))
         _check_lengths(opened, np.linalg.norm(some, axis=1), _LENGTH_ERROR)
     name = encoder_name(encoder)
@@ -260,28 +260,34 @@ def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, 
         row_ids: the file's id of each row; None if they are the rows.
 
     Raises:
-        DataError: the file holds NaN or infinity, or does not give its vectors back.
+        DataError: the file holds NaN or infinity.
     """
     spread = _spread(np.delete(np.arange(len(corpus)), empty))
-    texts = {(p.title, p.text): row for row, p in zip(spread.tolist(), corpus.take(spread.tolist()), strict=True)}
-    rows = np.array(list(texts.values()))  # a text once: its vectors cannot be told apart
+    texts = {p.text or p.title: row for row, p in zip(spread.tolist(), corpus.take(spread.tolist()), strict=True)}
+    rows = np.array(list(texts.values()))  # a text once: its vectors may be the same
     passages = corpus.take(rows.tolist())
     vectors = file.vectors(rows if row_ids is None else row_ids[rows])
     if not np.isfinite(vectors).all():
         raise DataError(f"{file.path}: its vectors hold NaN or infinity; make the file again")
-    matches = [_match(encoder.encode_passages(passages, layout), vectors, layout) for layout in LAYOUTS]
+    matches = [
+        _match(file.transformed(encoder.encode_passages(passages, layout)), vectors, layout) for layout in LAYOUTS
+    ]
     return max(matches, key=lambda match: match.cosine)
 
 
-def _match(encoded: Floats, vectors: Floats, layout: str) -> Match:
-    """Compare the vectors of passages, of length 1, with those of a file, both ``[num_compared, dimension]``."""
-    lengths = np.linalg.norm(vectors, axis=1)
-    products = encoded @ (vectors / np.where(lengths > 0, lengths, 1)[:, None]).T
-    own = products.diagonal().copy()
-    np.fill_diagonal(products, -np.inf)
+def _match(expected: Floats, vectors: Floats, layout: str) -> Match:
+    """Compare what a file should keep of some passages with what it has kept, both ``[num_compared, width]``."""
+    expected_lengths, lengths = (np.linalg.norm(each, axis=1) for each in (expected, vectors))
+    cosines = _unit(expected, expected_lengths) @ _unit(vectors, lengths).T
+    own = cosines.diagonal().copy()
+    np.fill_diagonal(cosines, -np.inf)
     # A code is the mean of the vectors it stands for, so it is shorter than them by its cosine with them.
-    mean_length = float(lengths.sum() / max(own.sum(), np.finfo(np.float32).tiny))
-    return Match(layout, len(own), float(own.mean()), float((own > products.max(axis=1)).mean()), mean_length)
+    mean_length = lengths.sum() / max((expected_lengths * own).sum(), np.finfo(np.float32).tiny)
+    return Match(layout, len(own), float(own.mean()), float((own > cosines.max(axis=1)).mean()), float(mean_length))
+
+
+def _unit(vectors: Floats, lengths: Floats) -> Floats:
+    return np.asarray(vectors / np.where(lengths > 0, lengths, 1)[:, None], np.float32)
 
 
 def _spread(rows: Rows) -> Rows:

@@ -158,16 +158,20 @@ class FaissFile:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the vectors are those that were given, or rounded to half precision."""
+        """Whether ``vectors`` are what ``transformed`` returned, or that in half precision."""
         parts = parts_of(self.index)
-        if any(isinstance(part, faiss.IndexPreTransform) and part.index.d < part.d for part in parts):
-            return False
         refined = [part for part in parts if isinstance(part, faiss.IndexRefine)]
         last = faiss.downcast_index(refined[0].refine_index) if refined else parts[-1]
         last = faiss.downcast_index(last.storage) if isinstance(last, faiss.IndexHNSW) else last
         if isinstance(last, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer):
             return last.sq.qtype in _HALVES
         return isinstance(last, faiss.IndexFlat | faiss.IndexIVFFlat)
+
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether ``vectors`` are as long as what the file was made from."""
+        is_transformed = any(isinstance(part, faiss.IndexPreTransform) for part in parts_of(self.index))
+        return self.is_lossless and not is_transformed
 
     def index_type(self, *, ids_are_rows: bool) -> str:
         """Return the key of ``INDEX_TYPES`` that searches this file, or ``faiss``.
@@ -235,18 +239,22 @@ class FaissFile:
         return own
 
     def vectors(self, ids: Ids) -> Floats:
-        """Return the vectors of some of the ids, as far as the file has kept them: float32 ``[len(ids), dimension]``.
+        """Return the vectors of some of the ids, as far as the file has kept them: float32 ``[len(ids), width]``.
 
-        Raises:
-            DataError: faiss cannot undo an IndexPreTransform.
+        The width is ``dimension`` unless an IndexPreTransform changes it.
         """
-        try:
-            return _vectors(self.index, ids)
-        except RuntimeError as error:
-            raise DataError(
-                f"{self.path}: faiss cannot give back the vectors of {self.kind} ({_cause(error)}), so they cannot be "
-                "compared with the passages; make it without this transformation"
-            ) from error
+        return _vectors(self.index, ids)
+
+    def transformed(self, vectors: Floats) -> Floats:
+        """Return what the file would keep of vectors, but for its rounding: ``[n, dimension]`` to ``[n, width]``."""
+        for part in parts_of(self.index):
+            if isinstance(part, faiss.IndexRefine):  # its second stage has the vectors as they come
+                break
+            if isinstance(part, faiss.IndexPreTransform):
+                chain: Any = part.chain
+                for number in range(chain.size()):
+                    vectors = faiss.downcast_VectorTransform(chain.at(number)).apply(vectors)
+        return vectors
 
     def _check_kind(self) -> None:
         parts = parts_of(self.index)
@@ -283,11 +291,7 @@ def _vectors(index: Any, ids: Ids) -> Floats:
     if isinstance(index, faiss.IndexIDMap):
         return _vectors(faiss.downcast_index(index.index), _places(faiss.vector_to_array(index.id_map), ids))
     if isinstance(index, faiss.IndexPreTransform):
-        found = _vectors(faiss.downcast_index(index.index), ids)
-        chain: Any = index.chain
-        for number in reversed(range(chain.size())):
-            found = faiss.downcast_VectorTransform(chain.at(number)).reverse_transform(found)
-        return found
+        return _vectors(faiss.downcast_index(index.index), ids)
     if isinstance(index, faiss.IndexRefine):
         return _vectors(faiss.downcast_index(index.refine_index), ids)
     if type(index) in _LISTS:

@@ -473,7 +473,7 @@ class DenseRanker:
         self._dimension = manifest.dimension
         self._adopted = _AdoptedRows.open(directory, manifest)
         self._layout = manifest.layout
-        options = {**manifest.options, **(options or {})}
+        options = manifest.options | {name: value for name, value in (options or {}).items() if value}  # 0: the default
         folder = Path(shards_dir or directory)
         self._shards = [
             (
