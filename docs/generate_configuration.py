@@ -35,7 +35,13 @@ from ragr1_actors.core.config import (  # noqa: E402
 )
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
-from retrieval.indexes.manifest import INDEX_TYPES, RETRIEVER_OPTIONS, Option  # noqa: E402
+from retrieval.indexes.manifest import (  # noqa: E402
+    FOREIGN,
+    FOREIGN_OPTIONS,
+    INDEX_TYPES,
+    RETRIEVER_OPTIONS,
+    Option,
+)
 
 OUTPUT = ROOT / "docs" / "configuration.md"
 LONG_DEFAULT = 40
@@ -138,7 +144,7 @@ def _model_table(models: Iterable[type[BaseModel]], prefix: str, only: set[str] 
 
 def _index_table() -> str:
     lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
-    for name, options in INDEX_TYPES.items():
+    for name, options in {**INDEX_TYPES, FOREIGN: FOREIGN_OPTIONS}.items():
         lines += _option_rows(f"`{name}`", options)
     lines += _option_rows("every type", RETRIEVER_OPTIONS)
     return "\n".join([*lines, ""])

@@ -30,7 +30,7 @@ from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
-from retrieval.corpora.text import has_word, valid_unicode
+from retrieval.corpora.text import is_empty, valid_unicode
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
     BM25,
@@ -116,17 +116,14 @@ def build_index(
     out_dir = Path(out_dir)
     vector_type = {BM25: "", HYBRID: vector_type}.get(index_type, index_type)
     _check_types(index_type, vector_type, num_shards, options or {})
-    _check_free(out_dir)
-    if index_type == BM25:
-        encoder = ""
-    elif (folder := named_folder(encoder, STATIC)) is not None:
-        encoder = str(folder.resolve())  # the index may be opened from another working directory
+    check_free(out_dir)
+    encoder = "" if index_type == BM25 else encoder_name(encoder)
     arguments = BuildArguments(encoder, index_type, vector_type, num_shards, dict(options or {}), seed)
     try:
-        with _work_directory(out_dir, arguments, restart) as directory:
+        with work_directory(out_dir, asdict(arguments), restart) as directory:
             _Build(directory, arguments, workers, progress).run(passages)
     except OSError as error:
-        raise _as_user_error(error, out_dir) from error
+        raise as_user_error(error, out_dir) from error
     return out_dir
 
 
@@ -142,6 +139,12 @@ def index_info(directory: str | Path) -> dict[str, Any]:
     return {**asdict(manifest), "version": manifest.version, "bytes": num_bytes}
 
 
+def encoder_name(encoder: str) -> str:
+    """Return what a manifest says of an encoder: of a folder its whole path, as an index is opened from anywhere."""
+    folder = named_folder(encoder, STATIC)
+    return encoder if folder is None else str(folder.resolve())
+
+
 def _check_types(index_type: str, vector_type: str, num_shards: int, options: Mapping[str, Any]) -> None:
     known = (*INDEX_TYPES, BM25, HYBRID)
     if index_type not in known:
@@ -154,7 +157,8 @@ def _check_types(index_type: str, vector_type: str, num_shards: int, options: Ma
         raise ConfigError(f"got {num_shards} shards for an index of type {index_type!r}, expected {expected}")
 
 
-def _as_user_error(error: OSError, out_dir: Path) -> UserError:
+def as_user_error(error: OSError, out_dir: Path) -> UserError:
+    """Return what to say where a file of an index could not be written."""
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
@@ -198,31 +202,18 @@ class _Build:
         def filled() -> Iterator[Passage]:
             nonlocal num_empty, num_filled
             for passage in passages:
-                if has_word(passage.title) or has_word(passage.text):
+                if is_empty(passage):
+                    num_empty += 1
+                else:
                     num_filled += 1
                     yield passage
-                else:
-                    num_empty += 1
             if num_empty and not num_filled:
                 raise DataError(f"none of the {num_empty:,} passages has a letter or a digit; give another corpus")
 
-        with self._bar("reading passages", None) as advance:
-            self._write_or_compare(_counted(filled(), advance))
+        with bar("reading passages", None, hidden=not self.progress) as advance:
+            write_or_compare(counted(filled(), advance), self.directory)
         if num_empty:
             self._note(f"{num_empty:,} passages without a letter or a digit are left out")
-
-    def _write_or_compare(self, passages: Iterator[Passage]) -> None:
-        if not (self.directory / CORPUS_FILE).is_file():
-            write_corpus(passages, self.directory)
-            return
-        # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
-        pairs = zip_longest(passages, Corpus.open(self.directory))
-        for row, (given, kept) in enumerate(pairs):
-            if given is None or kept is None or _texts(given) != _texts(kept):
-                raise DataError(
-                    f"{self.directory} is of a build of other passages: number {row + 1} differs; build to another "
-                    "directory, or remove this one, or use restart"
-                )
 
     def _load(self, name: str) -> Encoder:
         from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
@@ -265,11 +256,11 @@ class _Build:
         if not missing:
             return  # the vectors may be removed already
         done = len(corpus) - sum(len(store.rows(number)) for number in store.missing())
-        with self._bar("encoding passages", len(corpus), done) as advance:
+        with bar("encoding passages", len(corpus), done, hidden=not self.progress) as advance:
             fill_store(store, self.directory, encoder, self.workers, advance)
         from retrieval.indexes.vector_index import VectorIndex  # with faiss, which an inverted index does not need
 
-        with self._bar("building shards", len(shards), len(shards) - len(missing)) as advance:
+        with bar("building shards", len(shards), len(shards) - len(missing), hidden=not self.progress) as advance:
             for path, rows in missing:
                 vectors = StoredVectors(store, rows.start, rows.stop)
                 partial = path.with_name(f"{path.name}{_PARTIAL}")
@@ -285,8 +276,8 @@ class _Build:
         if folder.is_dir():
             return
         partial = folder.with_suffix(_PARTIAL)
-        with self._bar("indexing words", len(corpus)) as advance:
-            build_bm25(map(bm25_text, _counted(corpus, advance)), partial)
+        with bar("indexing words", len(corpus), hidden=not self.progress) as advance:
+            build_bm25(map(bm25_text, counted(corpus, advance)), partial)
         _publish(partial / BM25_FOLDER, folder)
         partial.rmdir()
 
@@ -325,18 +316,39 @@ class _Build:
             for number, (start, stop) in enumerate(pairwise(ends))
         ]
 
-    @contextmanager
-    def _bar(self, title: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show a bar, and yield what is to be called with the number of things that were done since the last call.
 
-        ``total`` is None where it is not known; ``done`` of them were done before.
-        """
-        with progress_bar(Console(), hidden=not self.progress) as progress:
-            task = progress.add_task(title, total=total, completed=done)
-            yield lambda number: progress.advance(task, number)
+@contextmanager
+def bar(title: str, total: int | None, done: int = 0, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a bar, and yield what is to be called with the number of things that were done since the last call.
+
+    ``total`` is None where it is not known; ``done`` of them were done before.
+    """
+    with progress_bar(Console(), hidden=hidden) as progress:
+        task = progress.add_task(title, total=total, completed=done)
+        yield lambda number: progress.advance(task, number)
 
 
-def _counted(passages: Iterable[Passage], advance: Callable[[int], None]) -> Iterator[Passage]:
+def write_or_compare(passages: Iterator[Passage], directory: Path) -> None:
+    """Write the corpus of an index under construction; where an interrupted call has done so, compare the passages.
+
+    Raises:
+        DataError: as ``write_corpus``, or they are others.
+    """
+    if not (directory / CORPUS_FILE).is_file():
+        write_corpus(passages, directory)
+        return
+    # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
+    pairs = zip_longest(passages, Corpus.open(directory))
+    for row, (given, kept) in enumerate(pairs):
+        if given is None or kept is None or _texts(given) != _texts(kept):
+            raise DataError(
+                f"{directory} is of a build of other passages: number {row + 1} differs; build to another directory, "
+                "or remove this one, or use restart"
+            )
+
+
+def counted(passages: Iterable[Passage], advance: Callable[[int], None]) -> Iterator[Passage]:
+    """Pass passages on, and tell ``advance`` of each."""
     for passage in passages:
         yield passage
         advance(1)
@@ -359,7 +371,7 @@ def building_dir(out_dir: str | Path) -> Path:
     return absolute.with_name(f"{absolute.name}.building")
 
 
-def _check_free(out_dir: Path) -> None:
+def check_free(out_dir: Path) -> None:
     """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise DataError(f"{out_dir} exists already and is not overwritten; remove it or choose another directory")
@@ -371,9 +383,10 @@ def _has_costly_work(directory: Path) -> bool:
 
 
 @contextmanager
-def _work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> Iterator[Path]:
+def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = False) -> Iterator[Path]:
     """Lock ``building_dir(out_dir)``, and rename it to ``out_dir`` once the block has filled it.
 
+    ``arguments`` are all that its content depends on beside the passages, as JSON.
     If the block fails, a directory with vectors in it is kept, so that the next build continues. A directory with only
     the corpus is kept if the block was interrupted, and removed if the build was refused.
     """
@@ -383,7 +396,7 @@ def _work_directory(out_dir: Path, arguments: BuildArguments, restart: bool) -> 
         _lock(lock.fileno(), directory, out_dir)
         is_begun = not restart and _is_begun(directory, arguments)
         try:
-            _check_free(out_dir)
+            check_free(out_dir)
             if not is_begun:
                 _begin(directory, arguments)
             yield directory
@@ -408,7 +421,7 @@ def _lock(descriptor: int, directory: Path, out_dir: Path) -> None:
         raise DataError(f"another process has just built {out_dir}; choose another directory")
 
 
-def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
+def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
     """Whether a build of these arguments left something there. Raises ``DataError`` where one of others did."""
     path = directory / ARGUMENTS_FILE
     if not path.is_file():  # it did not come far enough to say what it is
@@ -417,7 +430,6 @@ def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
         kept = read_json_as(dict[str, Any], path)
     except DataError:
         kept = {}
-    wanted = asdict(arguments)
     if kept == wanted:
         return True
     differing = [f"{key} {kept.get(key)!r}, now {wanted[key]!r}" for key in wanted if kept.get(key) != wanted[key]]
@@ -427,10 +439,10 @@ def _is_begun(directory: Path, arguments: BuildArguments) -> bool:
     )
 
 
-def _begin(directory: Path, arguments: BuildArguments) -> None:
+def _begin(directory: Path, arguments: Mapping[str, Any]) -> None:
     for path in directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != _LOCK_FILE:
             path.unlink()
-    write_file(directory / ARGUMENTS_FILE, lambda writing: write_json(writing, asdict(arguments)))
+    write_file(directory / ARGUMENTS_FILE, lambda writing: write_json(writing, dict(arguments)))

@@ -121,33 +121,54 @@ def _exact_recall(
     else:
         source = f"{count} passages encoded again"
         starts = range(0, count, _BLOCK)
-        blocks = (ranker.encoder.encode_passages(retriever.corpus[start : start + _BLOCK]) for start in starts)
-    truth = _search_exactly(_counted(blocks, count, count_of), vectors, max(_KS), num_threads)
+        blocks = (
+            (
+                np.arange(start, min(start + _BLOCK, count)),
+                ranker.encode_passages(retriever.corpus[start : start + _BLOCK]),
+            )
+            for start in starts
+        )
+    filled = _filled(_counted(blocks, count, count_of), ranker.empty_rows)
+    truth = _search_exactly(filled, vectors, max(_KS), num_threads)
     found = ranker.rank([""] * len(vectors), max(_KS), vectors).rows
     recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in _KS}
     return {**recalls, "exact_queries": len(vectors), "exact_vectors": source}
 
 
-def _counted(blocks: Iterable[NDArray[np.float32]], num_passages: int, count: CountOf) -> Iterator[NDArray[np.float32]]:
+_Block = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Rows of the corpus, ``[n]``, and their vectors, ``[n, dimension]``."""
+
+
+def _counted(blocks: Iterable[_Block], num_passages: int, count: CountOf) -> Iterator[_Block]:
     """Pass blocks on, and count the passages of those that were used."""
     done = 0
     for block in blocks:
         yield block
-        done += len(block)
+        done += len(block[0])
         count("searched exactly", done, num_passages)
 
 
+def _filled(blocks: Iterable[_Block], empty_rows: NDArray[np.int64]) -> Iterator[_Block]:
+    """Pass blocks on without some rows, given ascending."""
+    for rows, vectors in blocks:
+        is_filled = ~np.isin(rows, empty_rows)
+        if is_filled.all():
+            yield rows, vectors
+        elif is_filled.any():
+            yield rows[is_filled], vectors[is_filled]
+
+
 def _search_exactly(
-    blocks: Iterable[NDArray[np.float32]], queries: NDArray[np.float32], k: int, num_threads: int
+    blocks: Iterable[_Block], queries: NDArray[np.float32], k: int, num_threads: int
 ) -> NDArray[np.int64]:
     """Return the nearest rows, ``[len(queries), min(k, count)]``, holding one block of the vectors at a time."""
     from retrieval.indexes.vector_index import VectorIndex
 
-    start, best = 0, list[Ranking]()
-    for block in blocks:
-        scores, rows = VectorIndex.build([block], block.shape[1], count=len(block)).search(queries, k, num_threads)
-        best = [merge_rankings([*best, Ranking(scores, rows + start)], k)]
-        start += len(block)
+    best = list[Ranking]()
+    for rows, vectors in blocks:
+        index = VectorIndex.build([vectors], vectors.shape[1], count=len(vectors))
+        scores, places = index.search(queries, k, num_threads)
+        best = [merge_rankings([*best, Ranking(scores, rows[places])], k)]
     return best[0].rows
 
 

@@ -1,4 +1,4 @@
-"""The commands ``ragr1 index ...``: build, inspect, search, measure and serve an index."""
+"""The commands ``ragr1 index ...``: build, adopt, inspect, search, measure and serve an index."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 _COUNTED_AT_ONCE = 1000
 
-app = typer.Typer(cls=Group, help="Build, search, measure and serve an index.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Build, adopt, search, measure and serve an index.", no_args_is_help=True)
 
 IndexArgument = Annotated[Path, typer.Argument(help="An index directory.")]
 TasksOption = Annotated[
     list[str], typer.Option("--tasks", help="A task file, a folder of them or a quoted pattern; repeatable.")
 ]
+FormatOption = Annotated[str, typer.Option("--format", help="Format of the corpus; auto recognises it.")]
 OptionsOption = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="Option of the index type, such as ef_search=256; repeatable."),
@@ -56,7 +57,7 @@ def build(
         str, typer.Option("--encoder", help="static, or a sentence-transformers folder or hub name.")
     ] = "static",
     vector_type: Annotated[str, typer.Option("--vectors", help="Type of the dense part of a hybrid index.")] = "flat",
-    corpus_format: Annotated[str, typer.Option("--format", help="Format of the corpus; auto recognises it.")] = "auto",
+    corpus_format: FormatOption = "auto",
     split_words: Annotated[
         int, typer.Option("--split-words", min=0, help="Split passages into this many words; 0: do not split.")
     ] = 0,
@@ -104,6 +105,35 @@ def build(
         raise typer.Exit(exit_status(interrupt)) from None
     info = index_info(out)
     print_line(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}")
+
+
+@app.command("adopt")
+def adopt(
+    file: Annotated[Path, typer.Argument(help="A file of faiss.write_index; it is not changed.")],
+    corpus: Annotated[Path, typer.Option("--corpus", help="The corpus file that it was made from.")],
+    encoder: Annotated[
+        str, typer.Option("--encoder", help="The encoder that made it: a sentence-transformers folder or hub name.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
+    corpus_format: FormatOption = "auto",
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the file; else it gets a hard link.")] = False,
+) -> None:
+    """Make an index of a FAISS file that was made elsewhere; some hundred passages are compared with its vectors."""
+    from retrieval.adopt import adopt_index
+    from retrieval.build import index_info
+    from retrieval.corpora.readers import read_passages
+
+    adoption = adopt_index(file, read_passages(corpus, corpus_format=corpus_format), out, encoder=encoder, copy=copy)
+    match, info = adoption.match, index_info(out)
+    print_line(
+        f"{adoption.kind}: {match.num_compared} passages written as {match.layout!r} have a mean cosine of "
+        f"{match.cosine:.4f} with their vectors, and {match.first_share:.1%} are nearest to their own"
+    )
+    if adoption.num_empty:
+        print_line(f"{adoption.num_empty:,} passages without a letter or a digit are never found")
+    print_line(
+        f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}, searched as type {info['index_type']}"
+    )
 
 
 @app.command("info")

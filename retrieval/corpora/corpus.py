@@ -121,6 +121,14 @@ class Corpus(Sequence[Passage]):
         wanted = pa.array(list(ids), pa.large_string())
         return set(self.ids.filter(pc.is_in(self.ids, value_set=wanted)).to_pylist())
 
+    def whole_ids(self) -> NDArray[np.int64] | None:
+        """Return the ids as whole numbers, ``[len(self)]``; None if one of them is none."""
+        try:
+            numbers: NDArray[np.int64] = pc.cast(self.ids, pa.int64()).to_numpy()
+        except pa.ArrowInvalid:
+            return None
+        return numbers
+
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
         """Return ``{id: title}`` of those of some ids that passages have, after one pass over all ids."""
         wanted = pa.array(list(ids), pa.large_string())

@@ -123,6 +123,21 @@ def has_word(text: str) -> bool:
     return _WORD.search(text) is not None
 
 
+LAYOUTS = ('"{title}"\n{text}', "{title}\n{text}", "{title} {text}", "{text}", "{title}\n{title}\n{text}")
+"""How passages are written for an encoder: ``contents`` of Search-R1's and FlashRAG's files, title and text on lines of
+their own or on one line, the text alone, and what `ragr1 index build` writes for its static encoder."""
+
+
+def laid_out(passage: Passage, layout: str) -> str:
+    """Return a passage written in one of ``LAYOUTS``; one without a title is its text alone, as in those files."""
+    return layout.format(title=passage.title, text=passage.text) if passage.title else passage.text
+
+
+def is_empty(passage: Passage) -> bool:
+    """Return whether a passage has no letter and no digit: its vector says nothing, and may be near any query."""
+    return not (has_word(passage.title) or has_word(passage.text))
+
+
 def stem_word(word: str) -> str:
     """Return the stem of a word of ``split_words`` (``"cities"`` -> ``"citi"``), or ``""`` for a stop word."""
     return "" if word in STOP_WORDS else _STEMMER.stemWord(word)

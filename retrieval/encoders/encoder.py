@@ -30,7 +30,7 @@ from ragr1_actors.core.files import fingerprint_file
 from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.models.model_code import find_code
 from retrieval.base import Passage
-from retrieval.corpora.text import valid_unicode
+from retrieval.corpora.text import laid_out, valid_unicode
 from retrieval.encoders.families import STATIC_POOLING, EncoderPlan, plan_encoder
 from retrieval.encoders.static import StaticModel
 
@@ -144,13 +144,19 @@ class Encoder:
         """
         return self.embed(self._tokenize(queries, self.plan.query_prompt))
 
-    def encode_passages(self, passages: list[Passage]) -> NDArray[np.float32]:
-        """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; errors as above."""
-        return self.embed(self.tokenize_passages(passages))
+    def encode_passages(self, passages: list[Passage], layout: str = "") -> NDArray[np.float32]:
+        """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; errors as above.
 
-    def tokenize_passages(self, passages: list[Passage]) -> TokenizedTexts:
+        ``layout``: one of ``LAYOUTS``; empty is title and text on lines of their own.
+        """
+        return self.embed(self.tokenize_passages(passages, layout))
+
+    def tokenize_passages(self, passages: list[Passage], layout: str = "") -> TokenizedTexts:
         """Do the part of ``encode_passages`` that does not use the model; any number of threads may."""
-        texts = [passage_text(passage, self._title_repeats) for passage in passages]
+        if layout:
+            texts = [laid_out(passage, layout) for passage in passages]
+        else:
+            texts = [passage_text(passage, self._title_repeats) for passage in passages]
         return self._tokenize(texts, self.plan.passage_prompt)
 
     def embed(self, tokens: TokenizedTexts) -> NDArray[np.float32]:

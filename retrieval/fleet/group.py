@@ -175,6 +175,10 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
             f"retrieval.num_shards: got {settings.num_shards} over an index of type {manifest.index_type!r}, of which "
             "only vectors can be cut over actors; set it to 1"
         )
+    if settings.num_shards > 1 and manifest.is_adopted:
+        raise ConfigError(
+            f"retrieval.num_shards: got {settings.num_shards}, but an adopted index is one file; set it to 1"
+        )
     if settings.num_shards > max(1, len(manifest.shards)):
         raise ConfigError(
             f"retrieval.num_shards: got {settings.num_shards}, but the index has {len(manifest.shards)}; lower it, or "

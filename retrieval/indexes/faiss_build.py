@@ -93,6 +93,11 @@ def build_faiss_index(
     return index
 
 
+def usual_probes(num_lists: int) -> int:
+    """Return how many of its lists a query looks into where nobody has said."""
+    return min(max(_LEAST_PROBES, num_lists // 16), num_lists)
+
+
 def half_precision_lists(index: Any) -> Any:
     """Return a copy of an ``ivf`` index in half precision, which shares its centroids and must not outlive it.
 
@@ -143,7 +148,7 @@ def _make_index(index_type: str, dimension: int, values: Mapping[str, int]) -> A
         return _with_bytes(faiss.index_factory(dimension, codes, metric), values["refine_factor"])
     num_lists = values["num_lists"]
     lists: Any = faiss.index_factory(dimension, f"IVF{num_lists},{'Flat' if index_type == 'ivf' else codes}", metric)
-    lists.nprobe = min(values["num_probes"] or max(_LEAST_PROBES, num_lists // 16), num_lists)
+    lists.nprobe = min(values["num_probes"] or usual_probes(num_lists), num_lists)
     lists.cp.min_points_per_centroid = 1  # faiss warns of few points on stderr
     return lists if index_type == "ivf" else _with_bytes(lists, values["refine_factor"])
 

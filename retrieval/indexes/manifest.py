@@ -8,6 +8,7 @@
       encoder/              only with ``static``: the encoder made from the corpus
       shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
       bm25/                 the inverted index                  (bm25 and hybrid)
+      rows.npy, empty.npy   of an adopted index, where needed: ``ROWS_FILE``, ``EMPTY_FILE``
 
 Imports no faiss: a recipe's options are checked without it.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
 from ragr1_actors.core.files import fingerprint_file
+from retrieval.corpora.text import LAYOUTS
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
@@ -35,9 +37,16 @@ BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
 ENCODER_LIST = f"{ENCODER_FOLDER}/{LIST_FILE}"
 """What is in the folder of the encoder, which ``Encoder.load`` compares."""
+ROWS_FILE = "rows.npy"
+"""int64 ``[2, count]``: the ids that the FAISS file has for its vectors, ascending, and the corpus row of each. Without
+this file the ids are the rows."""
+EMPTY_FILE = "empty.npy"
+"""int64 ``[n]``, ascending: corpus rows without a letter or a digit, which are never found."""
 BM25 = "bm25"
 HYBRID = "hybrid"
 FLAT = "flat"
+FOREIGN = "faiss"
+"""The type of an adopted file that is none of ``INDEX_TYPES``: it is searched by faiss, as it is."""
 GPU_TYPES = (FLAT, "fp16")
 """Types whose vectors a GPU scans in half precision, with torch."""
 
@@ -51,6 +60,12 @@ def _inside(name: str) -> str:
     if path.is_absolute() or ".." in path.parts or name in ("", "."):
         raise ValueError("it leads out of the index directory")
     return name
+
+
+def _known_layout(layout: str) -> str:
+    if layout not in ("", *LAYOUTS):
+        raise ValueError(f"not one of {LAYOUTS}")
+    return layout
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -103,14 +118,14 @@ class Manifest:
     """What an index directory holds, and which encoder its vectors need."""
 
     index_type: str
-    """A key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``."""
+    """A key of ``INDEX_TYPES``, ``bm25``, ``hybrid`` or ``faiss``."""
     count: int
     """Passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file except the shards: the inverted index, and the list of the encoder's."""
+    """Every other file except the shards: the inverted index, the list of the encoder's, those of an adopted index."""
     metric: str = ""
-    """``inner_product``, of vectors of length 1. Empty for ``bm25``, and so are all fields below."""
+    """``inner_product``, of vectors of length 1, but for an adopted index. Empty for ``bm25``, as all fields below."""
     vector_type: str = ""
     """The type of the vectors: that of the dense part of a ``hybrid`` index, else ``index_type``."""
     encoder: str = ""
@@ -122,6 +137,10 @@ class Manifest:
     passage_prompt: str = ""
     dimension: int = 0
     shards: tuple[Shard, ...] = ()
+    layout: Annotated[str, AfterValidator(_known_layout)] = ""
+    """Of an adopted index: how its passages were written for the encoder, one of ``LAYOUTS``. Else empty."""
+    options: dict[str, int] = field(default_factory=dict)
+    """Of an adopted index: the options of its search, where a retriever is given none."""
 
     @property
     def version(self) -> str:
@@ -129,12 +148,18 @@ class Manifest:
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
         parts += [shard.file.fingerprint for shard in self.shards]
         parts += [file.fingerprint for file in self.files if file.name != ENCODER_LIST]  # its encoder is in it
+        parts += [f"{name}={value}" for name, value in sorted(self.options.items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     @property
     def is_dense(self) -> bool:
         """Whether the index has vectors."""
         return bool(self.shards)
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the vectors are a FAISS file that was made elsewhere."""
+        return bool(self.layout)
 
     @property
     def has_bm25(self) -> bool:
@@ -232,6 +257,13 @@ INDEX_TYPES: dict[str, dict[str, Option]] = {
 }
 """Ways to keep vectors, by the names that users type, and the options of each."""
 
+FOREIGN_OPTIONS = {
+    "num_probes": INDEX_TYPES["ivf"]["num_probes"],
+    "ef_search": INDEX_TYPES["hnsw"]["ef_search"],
+    "refine_factor": _REFINE_FACTOR,
+}
+"""Options of an adopted file of type ``faiss``; each needs the part of the file that it is for."""
+
 RETRIEVER_OPTIONS: dict[str, Option] = {
     "rerank_candidates": Option(20, 1, "passages per query that a reranker orders again"),
     "fusion_depth": Option(100, 1, "passages of each ranking that a hybrid index fuses"),
@@ -242,15 +274,16 @@ RETRIEVER_OPTIONS: dict[str, Option] = {
 def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]:
     """Check options by name and value, and return the value of every option of the type, by default its own default.
 
-    The type is a key of ``INDEX_TYPES`` (for ``hybrid``, that of its vectors) or ``bm25``; the options are its own or
-    of ``RETRIEVER_OPTIONS``.
+    The type is a key of ``INDEX_TYPES`` (for ``hybrid``, that of its vectors), ``faiss`` or ``bm25``; the options are
+    its own or of ``RETRIEVER_OPTIONS``.
 
     Raises:
         ConfigError: an unknown type, an unknown option, or an illegal value.
     """
-    if index_type != BM25 and index_type not in INDEX_TYPES:
+    types = {**INDEX_TYPES, FOREIGN: FOREIGN_OPTIONS, BM25: {}}
+    if index_type not in types:
         raise ConfigError(f"unknown index type {index_type!r}{nearest(index_type, INDEX_TYPES)}")
-    known = RETRIEVER_OPTIONS if index_type == BM25 else {**INDEX_TYPES[index_type], **RETRIEVER_OPTIONS}
+    known = {**types[index_type], **RETRIEVER_OPTIONS}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"unknown option {name!r} of index type {index_type!r}{nearest(name, known)}")

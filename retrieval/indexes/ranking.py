@@ -66,6 +66,13 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     return best_of(scores, np.concatenate([ranking.rows for ranking in rankings], axis=1), k)
 
 
+def without_rows(ranking: Ranking, rows: NDArray[np.int64], k: int) -> Ranking:
+    """Take some rows, given ascending, out of a ranking, and keep ``k``; as deep as ``k`` and the ranking allow."""
+    if not rows.size:
+        return Ranking(ranking.scores[:, :k], ranking.rows[:, :k])
+    return best_of(ranking.scores, np.where(np.isin(ranking.rows, rows), ABSENT, ranking.rows), k)
+
+
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     """Make one ranking of several over the same rows by reciprocal rank fusion, which does not read their scores.
 

@@ -9,12 +9,15 @@ Imports faiss, as ``faiss_build`` does.
     flat, fp16, sq8   a scan of every vector        from the vectors kept (flat: as they were given)
     pq, ivf_pq        a scan of 2-bit codes         from bytes: what the codes leave over, or the vector itself
     ivf, hnsw         some lists, a graph           not again: faiss's own scores are float32
+    faiss             whatever the file has         not again
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError, RetrievalError, one_line
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, one_line
 from retrieval.indexes.faiss_build import (
     CODED,
     CodedParts,
@@ -32,10 +35,23 @@ from retrieval.indexes.faiss_build import (
     decode_bytes,
     half_precision_lists,
 )
-from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, GPU_TYPES, Manifest, Shard, parse_options
-from retrieval.indexes.ranking import ABSENT, SPARE, Ranking, best_of, merge_rankings
+from retrieval.indexes.faiss_file import parts_of, without_id_maps
+from retrieval.indexes.manifest import (
+    EMPTY_FILE,
+    ENCODER_FOLDER,
+    FLAT,
+    FOREIGN,
+    FOREIGN_OPTIONS,
+    GPU_TYPES,
+    ROWS_FILE,
+    Manifest,
+    Shard,
+    parse_options,
+)
+from retrieval.indexes.ranking import ABSENT, SPARE, Ranking, best_of, merge_rankings, without_rows
 
 if TYPE_CHECKING:
+    from retrieval.base import Passage
     from retrieval.encoders.encoder import Encoder
 
 Rows = NDArray[np.int64]
@@ -48,6 +64,7 @@ LEAST_CANDIDATES = 64
 """Least candidates of a compressed index for any ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
 _PRODUCT_FROM = 4
 """Queries from which decoding vectors for a matrix product beats faiss's scan, which decodes them for each query."""
+_SEARCHED_BY_FAISS = ("ivf", "hnsw", FOREIGN)
 _MAX_GPU_K = 2048
 """faiss-gpu's own limit, of results and of lists that a query looks into."""
 
@@ -98,12 +115,15 @@ class VectorIndex:
     def __init__(
         self, index: Any, index_type: str, *, device: str = "cpu", options: Mapping[str, Any] | None = None
     ) -> None:
-        """Wrap a faiss index of a type of ``INDEX_TYPES``.
+        """Wrap a faiss index of a type of ``INDEX_TYPES``, or of an adopted one: an IndexIDMap may be around it.
 
         Raises:
             DataError: another kind of faiss index.
-            ConfigError: an unknown option, or no GPU.
+            ConfigError: an unknown option, one that the index has no part for, or no GPU.
         """
+        self._owner = index
+        """Of all parts: if it goes, faiss frees them."""
+        index, self._ids = without_id_maps(index)
         if not isinstance(index, _FAISS_CLASSES[index_type]):
             raise DataError(
                 f"got a faiss index of kind {type(index).__name__}, expected one that `ragr1 index build` makes for "
@@ -213,7 +233,19 @@ class VectorIndex:
         if k == 0 or not len(queries):
             return Ranking(np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64))
         # torch warns about memory that it may not write to, such as a message's
-        return best_of(*self._find(np.require(queries, np.float32, ["C", "W"]), k), k)
+        scores, rows = self._find(np.require(queries, np.float32, ["C", "W"]), k)
+        return best_of(scores, self._named(rows), k)
+
+    def blocks(self) -> Iterator[tuple[Rows, Floats]]:
+        """Yield all vectors, float32 ``[n, dimension]``, with what ``search`` returns for each, ``[n]``."""
+        start = 0
+        for block in self.scanner.blocks():
+            yield self._named(np.arange(start, start + len(block))), block
+            start += len(block)
+
+    def _named(self, rows: Rows) -> Rows:
+        """Return the ids of an IndexIDMap for what was inside of it."""
+        return rows if self._ids is None else np.where(rows == ABSENT, ABSENT, self._ids[rows])
 
 
 class _FullScan(Scanner):
@@ -285,20 +317,32 @@ class _CodeScan(Scanner):
 
 
 class _FaissSearch(Scanner):
-    """The results of faiss itself: ``ivf`` and ``hnsw``."""
+    """The results of faiss itself: ``ivf``, ``hnsw`` and ``faiss``."""
 
-    is_lossless = True
-
-    def __init__(self, index: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, index: Any, index_type: str, options: Mapping[str, Any]) -> None:
         super().__init__(index)
-        self._ef_search = (
-            int(options.get("ef_search", index.hnsw.efSearch)) if isinstance(index, faiss.IndexHNSW) else 0
-        )
+        self.is_lossless = index_type != FOREIGN
+        parts = parts_of(index)
+        self._graphs = [part for part in parts if isinstance(part, faiss.IndexHNSW)]
+        self._refines = [part for part in parts if isinstance(part, faiss.IndexRefine)]
+        lists = [part for part in parts if isinstance(part, faiss.IndexIVF)]
+        for name, users in zip(FOREIGN_OPTIONS, (lists, self._graphs, self._refines), strict=True):
+            if name in options and not users:
+                raise ConfigError(
+                    f"option {name!r}: the index, {' of '.join(type(part).__name__ for part in parts)}, has no part "
+                    "for it; leave it out"
+                )
+        for part in lists:
+            _set_probes(part, options)
+        for refine in self._refines:
+            refine.k_factor = options.get("refine_factor", refine.k_factor)
+        self._ef_search = [options.get("ef_search", part.hnsw.efSearch) for part in self._graphs]
 
     def find(self, queries: Floats, k: int) -> Ranking:
-        if self._ef_search:
-            self._index.hnsw.efSearch = max(self._ef_search, k)
-        return Ranking(*self._index.search(queries, k))
+        depth = k * max((math.ceil(part.k_factor) for part in self._refines), default=1)
+        for part, ef_search in zip(self._graphs, self._ef_search, strict=True):
+            part.hnsw.efSearch = max(ef_search, depth)
+        return _as_products(self._index, *self._index.search(queries, k))
 
     def vectors(self, rows: Rows) -> Floats:
         # The rows are consecutive: faiss's lists have no row numbers, so it reads all of them once.
@@ -321,7 +365,13 @@ class _GpuLists:
     def find(self, queries: Floats, k: int) -> Ranking:
         if max(k, self._index.nprobe) > _MAX_GPU_K:
             return self._cpu.find(queries, k)
-        return Ranking(*self._index.search(queries, k))
+        return _as_products(self._index, *self._index.search(queries, k))
+
+
+def _as_products(index: Any, scores: Floats, rows: Rows) -> Ranking:
+    """Return inner products for squared distances between vectors of length 1, which an adopted index may give."""
+    is_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
+    return Ranking(scores if is_product else np.float32(1) - np.float32(0.5) * scores, rows)
 
 
 _FAISS_CLASSES: dict[str, Any] = {
@@ -332,16 +382,50 @@ _FAISS_CLASSES: dict[str, Any] = {
     "ivf": faiss.IndexIVFFlat,
     "ivf_pq": faiss.IndexPreTransform,
     "hnsw": faiss.IndexHNSWFlat,
+    FOREIGN: faiss.Index,
 }
 
 
 def _make_scanner(index: Any, index_type: str, options: Mapping[str, Any]) -> Scanner:
-    lists = CodedParts.of(index).base if index_type == "ivf_pq" else index
-    if options.get("num_probes") and index_type in ("ivf", "ivf_pq"):
-        lists.nprobe = min(options["num_probes"], lists.nlist)
+    if index_type == "ivf_pq":
+        _set_probes(CodedParts.of(index).base, options)
     if index_type in CODED:
         return _CodeScan(index, options)
-    return _FaissSearch(index, options) if index_type in ("ivf", "hnsw") else _FullScan(index)
+    return _FaissSearch(index, index_type, options) if index_type in _SEARCHED_BY_FAISS else _FullScan(index)
+
+
+def _set_probes(lists: Any, options: Mapping[str, Any]) -> None:
+    lists.nprobe = min(options.get("num_probes") or lists.nprobe, lists.nlist)
+
+
+@dataclass(frozen=True)
+class _AdoptedRows:
+    """Which corpus rows the vectors of an adopted index belong to, and which rows are never found."""
+
+    ids: Rows | None
+    """Ascending; None if they are the rows."""
+    rows: Rows | None
+    """``[len(ids)]``"""
+    empty: Rows
+    """Ascending."""
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest) -> _AdoptedRows:
+        """Map the files that the manifest names, if any."""
+        arrays = {
+            file.name: np.load(directory / file.name, mmap_mode="r")
+            for file in manifest.files
+            if file.name in (ROWS_FILE, EMPTY_FILE)
+        }
+        ids, rows = arrays.get(ROWS_FILE, (None, None))
+        return cls(ids, rows, arrays.get(EMPTY_FILE, np.zeros(0, np.int64)))
+
+    def of(self, ids: Rows) -> Rows:
+        """Return the rows of some ids, of any shape; ``ABSENT`` stays."""
+        if self.ids is None or self.rows is None:
+            return ids
+        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(ids == ABSENT, ABSENT, self.rows[places])
 
 
 class DenseRanker:
@@ -366,7 +450,7 @@ class DenseRanker:
             directory: made by ``build_index``; ``manifest`` is its manifest.
             num_threads: of the search. Torch's threads are set by the host process.
             device: ``cpu`` or ``cuda``, of encoder and index.
-            options: of the search; see ``INDEX_TYPES``.
+            options: of the search; see ``INDEX_TYPES`` and ``FOREIGN_OPTIONS``.
             shards: numbers of the shards to open; by default all.
             load_encoder: without one, ``rank`` needs vectors.
             encoder_dir: see ``open_encoder``.
@@ -387,6 +471,9 @@ class DenseRanker:
             raise DataError(f"{directory}: its shards do not hold {manifest.count} vectors; build the index again")
         self._num_threads = num_threads
         self._dimension = manifest.dimension
+        self._adopted = _AdoptedRows.open(directory, manifest)
+        self._layout = manifest.layout
+        options = manifest.options | {name: value for name, value in (options or {}).items() if value}  # 0: the default
         folder = Path(shards_dir or directory)
         self._shards = [
             (
@@ -411,10 +498,20 @@ class DenseRanker:
         """Whether the index keeps the vectors as they were given."""
         return all(index.scanner.is_lossless for _, index in self._shards)
 
-    def blocks(self) -> Iterator[Floats]:
-        """Yield the vectors of a lossless index, float32 ``[n, dimension]`` each, in row order."""
-        for _, index in self._shards:
-            yield from index.scanner.blocks()
+    def encode_passages(self, passages: list[Passage]) -> Floats:
+        """Encode passages as those of the index were: float32 ``[len(passages), dimension]``."""
+        return self.encoder.encode_passages(passages, self._layout)
+
+    @property
+    def empty_rows(self) -> Rows:
+        """The rows of an adopted index that are never found, ascending."""
+        return self._adopted.empty
+
+    def blocks(self) -> Iterator[tuple[Rows, Floats]]:
+        """Yield all vectors of a lossless index, float32 ``[n, dimension]``, and their rows, ``[n]``."""
+        for start, index in self._shards:
+            for ids, vectors in index.blocks():
+                yield self._adopted.of(ids + start), vectors
 
     def rank(self, queries: list[str], k: int, vectors: Floats | None = None) -> Ranking:
         """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Ranker.rank``.
@@ -432,16 +529,32 @@ class DenseRanker:
             )
         if not np.isfinite(vectors).all():
             raise RetrievalError("a query's vector holds NaN or infinity; the encoder is broken, so check its files")
-        found = []
-        for start, index in self._shards:
-            scores, rows = index.search(vectors, k, self._num_threads)
-            found.append(Ranking(scores, np.where(rows == ABSENT, ABSENT, rows + start)))
-        ranking = merge_rankings(found, k)
+        ranking = self._filled(vectors, k)
         # Every row is equally near to the zero vector: no evidence is better than the first k rows.
         unknown = ~np.any(vectors, axis=1)
         ranking.rows[unknown] = ABSENT
         ranking.scores[unknown] = -np.inf
         return ranking
+
+    def _filled(self, vectors: Floats, k: int) -> Ranking:
+        """Search deeper until each query has ``k`` rows beside the empty ones, or there are no more."""
+        empty = self.empty_rows
+        depth = k + min(SPARE, len(empty))
+        while True:
+            found = self._search(vectors, depth)
+            kept = without_rows(found, empty, k)
+            is_cut = (kept.rows == ABSENT).any(axis=1) & (found.rows[:, -1] != ABSENT)
+            if depth >= k + len(empty) or not is_cut.any():
+                return kept
+            depth = min(2 * depth, k + len(empty))
+
+    def _search(self, vectors: Floats, k: int) -> Ranking:
+        found = []
+        for start, index in self._shards:
+            scores, rows = index.search(vectors, k, self._num_threads)
+            found.append(Ranking(scores, np.where(rows == ABSENT, ABSENT, rows + start)))
+        ranking = merge_rankings(found, k)
+        return ranking if self._adopted.ids is None else best_of(ranking.scores, self._adopted.of(ranking.rows), k)
 
 
 def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu", encoder_dir: str = "") -> Encoder:
