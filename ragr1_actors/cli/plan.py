@@ -11,7 +11,6 @@ from rich.table import Table
 
 from ragr1_actors.cli import JsonOption, console, print_json, print_line
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.resolve import named_folder
 
 if TYPE_CHECKING:
     from ragr1_actors.training.planning.plan import Machine, Plan
@@ -36,6 +35,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
+    from ragr1_actors.core.resolve import named_folder
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.planning.micro_batch import choose_micro_batch
     from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
