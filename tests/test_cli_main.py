@@ -371,7 +371,7 @@ TOO_MANY = ["learners.num_learners=4096", "learners.num_gpus_per_learner=1"]
         (["train", "quickstart", "environment.tasks=BROKEN"], "error: BROKEN, line 2: not a JSON object"),
         (["ask", "nowhere", "Where?"], "error: nowhere is neither the directory of a run nor a checkpoint"),
         (["evaluate", "nowhere"], "error: nowhere is neither the directory of a run nor a checkpoint"),
-        (["evaluate", "RUN", "--tasks", "none.json"], "error: no task file none.json; give"),
+        (["evaluate", "RUN", "--tasks", "none.json"], "error: there is no file none.json, expected"),
     ],
 )
 def test_what_is_refused_is_refused_before_slow_imports(
