@@ -95,6 +95,11 @@ class Placement:
             return self._seat("learner ranks", rank, self._config.learners.label_selector)
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank)}
 
+    @property
+    def spare_cpus(self) -> int:
+        """CPUs that no actor of the run reserves on the node of the first learner rank; 0 where no node is planned."""
+        return self._plan.spare_cpus("learner ranks")
+
     def runner_options(self, index: int) -> Mapping[str, Any]:
         """``ActorOptions`` of env runners."""
         if self._shares_devices:

@@ -108,6 +108,14 @@ class PlacementPlan:
         """Return the ids of the nodes of the actors 0, 1, ... of a role."""
         return [node.node_id for row in self.rows if row.demand.role == role for node in row.seats]
 
+    def spare_cpus(self, role: str) -> int:
+        """Return the CPUs that no actor reserves on the node of a role's first actor; 0 if it finds no place."""
+        seats = [(node, row.demand) for row in self.rows for node in row.seats]
+        own = next((node for node, demand in seats if demand.role == role), None)
+        if own is None:
+            return 0
+        return int(own.num_cpus - sum(demand.num_cpus for node, demand in seats if node == own) + _EPSILON)
+
     @property
     def missing(self) -> str:
         """Which actors find no place, and why; empty if all find one."""

@@ -163,9 +163,13 @@ def _answer(thought: str, answer: str) -> str:
 def evidence_demonstration(task: Task, max_queries: int, query_format: QueryFormat = "lines") -> list[str]:
     """Write a demonstration for a task of a file: search for its evidence, then give its answer.
 
-    The queries are ``task.supporting_ids``, which are titles here, if there are any, else the question itself.
+    The queries are those of ``task.plan``, round by round; without one ``task.supporting_ids``, which are titles here,
+    if there are any, else the question itself.
     """
-    names = [" ".join(name.split()) for name in task.supporting_ids or (task.question,)]
-    rounds = _rounds(names, max_queries, query_format)
-    turns = [_search("find evidence", queries, query_format) for queries in rounds]
+    planned = task.plan or (task.supporting_ids or (task.question,),)
+    turns: list[str] = []
+    for number, names in enumerate(planned):
+        queries = [" ".join(name.split()) for name in names]
+        thought = f"found {' , '.join(queries)}" if number else "find evidence"
+        turns += [_search(thought, part, query_format) for part in _rounds(queries, max_queries, query_format)]
     return [*turns, _answer("found", task.golden_answers[0])]

@@ -86,16 +86,19 @@ class _BrokenRankError(FleetError):
 class LearnerGroup:
     """All learner ranks. Every method returns when every rank has returned."""
 
-    def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None) -> None:
+    def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None, spare_cpus: int = 0) -> None:
         """Start the actors of ``config.learners``; with ``num_learners = 0`` the learner is in this process.
 
-        ``actor_options`` returns the Ray options of a rank's actor, such as its placement.
+        ``actor_options`` returns the Ray options of a rank's actor, such as its placement. ``spare_cpus`` are those of
+        its node that no actor reserves: a single rank that reserves none uses as many threads.
 
         Raises:
             FleetError: an actor did not start.
         """
         self.config = config
         self._actor_options = actor_options
+        is_alone = config.learners.num_learners == 1 and not config.learners.num_cpus_per_learner
+        self._spare_cpus = spare_cpus if is_alone else 0
         self._fault_tolerance = read_fault_tolerance(config.debugging)
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
@@ -149,7 +152,8 @@ class LearnerGroup:
         )(LearnerWorker)
         for rank in range(settings.num_learners):
             options = self._actor_options(rank) if self._actor_options is not None else {}
-            self._actors.append(actor_class.options(**options).remote(self.config, rank, settings.num_learners))
+            arguments = (self.config, rank, settings.num_learners, self._spare_cpus)
+            self._actors.append(actor_class.options(**options).remote(*arguments))
         self._heartbeats = [
             Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, self._fault_tolerance.hang_timeout_s)
             for actor in self._actors
@@ -400,9 +404,10 @@ def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
 class LearnerWorker:
     """One learner rank: the class of the group's Ray actors, and the learner of a group without actors."""
 
-    def __init__(self, config: RunConfig, rank: int = 0, world_size: int = 1) -> None:
-        """Store the rank; nothing heavy is imported yet."""
+    def __init__(self, config: RunConfig, rank: int = 0, world_size: int = 1, spare_cpus: int = 0) -> None:
+        """Store the rank; nothing heavy is imported yet. ``spare_cpus`` are used besides those that Ray reserves."""
         self._config = config
+        self._spare_cpus = spare_cpus
         self._rank = rank
         self._world_size = world_size
         self._learner: Learner | None = None
@@ -416,7 +421,8 @@ class LearnerWorker:
         The store listens from now on: another process could take a port that was only looked up. Torch reads the number
         of threads once.
         """
-        threads = self._config.debugging.num_threads or max(1, int(self._config.learners.num_cpus_per_learner))
+        reserved = int(self._config.learners.num_cpus_per_learner)
+        threads = self._config.debugging.num_threads or max(1, reserved + self._spare_cpus)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         import ray
         import torch

@@ -28,6 +28,19 @@ def planned(nodes: Sequence[Node], **sections: dict[str, Any]) -> PlacementPlan:
     return plan(actor_demands(resolve(sections), has_index=True), nodes)
 
 
+def test_spare_cpus_are_those_that_no_actor_of_the_node_reserves() -> None:
+    sections: dict[str, Any] = {
+        "env_runners": {"num_env_runners": 3, "num_cpus_per_env_runner": 2},
+        "retrieval": {"num_cpus_per_retriever": 0.5},
+        "learners": {"num_cpus_per_learner": 0, "label_selector": {"role": "learner"}},
+    }
+    one = [Node("a", 8, labels={"role": "learner"})]
+    assert planned(one, **sections).spare_cpus("learner ranks") == 1  # 8 - 3 * 2 - 0.5
+    two = [Node("a", 5.5, labels={"role": "learner"}), Node("b", 16)]
+    assert planned(two, **sections).spare_cpus("learner ranks") == 1  # two runners and the retriever are on a
+    assert planned([Node("b", 16)], **sections).spare_cpus("learner ranks") == 0
+
+
 # -- demands -----------------------------------------------------------------------------------------------------------
 
 

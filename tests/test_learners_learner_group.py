@@ -345,3 +345,13 @@ def test_an_error_on_one_rank_is_one_error(ray_local: ModuleType, policy_dir: Pa
     assert group.is_stopped
     with pytest.raises(FleetError, match="stopped"):
         group.get_weights()
+
+
+def test_a_single_rank_without_reserved_cpus_uses_the_spare_ones(ray_local: ModuleType, policy_dir: Path) -> None:
+    pickle_by_value(ray_local, __name__)
+    group = LearnerGroup(make_config(learners={"num_learners": 1, "num_cpus_per_learner": 0}), spare_cpus=3)
+    try:
+        group.build("sft", policy_dir)
+        assert group.foreach_learner(lambda learner: torch.get_num_threads()) == [3]
+    finally:
+        group.stop()

@@ -32,6 +32,7 @@ from typing import Any
 
 from envs.tasks.formats import listed, plain_fields, read_aliases, shape_of, squad_questions, table_rows
 from envs.tasks.paths import NamedTasks, TaskFile, shown, task_files
+from envs.tasks.rounds import search_rounds
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.fault_report import MAX_PLACES, FaultCounts, described, described_faults
 from ragr1_actors.core.files import opened
@@ -382,12 +383,14 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
     if not isinstance(local_id, str | int):
         raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a number")
     category = next((fields[key] for key in _CATEGORY_KEYS if isinstance(fields.get(key), str)), "")
+    titles = _supporting_ids(record)
     task = Task(
         task_id=f"{source}/{local_id}",
         question=question.strip(),
         golden_answers=_answers(record, whole),
         category=category,
-        supporting_ids=_supporting_ids(record),
+        supporting_ids=titles,
+        plan=search_rounds(question, titles, fields),
     )
     try:
         "".join((task.task_id, question, *task.golden_answers, category, *task.supporting_ids)).encode()

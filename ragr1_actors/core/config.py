@@ -378,7 +378,7 @@ class LearnerSettings(Section):
     num_learners: int = Field(1, ge=0)
     """Learner ranks, each an actor; 0 learns in the driver. Name and meaning of 0: RLlib."""
     num_cpus_per_learner: float = Field(1, ge=0)
-    """CPUs that Ray reserves per learner rank. Default: RLlib."""
+    """CPUs that Ray reserves per learner rank; at 0 a single rank takes those its node has left. Default: RLlib."""
     num_gpus_per_learner: float = Field(0, ge=0, le=1)
     """GPUs that Ray reserves per learner rank; at most 1. Default: RLlib."""
     placement: Literal["pack", "spread"] = "pack"
@@ -530,7 +530,7 @@ class DebuggingSettings(Section):
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of everything random in a run but the generated world."""
     num_threads: int = Field(0, ge=0)
-    """Torch threads per env runner and learner rank; 0 (default) takes as many as Ray reserves CPUs for the actor."""
+    """Threads per env runner, engine included, and per learner rank; 0 (default): the CPUs that Ray reserves for it."""
     trackers: list[Literal["wandb", "mlflow"]] = []
     """Where the metrics go besides the run directory: Weights & Biases, MLflow or both."""
     fault_tolerance: dict[str, Any] = {}

@@ -57,11 +57,11 @@ class EnvRunnerActor:
         If the actor was restarted and shares its device with a learner, which may be using it, ``catch_up`` builds the
         runner.
         """
+        num_threads = config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # processes of the engine, as vLLM's, inherit it
         import torch
 
-        torch.set_num_threads(
-            config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
-        )
+        torch.set_num_threads(num_threads)
         self._load = partial(EnvRunner.load, config, policy, retriever, version)
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
         with beating():

@@ -160,7 +160,7 @@ class Algorithm:
             started.callback(placement.remove)
             sampler = Sampler(config, policy, workspace.index_dir, placement, place.share)
             started.callback(sampler.stop)
-            learners = LearnerGroup(config, placement.learner_options)
+            learners = LearnerGroup(config, placement.learner_options, placement.spare_cpus)
             started.callback(learners.stop)
             algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
             started.pop_all()  # ``algorithm.stop`` ends them from now on
