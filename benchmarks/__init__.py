@@ -9,6 +9,7 @@ from __future__ import annotations
 BENCHMARKS = {
     "gpu": "benchmarks.learner.gpu",
     "learner": "benchmarks.learner.ratios",
+    "real": "benchmarks.real.ratios",
     "retrieval": "benchmarks.retrieval.ratios",
     "rollout": "benchmarks.rollout.ratios",
     "scale": "benchmarks.scale.ratios",

@@ -15,7 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 from benchmarks.rollout.fleet import PacedScripts
 from envs.base import EnvContext, TextEnv
@@ -242,14 +249,30 @@ async def converse(
     return turns
 
 
-@pytest.mark.parametrize(("max_rows", "temperature"), [(64, 1.0), (3, 0.7)])
+@pytest.fixture(scope="module")
+def grouped_dir(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of ``policy_dir``, and a model of six heads over two of keys and values."""
+    folder = tmp_path_factory.mktemp("grouped") / "policy"
+    shutil.copytree(policy_dir, folder)
+    config = AutoConfig.from_pretrained(policy_dir)
+    config.update({"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("policy", "max_rows", "temperature"),
+    [("policy_dir", 64, 1.0), ("policy_dir", 3, 0.7), ("grouped_dir", 64, 1.0), ("grouped_dir", 3, 0.7)],
+)
 @pytest.mark.engine
 async def test_logprobs_are_the_models_own_in_any_batch_and_with_any_cache(
-    policy_dir: Path, tokenizer: PolicyTokenizer, max_rows: int, temperature: float
+    request: pytest.FixtureRequest, tokenizer: PolicyTokenizer, policy: str, max_rows: int, temperature: float
 ) -> None:
-    engine = make_engine(policy_dir, tokenizer, max_rows)
+    folder: Path = request.getfixturevalue(policy)
+    engine = make_engine(folder, tokenizer, max_rows)
     conversations = await asyncio.gather(*(converse(engine, tokenizer, i, temperature) for i in range(20)))
-    model = AutoModelForCausalLM.from_pretrained(policy_dir).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     for turns in conversations:
         for prompt, completion in turns:
             logprobs = reference_logprobs(model, prompt + completion.token_ids, temperature)

@@ -376,7 +376,7 @@ def check_env(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="gpu, learner, retrieval, rollout, scale or view")],
+    name: Annotated[str, typer.Argument(help="gpu, learner, real, retrieval, rollout, scale or view")],
     as_json: JsonLinesOption = False,
     only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this metric only.")] = None,
     repeats: Annotated[

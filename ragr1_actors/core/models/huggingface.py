@@ -16,6 +16,7 @@ with quick_imports():
 
 __all__ = [
     "AttentionInterface",
+    "AttentionMaskInterface",
     "AutoModelForCausalLM",
     "Cache",
     "CacheLayerMixin",
@@ -23,11 +24,14 @@ __all__ = [
     "PretrainedConfig",
     "Qwen2Config",
     "Qwen2ForCausalLM",
+    "sdpa_attention_forward",
+    "sdpa_mask",
 ]
 
 with quick_imports(), hidden("scipy", "sklearn", "boto3", checks=(is_scipy_available, is_sklearn_available)):
     from transformers import (
         AttentionInterface,
+        AttentionMaskInterface,
         AutoModelForCausalLM,
         Cache,
         PretrainedConfig,
@@ -36,3 +40,5 @@ with quick_imports(), hidden("scipy", "sklearn", "boto3", checks=(is_scipy_avail
         Qwen2ForCausalLM,
     )
     from transformers.cache_utils import CacheLayerMixin
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask

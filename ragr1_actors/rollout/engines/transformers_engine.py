@@ -30,6 +30,7 @@ from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
+from ragr1_actors.rollout.engines.grouped_attention import use_grouped_attention
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
@@ -54,6 +55,7 @@ class TransformersEngine:
                 f"the layers of {type(model).__name__} keep a state beside keys and values, which the transformers "
                 "engine cannot hold per trajectory; set env_runners.engine to vllm"
             )
+        use_grouped_attention(model)
         self.model: PreTrainedModel = model.to(settings.device).eval()
         self.version = settings.version
         """Policy version of the weights in ``model``; while these are being updated, of the weights before."""

@@ -1,0 +1,84 @@
+"""Markdown tables of the runs ``runs/real/NAME_seed*``: ``python -m benchmarks.real.results NAME ...``.
+
+Of every stage and type of question: exact match, F1, search rounds and queries, with 95 % intervals of the bootstrap
+over the answers of all seeds. With two names, the paired difference of the second to the first after RL, question by
+question and seed by seed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks.real.runs import ROOT, Answered, FinishedRun
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.runs.scores import Interval, TaskScore, bootstrap
+
+MEASURES = ("em", "f1", "rounds", "queries")
+HEADING = "| stage | type | answers | EM | F1 | rounds | queries |\n|---|---|---|---|---|---|---|"
+
+
+def main(names: Sequence[str], root: Path = ROOT) -> None:
+    """Print the tables."""
+    found = {name: finished(name, root) for name in names}
+    for name, runs in found.items():
+        minutes = fmean(one.report["wall_s"] for one in runs) / 60
+        peak = max(one.report["peak_rss_bytes"] for one in runs) / 1e9
+        print(f"\n### {name}: {len(runs)} seeds, {minutes:.0f} minutes each, {peak:.1f} GB at the peak\n")
+        print(HEADING)
+        for stage in [one["stage"] for one in runs[0].report["stages"]]:
+            print("\n".join(rows(stage, [one.scores(stage) for one in runs])))
+    if len(found) == 2:
+        first, second = found.values()
+        print(f"\n{names[1]} less {names[0]}, after RL:")
+        for measure, interval in paired(first, second).items():
+            print(f"- {measure}: {shown(interval, '+')}")
+
+
+def finished(name: str, root: Path) -> list[FinishedRun]:
+    """The runs of a name that ended, in the order of their seeds; ``DataError`` if there is none."""
+    found = [FinishedRun(path.parent) for path in sorted(root.glob(f"{name}_seed*/report.json"))]
+    if not found:
+        raise DataError(f"no run {root / name}_seed* has ended; train it with: ragr1 bench real")
+    return found
+
+
+def rows(stage: str, answers: Sequence[Answered]) -> list[str]:
+    """The rows of a table: of each type of question, of all, and of all but those whose answer is yes or no."""
+    parts = {kind: [one for one in answers if one.category == kind] for kind in sorted({a.category for a in answers})}
+    parts["all"] = list(answers)
+    if any(one.is_yes_no for one in answers):
+        parts["all but yes and no"] = [one for one in answers if not one.is_yes_no]
+    return [_row(stage, name, [one.score for one in part]) for name, part in parts.items()]
+
+
+def _row(stage: str, category: str, scores: Sequence[TaskScore]) -> str:
+    intervals = [bootstrap(np.asarray([getattr(one, name) for one in scores], np.float64)) for name in MEASURES]
+    return f"| {stage} | {category} | {len(scores)} | " + " | ".join(map(shown, intervals)) + " |"
+
+
+def paired(first: Sequence[FinishedRun], second: Sequence[FinishedRun]) -> dict[str, Interval]:
+    """The differences of the second to the first over the questions that both answered with the same seed."""
+    pairs: list[tuple[TaskScore, TaskScore]] = []
+    for one, other in zip(first, second, strict=False):
+        theirs = {answered.score.task_id: answered.score for answered in other.answers("rl")}
+        ours = [answered.score for answered in one.answers("rl")]
+        pairs += [(score, theirs[score.task_id]) for score in ours if score.task_id in theirs]
+    return {
+        name: bootstrap(np.asarray([getattr(b, name) - getattr(a, name) for a, b in pairs], np.float64))
+        for name in MEASURES
+    }
+
+
+def shown(interval: Interval, sign: str = "") -> str:
+    """``.843 (.803-.883)``."""
+    mean, low, high = (f"{value:{sign}.3f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} ({low} to {high})"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Runs of a recipe with several seeds, and what their evaluations answered. A finished run is read, not repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measurement import log
+from benchmarks.real.two_wiki import is_yes_no
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.runs.scores import TaskScore, score
+
+ROOT = Path("runs/real")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question of an evaluation, and how it was answered."""
+
+    category: str
+    is_yes_no: bool
+    """Whether the answer is yes or no."""
+    score: TaskScore
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The run directory of a run that ended."""
+
+    path: Path
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.path / "report.json").read_text())
+
+    def answers(self, stage: str) -> list[Answered]:
+        """What the evaluation after a stage, ``start``, ``sft`` or ``rl``, answered."""
+        groups = read_trajectories(self.path / "trajectories" / f"eval_{stage}.arrow")
+        return [
+            Answered(one.task.category, is_yes_no(one.task.golden_answers[0]), score(one))
+            for group in groups
+            for one in group.trajectories
+        ]
+
+    def evaluated(self, stage: str, measure: str) -> float:
+        """The mean of a measure after a stage: ``evaluated("rl", "em")``."""
+        return next(one["eval"][measure] for one in self.report["stages"] if one["stage"] == stage)
+
+
+def train(recipe: str, name: str, overrides: Sequence[str], seed: int, root: Path = ROOT) -> FinishedRun:
+    """Train a recipe to the end, or read the run that did; one that was interrupted goes on.
+
+    Raises:
+        UserError: the run failed; its own message is on the terminal.
+    """
+    path = root / f"{name}_seed{seed}"
+    if not (path / "report.json").is_file():
+        log(f"{path}: ragr1 train {recipe} {' '.join(overrides)} debugging.seed={seed}")
+        command = [sys.executable, "-m", "ragr1_actors", "train", recipe, *overrides, f"debugging.seed={seed}"]
+        ended = subprocess.run([*command, "--run-dir", str(path), "--auto-resume"], stdout=sys.stderr)
+        if ended.returncode:
+            raise UserError(f"the run {path} ended with {ended.returncode}; mend what it says and measure again")
+    return FinishedRun(path)
