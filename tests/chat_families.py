@@ -1,8 +1,8 @@
-"""Chat templates of published model families: their texts (``chat_families.json``), and tiny tokenizers that write them.
+"""Chat templates of published model families: their texts, in ``chat_families.json``, and tiny tokenizers to test with.
 
-The published templates are not in this repository: what each writes of some conversations is, with the place where it was
-read. The templates here are worded anew and must write the same. To add a conversation or a family, complete the file
-but for ``texts``, and render each family's published template:
+The published templates are not in this repository. What each writes of some conversations is, with the place where it
+was read; the templates here are worded anew and must write the same. To add a conversation or a family, complete the
+file but for ``texts``, and render the published template of each family:
 
     python tests/chat_families.py qwen3 published_qwen3.jinja
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -132,14 +134,50 @@ def sentencepiece_with_blank(added: list[str]) -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (byte_level, sentencepiece, sentencepiece_with_blank)}
+def byte_level_with_blank(added: list[str]) -> Tokenizer:
+    """Return a tokenizer as RoBERTa's: a text begins with a blank."""
+    tokenizer = byte_level(added)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
 
 
-def write_family(folder: Path, name: str, *, template: bool = True, **changed: Any) -> Path:
-    """Write the tokenizer of a family into a new ``folder`` and return it; ``changed`` are keys of its configuration."""
+def sentencepiece_less_blank(added: list[str]) -> Tokenizer:
+    """Return a tokenizer that puts no blank before a text, but decoding takes one away."""
+    tokenizer = sentencepiece_with_blank(added)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
+def metaspace(added: list[str], prepend_scheme: Literal["always", "first"]) -> Tokenizer:
+    """Return a tokenizer as Llama 2's in newer files, in which one rule stands for normalizer and decoder."""
+    tokenizer = sentencepiece(added)
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=prepend_scheme, split=False)]
+    )
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[list[str]], Tokenizer]] = {
+    "byte_level": byte_level,
+    "byte_level_with_blank": byte_level_with_blank,
+    "sentencepiece": sentencepiece,
+    "sentencepiece_with_blank": sentencepiece_with_blank,
+    "sentencepiece_less_blank": sentencepiece_less_blank,
+    "metaspace_first": partial(metaspace, prepend_scheme="first"),
+    "metaspace_always": partial(metaspace, prepend_scheme="always"),
+}
+
+
+def write_family(folder: Path, name: str, *, kind: str = "", model_type: str = "", **changed: Any) -> Path:
+    """Write the tokenizer of a family into a new ``folder`` and return it.
+
+    ``kind`` and ``model_type`` replace the family's, ``changed`` keys of the tokenizer's configuration.
+    """
     described = FAMILIES[name]["tokenizer"]
     contents = [token["content"] for token in described["added_tokens"]]
-    tokenizer = KINDS[described["kind"]](contents)
+    tokenizer = KINDS[kind or described["kind"]](contents)
     tokenizer.add_tokens([AddedToken(t["content"], normalized=False) for t in described["added_tokens"]])
     tokenizer.add_special_tokens(
         [AddedToken(t["content"], normalized=False, special=True) for t in described["added_tokens"] if t["special"]]
@@ -154,9 +192,8 @@ def write_family(folder: Path, name: str, *, template: bool = True, **changed: A
     keys = ("tokenizer_class", "bos_token", "eos_token")
     settings = {key: described[key] for key in keys} | {"clean_up_tokenization_spaces": False} | changed
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"model_type": described["model_type"]}))
-    if template:
-        (folder / "chat_template.jinja").write_text(TEMPLATES[name], encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type or described["model_type"]}))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name], encoding="utf-8")
     return folder
 
 
