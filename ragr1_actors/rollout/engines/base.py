@@ -102,6 +102,9 @@ class PolicyTokenizer:
             )
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # whatever tokenizer.json says
+        self._backend.no_padding()
+        self._pieces = _for_pieces(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._control = control_tokens(self._added.values())
@@ -119,19 +122,16 @@ class PolicyTokenizer:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; nothing is added, and the names of control tokens in it are plain text.
+        """Return the token ids of a text that others precede; the names of control tokens in it are plain text.
 
-        The protocol's tags are the tokenizer's own tokens, if it has them, special or not.
+        Nothing is added, no blank either. The protocol's tags are the tokenizer's own tokens, if it has them, special
+        or not.
         """
-        ids = self._encode(text)
+        ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         if self._unwanted_ids.isdisjoint(ids):
             return ids
-        plain: list[int] = self._plain_backend.encode(text, add_special_tokens=False).ids
+        plain: list[int] = self._plain_pieces.encode(text, add_special_tokens=False).ids
         return plain
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
 
     def defuse(self, text: str) -> str:
         """Return a document or a question without tags and control tokens, for a prompt: ``"(|im_end|)"``."""
@@ -146,15 +146,15 @@ class PolicyTokenizer:
         return is_control and bool(token.content.strip()) and not ANY_TAG.fullmatch(token.content)
 
     @cached_property
-    def _plain_backend(self) -> Any:
+    def _plain_pieces(self) -> Any:
         """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one.
 
         This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
         """
-        described = json.loads(self._backend.to_str())
+        described = json.loads(self._pieces.to_str())
         for token in described["added_tokens"]:
             token["special"] = token["id"] in self._unwanted_ids
-        plain = type(self._backend).from_str(json.dumps(described))
+        plain = type(self._pieces).from_str(json.dumps(described))
         plain.encode_special_tokens = True  # as text
         return plain
 
@@ -182,15 +182,16 @@ class PolicyTokenizer:
     @cached_property
     def _first_ids(self) -> list[int]:
         """What the tokenizer puts before any text: nothing, or the start of sequence."""
-        plain, whole = self._encode(_CONTENT), list(self._tokenizer(_CONTENT)["input_ids"])
+        plain = self._backend.encode(_CONTENT, add_special_tokens=False).ids
+        whole: list[int] = self._backend.encode(_CONTENT).ids
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:start]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without those that end a turn; other special tokens are text as sampled."""
+        """Return what token ids add to a text before them; those that end a turn add nothing, other special ones do."""
         ends = self.eos_token_ids
         kept = token_ids if ends.isdisjoint(token_ids) else [token for token in token_ids if token not in ends]
-        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        text: str = self._pieces.decode(kept, skip_special_tokens=False)
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -204,7 +205,8 @@ class PolicyTokenizer:
             ConfigError: the chat template refuses the messages.
         """
         if self._tokenizer.chat_template is None:
-            return [*self._first_ids, *self._encode("\n".join(message.content for message in messages) + "\n")]
+            text = "\n".join(message.content for message in messages) + "\n"
+            return [*self._first_ids, *self._backend.encode(text, add_special_tokens=False).ids]
         ids: list[int] = self._apply_template(messages, tokenize=True, add_generation_prompt=True)
         return ids
 
@@ -244,15 +246,52 @@ class PolicyTokenizer:
         """Return the ids of the tokens whose text contains any of some characters, or may contain a part of one.
 
         That text is what a token adds to a text before it: vocabularies write blanks and other bytes than ASCII in
-        letters of their own, and some tokenizers drop a blank at the start of a text.
+        letters of their own.
         """
         before = self.encode("a")
         ids = list(self._tokenizer.get_vocab().values())
-        texts = self._backend.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=False)
+        texts = self._pieces.decode_batch([[*before, token_id] for token_id in ids], skip_special_tokens=False)
         start, wanted = len(self.decode(before)), set(characters)
         if not all(map(str.isascii, characters)):
             wanted.add("\ufffd")  # the text of a part of a character
         return frozenset(i for i, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text[start:]))
+
+
+def _for_pieces(backend: Any) -> Any:
+    """Return a tokenizer for texts that others precede: the given one, or a copy without its blanks.
+
+    Tokenizers of Llama 2's kind put a blank before each text and take it away in decoding. That is right for a whole
+    text only: the pieces of a trajectory would get or lose one wherever two of them meet.
+    """
+
+    def is_exact(text: str) -> bool:
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return bool(backend.decode([*ids, *ids], skip_special_tokens=False) == text + text)
+
+    if is_exact("a") and is_exact(" a"):
+        return backend
+    described = json.loads(backend.to_str())
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        described[part] = _without_first_blank(described[part])
+    return type(backend).from_str(json.dumps(described))
+
+
+def _without_first_blank(part: Any) -> Any:
+    """Return a part of a tokenizer.json that neither puts a blank before a text nor takes one; None if that was all."""
+    match part:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return part | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return part | {"add_prefix_space": False}
+        case {"type": "Strip", "content": _}:  # the decoder; a normalizer of that name has no content
+            return part | {"start": 0}
+        case {"type": "Sequence"}:
+            return {key: _without_first_blank(value) for key, value in part.items()}
+        case list():
+            return [kept for each in part if (kept := _without_first_blank(each)) is not None]
+    return part
 
 
 def load_tokenizer(policy_dir: str | Path, policy: PolicySettings) -> PolicyTokenizer:
