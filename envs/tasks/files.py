@@ -387,7 +387,7 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
         question=question.strip(),
         golden_answers=_answers(record, whole),
         category=category,
-        supporting_ids=_supporting_ids(record),
+        supporting_ids=supporting_ids(record),
     )
     try:
         "".join((task.task_id, question, *task.golden_answers, category, *task.supporting_ids)).encode()
@@ -420,8 +420,8 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _supporting_ids(record: Record) -> tuple[str, ...]:
-    """Titles of the supporting facts: the passage ids of a corpus keyed by title."""
+def supporting_ids(record: Record) -> tuple[str, ...]:
+    """Titles of the supporting facts: the passage ids of a corpus keyed by title; ``record`` has ``plain_fields``."""
     facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids"))
     if facts is None:
         paragraphs = record.fields.get("paragraphs")  # MuSiQue's
