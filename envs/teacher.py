@@ -8,7 +8,8 @@ RAG-R1, LLaMA-Factory  ``{"instruction", "input", "output"}``; ``input`` holds t
 
 A file is a JSON list, or one object per line. The question is that of the key ``question``, or what follows "Question:"
 in the first message of the user, or all of that message. Gold answers and supporting passages are those of a task file;
-without gold answers the teacher's own counts. What the teacher retrieved is left out: its searches are asked again when the demonstration is played.
+without gold answers the teacher's own counts. What the teacher retrieved is left out: its searches are asked again when
+the demonstration is played.
 RAG-R1 cuts every trajectory into one record per turn; those that end with a search are the beginnings of another one.
 
 Other tags are written as ours::

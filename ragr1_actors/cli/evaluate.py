@@ -212,8 +212,9 @@ def check_request(
     from envs.tasks.published_sets import load_sets
     from ragr1_actors.runs.scores import read_scores
     from ragr1_actors.training.evaluation.evaluated_policy import open_policy
+    from ragr1_actors.training.planning.gpus import check_gpus
 
-    open_policy(request)
+    check_gpus(open_policy(request).config)
     if tasks:
         load_sets(tasks, data)
     if against is not None:

@@ -168,7 +168,8 @@ def train(
             removed_if_unused,
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
-        from ragr1_actors.training.planning.preflight import check_gpus, check_names
+        from ragr1_actors.training.planning.gpus import check_gpus
+        from ragr1_actors.training.planning.preflight import check_names
         from ragr1_actors.training.planning.services import check_services
 
     if warning := stop_warning():
@@ -477,8 +478,9 @@ def main() -> None:
 def _begin(config: RunConfig, place: Place) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
     from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.training.planning.gpus import check_gpus
     from ragr1_actors.training.planning.micro_batch import fit_micro_batch
-    from ragr1_actors.training.planning.preflight import check_gpus, check_names, check_room
+    from ragr1_actors.training.planning.preflight import check_names, check_room
     from ragr1_actors.training.planning.services import check_services
 
     check_names(config)

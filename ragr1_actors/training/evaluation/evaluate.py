@@ -45,6 +45,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     EvaluatedPolicy,
     open_policy,
 )
+from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.planning.services import check_services
 from retrieval.base import needs_index
@@ -215,6 +216,7 @@ class _Pass:
 def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
     """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
     config = subject.config
+    check_gpus(config)
     check_sampler(config, has_index=subject.place is not None)
     retrieval = config.retrieval
     searches_world = needs_index(retrieval.type) and not retrieval.index and retrieval.corpus == WORLD

@@ -35,6 +35,7 @@ from ragr1_actors.training.data import prepare_index, prepare_policy
 from ragr1_actors.training.evaluation.evaluated_policy import (
     sampler_config,
 )
+from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.planning.services import check_services
 
@@ -111,6 +112,7 @@ def select(
     logger.warning("%s", loaded.report)
     found = loaded.tasks
     config = _selection_config(source, settings, overrides, index)
+    check_gpus(config)
     check_sampler(config)
     check_services(config)
     with session_for(config), scratch_folder() as scratch:

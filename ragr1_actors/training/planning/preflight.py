@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
-from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine
+from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.indexes.manifest import Manifest
 
@@ -48,8 +47,6 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
             "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
             "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
         )
-    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     environment, demonstrations = config.environment, config.sft.demonstrations
     if environment.tasks != WORLD:
         _check_tasks("environment.tasks", environment.tasks, WORLD)
@@ -59,18 +56,6 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
         load_tasks(environment.eval_tasks, whole=True)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
         load_demonstrations(demonstrations, environment.query_format)
-
-
-def check_gpus(config: RunConfig) -> None:
-    """Refuse a run that reserves more GPUs than this machine has, unless it joins a cluster; Ray would say it later."""
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    reserved, found = reserved_gpus(config), this_machine(Path.cwd()).num_gpus
-    if reserved > found:
-        raise ConfigError(
-            f"the actors reserve {reserved:g} GPUs, and this machine has {found}; start fewer, or join a Ray cluster: "
-            "ragr1 submit, or RAY_ADDRESS"
-        )
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:
@@ -99,6 +84,8 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
 def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
+    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     if (policy := _model_folder("policy.model", config.policy.model, "Qwen/Qwen2.5-7B", TINY)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
