@@ -27,7 +27,7 @@ from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
-from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.training.tiny_policy import make_tiny_policy
@@ -199,7 +199,7 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
     return build_index(
         passages,
         index_dir,
-        encoder=settings.encoder,
+        encoder=settings.encoder or STATIC,
         index_type=settings.type,
         num_shards=settings.num_shards,
         options=settings.options,

@@ -67,7 +67,7 @@ class EvalRequest:
     overrides: tuple[str, ...] = ()
     """``section.key=value`` for run or recipe."""
     index: Path | None = None
-    """None is the run's or the recipe's own."""
+    """None is the run's or the recipe's own; another one brings its encoder, unless ``overrides`` name one."""
     prompt: Path | None = None
     """A text file that replaces ``environment.prompt``."""
     baseline: Baseline | None = None
@@ -136,6 +136,8 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
         retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
     elif request.index is not None or (place is not None and needs_index(run.retrieval.type)):
         retrieval["index"] = str(request.index or index_of(run, place))
+        if request.index is not None and "retrieval.encoder" not in _named(request):
+            retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
     changes["policy"] = {"model": folder} if folder and place is None else {}
     endpoint = request.endpoint
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder

@@ -163,8 +163,10 @@ def _selection_config(
         if not index:
             own_index = str(place.bring(INDEX)) if place.bring(INDEX).is_dir() else ""
     config = resolve(override(sections, overrides))
-    found_index = str(index or config.retrieval.index or own_index)
-    return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})
+    retrieval = {"index": str(index or config.retrieval.index or own_index)}
+    if index and not any(assignment.startswith("retrieval.encoder=") for assignment in overrides):
+        retrieval["encoder"] = ""  # the index's own
+    return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval=retrieval)
 
 
 def _sample(

@@ -41,6 +41,7 @@ from ragr1_actors.training.planning.remedies import find_remedy, place_changes, 
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
+from retrieval.local import encoder_of
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -286,9 +287,8 @@ class _Run:
 
     @cached_property
     def encoder(self) -> EncoderShape | None:
-        retrieval = self.config.retrieval
-        is_used = needs_index(retrieval.type) and retrieval.type != "bm25" and retrieval.encoder != STATIC
-        return EncoderShape.of(retrieval.encoder) if is_used else None
+        name = encoder_of(self.config.retrieval) if self.has_vectors else STATIC
+        return EncoderShape.of(name) if name != STATIC else None
 
     @cached_property
     def has_critic(self) -> bool:

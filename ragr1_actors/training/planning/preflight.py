@@ -25,7 +25,7 @@ from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
-from retrieval.indexes.manifest import Manifest
+from retrieval.local import named_index
 
 logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
@@ -38,8 +38,8 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
-        DataError: ``retrieval.index`` names a directory without an index, or a file of tasks or demonstrations is
-            damaged.
+        DataError: ``retrieval.index`` names a directory without an index, or an index of another encoder; or a file of
+            tasks or demonstrations is damaged.
     """
     check_sampler(config, has_index=has_index)
     if config.env_runners.engine == "endpoint":
@@ -108,7 +108,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
         shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
         load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
     elif needs_index(retrieval.type) and retrieval.index:
-        Manifest.read(retrieval.index)
+        named_index(retrieval)
     elif needs_index(retrieval.type) and not has_index:
         expected = "a corpus file, or retrieval.index=FOLDER of an index that is built"
         _is_file("retrieval.corpus", retrieval.corpus, expected, WORLD)
