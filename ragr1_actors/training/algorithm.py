@@ -58,6 +58,7 @@ from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory, fetch_batches, keep_trajectories, removed_if_unused
 from ragr1_actors.runs.telemetry.examples import as_markdown
+from ragr1_actors.runs.telemetry.metrics import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
@@ -297,6 +298,7 @@ class Algorithm:
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
                 **self._collector.metrics(),
+                SAMPLED_TOKENS: float(self._fleet.take_sampled_tokens()),
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,
