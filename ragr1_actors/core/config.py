@@ -146,8 +146,8 @@ class PolicySettings(Section):
     """The model that is trained."""
 
     model: str = "tiny"
-    """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 with random weights and its tokenizer, made in the
-    run directory."""
+    """A Hugging Face folder or hub name; a run directory, for its newest policy; or ``tiny``: a small Qwen2 with random
+    weights and its tokenizer, made in the run directory."""
     tiny: dict[str, Any] = {}
     """Sizes of the ``tiny`` policy: ``{hidden_size: 256}``; ``{}`` (default) suits two CPU cores."""
     dtype: Literal["float32", "bfloat16"] = "float32"

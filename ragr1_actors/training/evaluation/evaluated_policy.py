@@ -2,7 +2,8 @@
 
 ::
 
-    run or checkpoint              its policy, and the settings that the run stored
+    run, or a checkpoint or policy in it
+                                   its policy, and the settings that the run stored
     model folder --recipe R        any Hugging Face folder or hub name, and the settings of a recipe
     --endpoint URL --model NAME    a hosted model, and the settings of a run, of a recipe, or the defaults
     --baseline B                   changes the settings of any of these: no search, one search, one query per turn
@@ -25,7 +26,7 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
 from ragr1_actors.runs.places import INDEX, Place
-from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory
+from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
 from retrieval.base import needs_index
 
 Baseline = Literal["direct", "rag", "single-query"]
@@ -158,7 +159,7 @@ def _find(request: EvalRequest) -> tuple[Place | None, str]:
     path = Path(source)
     is_model = not is_uri(source) and _exists(path / "config.json")
     if not recipe:
-        if is_model:
+        if is_model and run_of_policy(path) is None:
             raise ConfigError(
                 f"{source} is the folder of a model: name its prompt and formats with --recipe, such as search_r1_7b, "
                 "ragr1_sq_7b or ragr1_mq_7b for the published checkpoints"

@@ -31,17 +31,18 @@ logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 
 
-def check_names(config: RunConfig, *, has_index: bool = False) -> None:
+def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
     """Check every name of a run's configuration. The libraries behind known names are not imported.
 
-    ``has_index``: the run has made its index, and the corpus is not needed any more.
+    ``has_index``: the run has made its index, and the corpus is not needed any more; ``has_policy``: it has the policy
+    that it began with.
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
         DataError: ``retrieval.index`` names a directory without an index, or an index of another encoder; or a file of
             tasks or demonstrations is damaged.
     """
-    check_sampler(config, has_index=has_index)
+    check_sampler(config, has_index=has_index, has_policy=has_policy)
     if config.env_runners.engine == "endpoint":
         raise ConfigError(
             "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
@@ -81,12 +82,13 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
     return plan.problems
 
 
-def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
+def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
-    if (policy := _model_folder("policy.model", config.policy.model, "Qwen/Qwen2.5-7B", TINY)) is not None:
+    model = config.policy.model
+    if not has_policy and (policy := _model_folder("policy.model", model, "Qwen/Qwen2.5-7B", TINY)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
         check_tokenizer(config)
