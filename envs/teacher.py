@@ -7,8 +7,9 @@ RAG-R1, LLaMA-Factory  ``{"instruction", "input", "output"}``; ``input`` holds t
 =====================  ===============================================================================
 
 A file is a JSON list, or one object per line. The question is that of the key ``question``, or what follows "Question:"
-in the first message of the user, or all of that message. Gold answers are those of a task file, or else the teacher's
-own answer. What the teacher retrieved is left out: its searches are asked again when the demonstration is played.
+in the first message of the user, or all of that message. Gold answers and supporting passages are those of a task file;
+without gold answers the teacher's own counts. What the teacher retrieved is left out: its searches are asked again when
+the demonstration is played.
 RAG-R1 cuts every trajectory into one record per turn; those that end with a search are the beginnings of another one.
 
 Other tags are written as ours::
@@ -27,7 +28,17 @@ from typing import Any
 
 from envs.actions import format_queries, parse_action
 from envs.base import Answer
-from envs.tasks.files import ANSWER_KEYS, LoadedTasks, Record, TaskReport, make_task, question_key, read_records
+from envs.tasks.files import (
+    ANSWER_KEYS,
+    LoadedTasks,
+    Record,
+    TaskReport,
+    make_task,
+    question_key,
+    read_records,
+    supporting_ids,
+)
+from envs.tasks.formats import plain_fields
 from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.fault_report import FaultCounts
@@ -77,7 +88,9 @@ def load_demonstrations(
             gold = {"answer": ""}
         elif not gold:
             gold = {"answer": last.text}
-        task = make_task(Record({"question": question, **gold}, record.where), path.stem, num_records - 1, whole=False)
+        evidence = supporting_ids(Record(plain_fields(record.fields, record.where), record.where))
+        fields = {"question": question, **gold, "supporting_ids": list(evidence)}
+        task = make_task(Record(fields, record.where), path.stem, num_records - 1, whole=False)
         place = record.where.removeprefix(f"{path}, ")
         identity = (question_key(task.question), *turns)
         if not identity[0]:

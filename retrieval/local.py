@@ -47,14 +47,25 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
 
 
 def named_index(settings: RetrievalSettings) -> Path:
-    """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder."""
+    """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder.
+
+    An empty ``retrieval.encoder`` is the index's own.
+    """
     manifest = Manifest.read(settings.index)
-    if manifest.is_dense and not _is_encoder_of(manifest, settings.encoder):
+    if manifest.is_dense and settings.encoder and not _is_encoder_of(manifest, settings.encoder):
         raise DataError(
             f"{settings.index} was built with encoder {manifest.encoder!r}, but retrieval.encoder is "
-            f"{settings.encoder!r}; name the same encoder, or build another index"
+            f"{settings.encoder!r}; leave retrieval.encoder empty or name the same, or build another index"
         )
     return Path(settings.index)
+
+
+def encoder_of(settings: RetrievalSettings) -> str:
+    """Return the encoder of a dense index: that of the settings, of the index on this machine, or ``static``."""
+    if settings.encoder or not settings.index or not Path(settings.index).is_dir():
+        return settings.encoder or STATIC
+    encoder = Manifest.read(settings.index).encoder
+    return STATIC if encoder == ENCODER_FOLDER else encoder
 
 
 def _is_encoder_of(manifest: Manifest, name: str) -> bool:

@@ -72,6 +72,21 @@ def test_a_search_server_that_is_away_is_said_at_once(run: str) -> None:
     assert invoke("ask", str(away), QUESTION).startswith(f"error: retrieval.type=http: {url}/retrieve: ClientConnector")
 
 
+def test_a_policy_from_the_middle_of_sft_is_said_so(run: str) -> None:
+    middle = Path(run).with_name("middle")
+    shutil.copytree(run, middle, symlinks=True)
+    config = (middle / "config.yaml").read_text()
+    assert "num_steps: 150\n" in config
+    (middle / "config.yaml").write_text(config.replace("num_steps: 150\n", "num_steps: 300\n"))
+    told = (
+        "note: the policy is from the middle of SFT, step 150 of 300, and may not know the format yet; let the run go"
+    )
+    assert invoke("ask", str(middle), QUESTION).startswith(told)
+    whole = invoke("ask", str(middle / "policy_sft"), QUESTION)  # with the index of its run
+    assert whole == invoke("ask", run, QUESTION)
+    assert "answer: " in whole and "note: " not in whole
+
+
 def test_text_comes_as_it_is_sampled(run: str) -> None:
     texts: list[list[str]] = [[]]
     turns: list[Turn] = []

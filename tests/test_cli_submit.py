@@ -31,7 +31,7 @@ from benchmarks.scale.clusters import free_port
 from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.progress_bar import RateColumn, counted_bar, counted_bars
+from ragr1_actors.core.progress_bar import RateColumn, counted_bar, counted_bars, elapsed_time
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
@@ -289,7 +289,8 @@ def test_every_iteration_of_rl_has_its_line_in_a_log() -> None:
         "rollout/reward": 0.25,
         "rollout/em": 0.5,
         "rollout/queries": 1.5,
-        "learner/tokens": 8000.0,
+        "learner/tokens": 2000.0,
+        "env_runners/sampled_tokens": 8000.0,
         "time/iteration_s": 4.0,
         "time/sample_s": 1.0,
         "time/learn_s": 2.5,
@@ -303,6 +304,16 @@ def test_every_iteration_of_rl_has_its_line_in_a_log() -> None:
         for step in range(1, 4):
             report(step, status)
     assert output.getvalue().splitlines() == [f"RL  {step}/3  {status}" for step in range(1, 4)]
+
+
+def test_what_loads_is_shown_with_its_time_on_a_terminal_and_as_a_line_in_a_log() -> None:
+    terminal = Console(file=io.StringIO(), width=150, force_terminal=True, record=True)
+    log, quiet = io.StringIO(), io.StringIO()
+    for console, in_logs in ((terminal, False), (Console(file=log), True), (Console(file=quiet), False)):
+        with elapsed_time(console, "loading [2] env runners", in_logs=in_logs):
+            pass
+    assert "loading [2] env runners 0:00:00" in terminal.export_text()
+    assert (log.getvalue(), quiet.getvalue()) == ("loading [2] env runners\n", "")
 
 
 @pytest.mark.parametrize(("speed", "shown"), [(None, ""), (0.2, "12.0/min"), (9.9, "594.0/min"), (1234.5, "1,234/s")])

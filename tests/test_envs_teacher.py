@@ -90,6 +90,22 @@ def test_tool_calls_are_written_in_the_format_of_the_queries(tmp_path: Path) -> 
     assert loaded.tasks[0].golden_answers == ("B", "C")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"supporting_ids": ["Ana Bell", "Riga"]},
+        {"supporting_facts": [["Ana Bell", 0], ["Riga", 2], ["Riga", 3]], "golden_answers": ["Riga city"]},
+        {"metadata": {"supporting_facts": {"title": ["Ana Bell", "Riga"], "sent_id": [0, 2]}, "answerable": True}},
+        {"paragraphs": [{"title": title, "is_supporting": title != "Oslo"} for title in ("Ana Bell", "Oslo", "Riga")]},
+    ],
+)
+def test_the_supporting_passages_of_a_record_are_kept(tmp_path: Path, fields: dict[str, Any]) -> None:
+    written = {"instruction": PROMPT, "input": "", "output": SEARCH + FOUND + ANSWER}
+    loaded, _ = load(tmp_path, {**written, **fields}, {**written, "question": "Who was born?"})
+    assert [task.supporting_ids for task in loaded.tasks] == [("Ana Bell", "Riga"), ()]
+    assert loaded.tasks[0].golden_answers == tuple(fields.get("golden_answers", ["Riga"]))
+
+
 def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
     whole = messages(("user", PROMPT), ("assistant", SEARCH), ("tool", FOUND), ("assistant", ANSWER))
     beginning = {"instruction": PROMPT, "input": "", "output": SEARCH}
@@ -107,6 +123,7 @@ def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
     [
         ({"text": "x"}, r"teacher.jsonl, line 2: got .*text.*expected messages"),
         ({"messages": ["x"]}, "line 2: got .*expected messages"),
+        (messages(("user", "x"), ("assistant", ANSWER), supporting_ids=3), "line 2: got supporting facts 3, expected"),
         (messages(("user", "x"), ("assistant", ["y"])), "line 2: got a message of list, expected text"),  # type: ignore[arg-type]
         (messages(("user", "x"), ("assistant", "<tool_call>{</tool_call>")), "line 2: got the tool call '{', expected"),
         (messages(("user", "x"), ("assistant", "<tool_call>[]</tool_call>")), "line 2: got a tool call with None"),

@@ -175,6 +175,8 @@ def test_the_verdict_is_that_of_the_newest_iterations() -> None:
 
 def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> None:
     books = {"tasks/issued": 24.0, "tasks/trained": 24.0, "tasks/lost": 0.0, "tasks/doubled": 0.0}
+    tokens_per_s = {"env_runners/sampled_tokens": 3200.0, "learner/tokens": 753.0}
+    books |= {name: value * TIMES["time/iteration_s"] for name, value in tokens_per_s.items()}
     rows = [
         one
         for number in range(1, facts.NEWEST + 3)
@@ -183,6 +185,7 @@ def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> Non
     shown = {tile.label: tile for tile in facts.tiles(CONFIG, rows, None)}
     assert shown["iterations of RL"].value == str(facts.NEWEST + 2)
     assert shown["tasks trained"].value == "24"
+    assert shown["trajectories trained"].note == "tokens/s: 3,200 sampled, 753 in the loss"
     assert f"Iterations in the mean: {facts.NEWEST}." in facts.headline(CONFIG, rows).text
     assert f"{facts.NEWEST + 2} iterations of RL so far" in render("run", CONFIG, rows, None)
 

@@ -28,7 +28,7 @@ from retrieval.encoders.static import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import ABSENT
 from retrieval.indexes.vector_index import VectorIndex
-from retrieval.local import LocalRetriever, named_index
+from retrieval.local import LocalRetriever, encoder_of, named_index
 
 TYPES = ["flat", "pq", "bm25", "hybrid"]
 ODD = ["", "xyzzy", "\x00\x07", "\ud800", " \n\t ", "?!", "🙂" * 50]
@@ -137,10 +137,16 @@ def test_an_index_knows_its_encoder_by_any_path_to_it(
     index = build_index(PASSAGES, tmp_path / "index", encoder="models/mine", progress=False)
     for encoder in ("models/mine", "models/mine/", "link", "mine", str(tmp_path / "models" / "mine")):
         assert named_index(RetrievalSettings(index=str(index), encoder=encoder)) == index
-    with pytest.raises(DataError, match=r"but retrieval\.encoder is 'models/other'"):
+    assert named_index(RetrievalSettings(index=str(index))) == index  # its own
+    assert encoder_of(RetrievalSettings(index=str(index))) == str(tmp_path / "models" / "mine")
+    with pytest.raises(
+        DataError, match=r"index was built with encoder .*mine', but retrieval\.encoder is 'models/other'"
+    ):
         named_index(RetrievalSettings(index=str(index), encoder="models/other"))
     static = str(index_dirs["flat"])
     assert named_index(RetrievalSettings(index=static, encoder="static")) == index_dirs["flat"]
+    assert encoder_of(RetrievalSettings(index=static)) == encoder_of(RetrievalSettings()) == "static"
+    assert encoder_of(RetrievalSettings(index="elsewhere", encoder="e5")) == "e5"
     with pytest.raises(DataError, match=r"but retrieval\.encoder is 'models/encoder'"):  # the name of the folder inside
         named_index(RetrievalSettings(index=static, encoder="models/encoder"))
     make_static_encoder(tmp_path / "static", words)  # a folder called as the word

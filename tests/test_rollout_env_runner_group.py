@@ -74,6 +74,16 @@ async def test_a_scripted_runner_plays_through_the_environment(policy_dir: Path)
     summary = summarize(await runner.sample_group(asked))
     assert summary.rewards == (1.0, 1.0)
     assert (summary.means["rounds"], summary.means["em"]) == (1.0, 1.0)
+    assert summary.num_sampled_tokens == 2 * sum(len(tokenizer.encode(turn)) for turn in script)
+
+
+async def test_tokens_of_a_trajectory_that_failed_were_sampled_too(policy_dir: Path) -> None:
+    asked = replace(request(0, temperature=0.0), num_trajectories=1)
+    tokenizer = PolicyTokenizer(policy_dir)
+    engine = ScriptedEngine({asked.trajectory_id(0): ["<search> Riga</search>"]}, tokenizer.encode)  # and no more
+    summary = summarize(await EnvRunner(make_config(), tokenizer, OnePassage(), engine).sample_group(asked))
+    assert (summary.num_failed, summary.means) == (1, {})
+    assert summary.num_sampled_tokens == len(tokenizer.encode("<search> Riga</search>"))
 
 
 async def test_the_trajectories_of_a_group_are_sampled_at_the_same_time(policy_dir: Path) -> None:

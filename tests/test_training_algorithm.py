@@ -246,6 +246,21 @@ def test_trained_trajectories_are_kept_with_their_advantages_and_ratios(whole: P
 
 
 @pytest.mark.engine
+def test_sampled_tokens_are_those_of_the_batch_and_of_the_evaluation_beside_it(whole: Path) -> None:
+    def num_sampled(name: str) -> int:
+        path = whole / "trajectories" / f"{name}.arrow"
+        groups = read_trajectories(path) if path.is_file() else []
+        return sum(trajectory.num_model_tokens for group in groups for trajectory in group.trajectories)
+
+    logged = {row["iteration"]: row for row in read_metrics(whole) if "loop/policy_lag" in row}
+    assert (whole / "trajectories" / "eval_iteration_00002.arrow").is_file()
+    assert logged[3]["env_runners/sampled_tokens"] > logged[3]["learner/tokens"]
+    for iteration, found in logged.items():
+        beside = num_sampled(f"eval_iteration_{iteration - 1:05d}")
+        assert found["env_runners/sampled_tokens"] == num_sampled(f"iteration_{iteration:05d}") + beside
+
+
+@pytest.mark.engine
 def test_evaluations_that_begin_before_one_has_ended_wait_for_it(files: Path, tmp_path: Path) -> None:
     config = make_config(files, SHORT)
     algorithm = Algorithm.start(config, tmp_path, prepare(config, tmp_path))

@@ -113,6 +113,26 @@ def test_several_files_are_evaluated_as_one(files: Path, tmp_path: Path, caplog:
 
 
 @pytest.mark.engine
+def test_an_index_brings_its_encoder(files: Path) -> None:
+    recipe = files / "e5.yaml"
+    settings = make_config(files).model_dump()
+    settings["retrieval"]["encoder"] = "intfloat/e5-base-v2"
+    recipe.write_text(json.dumps(settings))
+    asked = ["evaluate", str(files / "policy"), "--recipe", str(recipe), "--tasks", str(files / "tasks.json")]
+    refused = "index was built with encoder 'encoder', but retrieval.encoder is 'intfloat/e5-base-v2'; leave"
+    assert refused in invoke(*asked)
+    asked += ["--index", str(files / "index")]
+    assert refused in invoke(*asked, "retrieval.encoder=intfloat/e5-base-v2")
+    printed = invoke(*asked, "--num-tasks", "1", "env_runners.max_new_tokens_per_turn=2", "--json")
+    assert json.loads(printed)["num_tasks"] == 1, printed
+    kept = str(files / "kept.jsonl")  # nothing is kept: the policy knows no answer
+    selected = ["select", str(recipe), f"policy.model={files / 'policy'}", "--tasks", str(files / "tasks.json")]
+    selected += ["--out", kept, "--num-samples", "1"]
+    assert refused in invoke(*selected)
+    assert "none of the 8 tasks" in invoke(*selected, "--index", str(files / "index"))
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(("baseline", "rounds"), [("direct", 0.0), ("rag", 1.0)])
 def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) -> None:
     short = "environment.prompt=Q {question}"  # the model has few positions

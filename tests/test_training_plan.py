@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_world import make_files
 from typer.testing import CliRunner
 
 from envs.world import make_world
@@ -142,6 +143,20 @@ def test_the_quickstart_fits_this_machine() -> None:
     found = json.loads(done.stdout)
     assert found["problems"] == []
     assert found["num_gpus"] == 0
+
+
+def test_an_index_has_the_sizes_of_its_encoder(tmp_path: Path) -> None:
+    index = make_files(tmp_path) / "index"
+    manifest = json.loads((index / "manifest.json").read_text())
+    (index / "manifest.json").write_text(json.dumps(manifest | {"encoder": "intfloat/e5-base-v2"}))
+
+    def planned(*overrides: str) -> tuple[Any, float]:
+        plan = make_plan(configured("quickstart", *overrides), NODE, WIKI_18)
+        return plan.needs, plan.times.search_s
+
+    own = planned(f"retrieval.index={index}")
+    assert own == planned("retrieval.encoder=intfloat/e5-base-v2")
+    assert own != planned("retrieval.encoder=static") == planned() == planned("retrieval.index=elsewhere")
 
 
 def test_the_exit_status_and_the_table() -> None:

@@ -6,9 +6,12 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -41,6 +44,8 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
+from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 from ragr1_actors.training.stages import TrainingRun
 
 
@@ -169,6 +174,7 @@ def idle_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_iterations_without_learning_are_reported_once(idle_run: tuple[Path, RunReport, str]) -> None:
     run_dir, _, printed = idle_run
     assert printed.count("nothing learned") == 1
+    assert printed.index("loading the policy, the index and the learner\n") < printed.index("actors loaded in ")
     assert "no group with different rewards: nothing learned in iteration 1\n" in printed
     rows = [row for row in read_metrics(run_dir) if row["stage"] == "rl"]
     assert [row["learner/num_steps"] for row in rows] == [0.0] * 3
@@ -180,7 +186,9 @@ def test_the_evaluations_of_a_run_have_a_bar_on_a_terminal(files: Path, tmp_path
     console = Console(file=io.StringIO(), width=150, force_terminal=True, record=True)
     create_run_directory(config, tmp_path / "run")
     TrainingRun(config, tmp_path / "run", console).execute()
-    assert re.search(r"evaluating .* 8/8 ", console.export_text())
+    printed = console.export_text()
+    assert re.search(r"evaluating .* 8/8 ", printed)
+    assert re.search(r"loading the policy, the index and the learner 0:\d\d:\d\d", printed)
 
 
 @pytest.mark.engine
@@ -188,13 +196,51 @@ def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str]
     run_dir, report, _ = idle_run
     before = sorted(run_dir.rglob("*"))
     expected = report.stages[-1].eval
-    for path in (run_dir, run_dir / "checkpoints" / "step_3"):
+    for path in (run_dir, *(run_dir / name for name in ("checkpoints/step_3", "checkpoints/step_3/policy", "policy"))):
         found = json.loads(invoke("evaluate", str(path), "--json"))
         assert (found["em"], found["num_tasks"], found["tokens"]) == (expected.em, 1, expected.tokens)
     printed = invoke("evaluate", str(run_dir), "--tasks", str(files / "tasks.json"), "--num-tasks", "3")
     assert printed.split()[:1] == ["em"]
     assert "num_tasks  3" in printed
     assert sorted(run_dir.rglob("*")) == before
+
+
+@pytest.mark.engine
+def test_an_evaluation_shows_what_it_loads_before_its_tasks(idle_run: tuple[Path, RunReport, str]) -> None:
+    shown: list[object] = []
+
+    @contextmanager
+    def show(what: str) -> Iterator[None]:
+        shown.append(what)
+        yield
+        shown.append("loaded")
+
+    evaluate_policy(
+        EvalRequest(str(idle_run[0])), EvalTasks(), on_task=lambda done, total: shown.append((done, total)), show=show
+    )
+    assert shown == ["loading the policy and the index", "loaded", (0, 1), (1, 1)]
+
+
+@pytest.mark.engine
+def test_a_run_begins_with_the_policy_of_another_and_needs_it_no_longer(
+    idle_run: tuple[Path, RunReport, str], files: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(idle_run[0], first)
+    config = changed(make_config(files, {"num_steps": 0}, num_iterations=0), "environment", eval_tasks="")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(config.model_dump()))
+    command = ["train", str(tmp_path / "recipe.yaml"), f"policy.model={first}", "--run-dir", str(second)]
+    assert "error: " not in (printed := invoke(*command)), printed
+    began = read_report(second).stages[0].eval
+    assert began == idle_run[1].stages[-1].eval
+    newest = first / "checkpoints" / "step_3" / "policy"
+    assert f"model: {newest}\n" in (second / "config.yaml").read_text()
+    assert (second / "policy" / "model.safetensors").samefile(newest / "model.safetensors")  # no room is needed
+    shutil.rmtree(first)
+    (second / "report.json").unlink()
+    shutil.rmtree(second / "checkpoints")
+    assert "error: " not in (printed := invoke(*command[:2], "--resume", *command[-2:])), printed
+    assert read_report(second).stages[0].eval == began
 
 
 @pytest.mark.engine

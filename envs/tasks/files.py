@@ -383,7 +383,7 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
     if not isinstance(local_id, str | int):
         raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a number")
     category = next((fields[key] for key in _CATEGORY_KEYS if isinstance(fields.get(key), str)), "")
-    titles = _supporting_ids(record)
+    titles = supporting_ids(record)
     task = Task(
         task_id=f"{source}/{local_id}",
         question=question.strip(),
@@ -423,8 +423,8 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _supporting_ids(record: Record) -> tuple[str, ...]:
-    """Titles of the supporting facts: the passage ids of a corpus keyed by title."""
+def supporting_ids(record: Record) -> tuple[str, ...]:
+    """Titles of the supporting facts: the passage ids of a corpus keyed by title; ``record`` has ``plain_fields``."""
     facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids"))
     if facts is None:
         paragraphs = record.fields.get("paragraphs")  # MuSiQue's

@@ -34,7 +34,7 @@ class Group(TyperGroup):
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(help="A run directory or URI (its newest checkpoint is used), or one of its checkpoints.")
+    str, typer.Argument(help="A run directory or URI (its newest checkpoint is used), or a checkpoint or policy in it.")
 ]
 IndexOption = Annotated[Path | None, typer.Option("--index", help="An index directory; default: the run's own.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs: one object, on one line.")]

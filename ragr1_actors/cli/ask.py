@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ragr1_actors.cli import START_AGAIN, CheckpointArgument, JsonLinesOption, console, errors, print_json, printable
+from ragr1_actors.cli import (
+    START_AGAIN,
+    CheckpointArgument,
+    JsonLinesOption,
+    console,
+    errors,
+    print_error,
+    print_json,
+    printable,
+)
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
@@ -32,12 +41,19 @@ def ask(
     _check_text(question)
     if not question.strip() and not interactive:
         raise ConfigError("got no question; write it after the run, or add --interactive to type questions")
-    check_inputs(run)
+    if note := check_inputs(run):
+        print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
+        from ragr1_actors.core.progress_bar import elapsed_time
         from ragr1_actors.rollout.trajectory_loop import Watch
         from ragr1_actors.training.evaluation.asking import Asker, answer_as_json
 
-    with InterruptGuard() as guard, guard.held(), quick_imports():  # an engine may start processes
+    with (
+        InterruptGuard() as guard,
+        guard.held(),
+        quick_imports(),  # an engine may start processes
+        elapsed_time(errors, "loading the policy"),
+    ):
         asker = Asker(run)
     with asker:
         for asked in questions(question, interactive):
@@ -126,8 +142,18 @@ class Shown:
         console.print(line, soft_wrap=True)
 
 
-def check_inputs(checkpoint: str) -> None:
-    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path."""
-    from ragr1_actors.runs.run_directory import find_checkpoint
+def check_inputs(checkpoint: str) -> str:
+    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path.
 
-    find_checkpoint(checkpoint)
+    Returns:
+        What a person should know about the policy, or "".
+    """
+    from ragr1_actors.runs.run_directory import steps_in_sft
+
+    if (steps := steps_in_sft(checkpoint)) is None:
+        return ""
+    done, num_steps = steps
+    return (
+        f"the policy is from the middle of SFT, step {done:,} of {num_steps:,}, and may not know the format yet; let "
+        "the run go on"
+    )

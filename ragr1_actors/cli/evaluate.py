@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,8 +33,8 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="[SOURCE]",
-        help="A run directory or URI (its newest checkpoint is used), or one of its checkpoints; with --recipe, any "
-        "Hugging Face model folder or hub name.",
+        help="A run directory or URI (its newest checkpoint is used), or a checkpoint or policy in it; with --recipe, "
+        "any Hugging Face model folder or hub name.",
     ),
 ]
 RecipeOption = Annotated[
@@ -122,12 +123,12 @@ def evaluate(
         concurrency=concurrency,
     )
     check_request(request, tasks, data, out, against)
-    from ragr1_actors.core.progress_bar import counted_bar
+    from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
     from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
 
     which = EvalTasks(tasks or None, data, num_tasks, latency_tasks if latency else 0, against)
     with counted_bar(errors, "answering") as on_task:
-        found = evaluate_policy(request, which, out, on_task)
+        found = evaluate_policy(request, which, out, on_task, partial(elapsed_time, errors))
     details = summarise(found.scores, against, tasks)
     details["decoding"] = found.decoding
     details["latency"] = [asdict(one) for one in found.latency]
@@ -191,13 +192,22 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
-    from ragr1_actors.core.progress_bar import counted_bar
+    from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
     from ragr1_actors.training.evaluation.selection import SelectionSettings
     from ragr1_actors.training.evaluation.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     with counted_bar(errors, "sampling") as on_task:
-        counts = select_tasks(source, tasks, out, settings, overrides=overrides or [], index=index, on_task=on_task)
+        counts = select_tasks(
+            source,
+            tasks,
+            out,
+            settings,
+            overrides=overrides or [],
+            index=index,
+            on_task=on_task,
+            show=partial(elapsed_time, errors),
+        )
     if as_json:
         print_json(asdict(counts))
         return
@@ -212,8 +222,9 @@ def check_request(
     from envs.tasks.published_sets import load_sets
     from ragr1_actors.runs.scores import read_scores
     from ragr1_actors.training.evaluation.evaluated_policy import open_policy
+    from ragr1_actors.training.planning.gpus import check_gpus
 
-    open_policy(request)
+    check_gpus(open_policy(request).config)
     if tasks:
         load_sets(tasks, data)
     if against is not None:

@@ -161,14 +161,15 @@ def train(
     with ended_during_imports(START_AGAIN):
         from cluster.storage import is_uri
         from cluster.submit import stop_warning
-        from ragr1_actors.runs.places import INDEX, find_place
+        from ragr1_actors.runs.places import INDEX, POLICY, find_place
         from ragr1_actors.runs.run_directory import (
             holds_run,
             open_run_directory,
             removed_if_unused,
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
-        from ragr1_actors.training.planning.preflight import check_gpus, check_names
+        from ragr1_actors.training.planning.gpus import check_gpus
+        from ragr1_actors.training.planning.preflight import check_names
         from ragr1_actors.training.planning.services import check_services
 
     if warning := stop_warning():
@@ -183,7 +184,7 @@ def train(
             print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
             return
         config = _continued(place, config, recipe, overrides or [], is_same=not resume)
-        check_names(config, has_index=place.bring(INDEX).is_dir())
+        check_names(config, has_index=place.bring(INDEX).is_dir(), has_policy=place.bring(POLICY).is_dir())
         check_gpus(config)
         check_services(config)
         cleaned: AbstractContextManager[None] = nullcontext()
@@ -476,11 +477,13 @@ def main() -> None:
 
 def _begin(config: RunConfig, place: Place) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
-    from ragr1_actors.runs.run_directory import create_run_directory
+    from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
+    from ragr1_actors.training.planning.gpus import check_gpus
     from ragr1_actors.training.planning.micro_batch import fit_micro_batch
-    from ragr1_actors.training.planning.preflight import check_gpus, check_names, check_room
+    from ragr1_actors.training.planning.preflight import check_names, check_room
     from ragr1_actors.training.planning.services import check_services
 
+    config = with_newest_policy(config)
     check_names(config)
     check_gpus(config)
     check_services(config)

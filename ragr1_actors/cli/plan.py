@@ -36,12 +36,13 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.core.resolve import named_folder
+    from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.planning.micro_batch import choose_micro_batch
     from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
     from ragr1_actors.training.planning.preflight import check_classes, check_tokenizer
 
-    config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
+    config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze())
     check_classes(config)
     folder = named_folder(config.policy.model)
     if folder is not None and (folder / "tokenizer_config.json").is_file():  # the sizes alone are enough for a plan

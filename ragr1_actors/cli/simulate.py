@@ -52,13 +52,14 @@ def simulate(
     and learners only take time: that of `ragr1 plan`, or what a run measured.
     """
     from ragr1_actors.core.progress_bar import counted_bar
+    from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.simulation.recorded import read_recording
     from ragr1_actors.training.simulation.run import Size
     from ragr1_actors.training.simulation.study import study, with_autoscaling
 
     seeds = [] if seed is None else [f"debugging.seed={seed}"]
-    config = AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze()
+    config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze())
     recording = None if run is None else read_recording(run)
     pace, workload = planned(config, gpu, passages) if recording is None else (recording.pace, recording.workload)
     size = Size(

@@ -146,8 +146,8 @@ class PolicySettings(Section):
     """The model that is trained."""
 
     model: str = "tiny"
-    """A Hugging Face folder or hub name, or ``tiny``: a small Qwen2 with random weights and its tokenizer, made in the
-    run directory."""
+    """A Hugging Face folder or hub name; a run directory, for its newest policy; or ``tiny``: a small Qwen2 with random
+    weights and its tokenizer, made in the run directory."""
     tiny: dict[str, Any] = {}
     """Sizes of the ``tiny`` policy: ``{hidden_size: 256}``; ``{}`` (default) suits two CPU cores."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -242,8 +242,9 @@ class RetrievalSettings(Section):
     options: dict[str, Any] = {}
     """Options of the type, by its own names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url:
     "http://10.0.0.2:8000"}``, for ``replay`` ``{run: runs/mine}``."""
-    encoder: str = "static"
-    """``static`` (seeded random token vectors; no download), or a sentence-transformers folder or hub name."""
+    encoder: str = ""
+    """``static`` (seeded random token vectors; no download), or a sentence-transformers folder or hub name. Empty
+    (default): the encoder that ``index`` was built with, and ``static`` for an index that is built."""
     reranker: str = ""
     """A cross-encoder, folder or hub name, that ranks the passages found again; empty (default) is none."""
     num_retrievers: int = Field(1, ge=0)
@@ -484,8 +485,7 @@ class RetrieverAutoscaling(AutoscalingSettings):
 
 def read_runner_autoscaling(settings: EnvRunnerSettings) -> RunnerAutoscaling | None:
     """Return ``env_runners.autoscaling``, None if it is empty; ``ConfigError`` on a wrong key or value."""
-    found = settings.autoscaling
-    return RunnerAutoscaling.read(found, "env_runners.autoscaling") if found else None
+    return RunnerAutoscaling.read(settings.autoscaling, "env_runners.autoscaling") if settings.autoscaling else None
 
 
 def read_retriever_autoscaling(settings: RetrievalSettings) -> RetrieverAutoscaling | None:

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_COUNTS_LEAKS = "triton._C.libtriton"
+"""A module made by nanobind, which names each of its objects that are left at the end of the process."""
+
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
@@ -32,8 +35,16 @@ def quick_imports() -> Iterator[None]:
 
 
 def quick_exit() -> None:
-    """Look for no garbage when the process ends: a second of ``ragr1 ask``, whose memory the system takes anyway."""
-    atexit.register(gc.freeze)
+    """Look for no garbage when the process ends: a second of ``ragr1 ask``, whose memory the system takes anyway.
+
+    But where triton is loaded, as by vLLM: its library prints 40 lines about leaks if nothing is collected.
+    """
+    atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    if _COUNTS_LEAKS not in sys.modules:
+        gc.freeze()
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""The bar of every long command: how many of how many are done, the rate, the time so far and the time left."""
+"""The bar of every long command: how many of how many are done, the rate, the time so far and the time left; and what
+is shown where nothing can be counted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    SpinnerColumn,
     Task,
     TaskID,
     TextColumn,
@@ -20,12 +23,19 @@ from rich.progress import (
 )
 from rich.text import Text
 
+Shown = Callable[[str], AbstractContextManager[None]]
+"""Shows what is under way until the block ends: ``with shown("loading 2 env runners"):``."""
 CountOf = Callable[[str, int, int], None]
 """Takes what is counted, the number of those done and the number of all: ``("questions", 128, 1000)``."""
 
 
 def uncounted(what: str, done: int, total: int) -> None:
     """Show nothing."""
+
+
+def unseen(what: str) -> AbstractContextManager[None]:
+    """Show nothing."""
+    return nullcontext()
 
 
 class RateColumn(ProgressColumn):
@@ -51,6 +61,24 @@ def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) 
         console=console,
         disable=hidden or not console.is_terminal,
     )
+
+
+@contextmanager
+def elapsed_time(console: Console, what: str, *, in_logs: bool = False) -> Iterator[None]:
+    """Show what is under way, such as ``loading 2 env runners``, and for how long; nothing is left of it at the end.
+
+    Where the console is no terminal, a line says it if it is to be ``in_logs``.
+    """
+    if not console.is_terminal:
+        if in_logs:
+            console.print(what, soft_wrap=True, highlight=False, markup=False)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    # an engine may fork meanwhile: a child that prints must not wait for a lock of the display's thread
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
+from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, SAMPLED_TOKENS, TOKENS, is_iteration
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -105,8 +105,9 @@ def tiles(config: RunConfig, rows: Sequence[Row], report: RunReport | None) -> l
     newest = iterations[-NEWEST:]
     if seconds := math.fsum(row.get("time/iteration_s", 0.0) for row in newest):
         trajectories = math.fsum(row.get("learner/trajectories", 0.0) for row in newest) / seconds
-        tokens = math.fsum(row.get(TOKENS, 0.0) for row in newest) / seconds
-        made.append(Tile(f"{trajectories:,.1f}/s", "trajectories trained", f"{tokens:,.0f} tokens/s in the loss"))
+        sampled, tokens = (math.fsum(row.get(key, 0.0) for row in newest) / seconds for key in (SAMPLED_TOKENS, TOKENS))
+        note = f"tokens/s: {sampled:,.0f} sampled, {tokens:,.0f} in the loss"
+        made.append(Tile(f"{trajectories:,.1f}/s", "trajectories trained", note))
     if iterations and "tasks/issued" in iterations[-1]:
         last = iterations[-1]
         lost, doubled = last["tasks/lost"], last["tasks/doubled"]

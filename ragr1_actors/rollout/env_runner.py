@@ -80,6 +80,8 @@ class GroupSummary:
     """Reasons of the trajectories that failed."""
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Values whose histograms are drawn: per trajectory that did not fail, and per turn that searched."""
+    num_sampled_tokens: int = 0
+    """Of all trajectories, those that failed, too."""
 
 
 class EnvRunner:
@@ -254,4 +256,5 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
             "tokens": tuple(float(t.num_model_tokens) for t in kept),
             "context_tokens": tuple(float(t.num_tokens) for t in kept),
         },
+        num_sampled_tokens=sum(t.num_model_tokens for t in group.trajectories),
     )

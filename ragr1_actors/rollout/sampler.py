@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Self
 
 from cluster.placement import Placement, session_with_room
-from cluster.placement_plan import PlacementPlan, actor_demands
+from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
 from ragr1_actors.core.config import (
+    RunConfig,
     SamplerConfig,
     read_encoder_autoscaling,
     read_fault_tolerance,
@@ -256,6 +257,28 @@ def session_for(
     has_index = needs_index(config.retrieval.type)
     most = actor_demands(_largest(config), has_index=has_index)
     return session_with_room(actor_demands(config, has_index=has_index), most, show, say)
+
+
+def describe_loading(config: SamplerConfig) -> str:
+    """Return what loads at the start: ``loading 2 env runners, 1 retriever and 1 learner rank``.
+
+    What has no actors loads in this process: ``loading the policy and the index``.
+    """
+    runners, retrieval, has_index = config.env_runners, config.retrieval, needs_index(config.retrieval.type)
+    num_retrievers = retrieval.num_retrievers * retrieval.num_shards
+    parts = [
+        _parts(runners.num_env_runners, "env runners", "the policy"),
+        _parts(num_retrievers, retriever_role(retrieval), "the index") if has_index else "",
+        _parts(retrieval.num_encoders, "encoders", "") if has_index and num_retrievers else "",
+    ]
+    if isinstance(config, RunConfig):
+        parts.append(_parts(config.learners.num_learners, "learner ranks", "the learner"))
+    *before, last = filter(None, parts)
+    return f"loading {', '.join(before)} and {last}" if before else f"loading {last}"
+
+
+def _parts(count: int, role: str, here: str) -> str:
+    return f"{count} {role if count > 1 else role.removesuffix('s')}" if count else here
 
 
 def _largest(config: SamplerConfig) -> SamplerConfig:

@@ -33,6 +33,7 @@ from ragr1_actors.core.digests import Digests, digest_files, write_list
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import (
     POLICY_FILES,
+    POLICY_FOLDER,
     WRITING,
     rank_part,
     write_folder,
@@ -142,16 +143,21 @@ def below(run_dir: str, name: str) -> Place:
 
 
 def split_checkpoint(uri: str) -> tuple[str, str]:
-    """Return the URI of a run and the name of a checkpoint, empty if it is the URI of a run.
+    """Return the URI of a run and what is named in it: a checkpoint, ``policy_sft``, or nothing.
 
-    ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``
+    ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``, also
+    with ``/policy`` behind it.
     """
     check_uri(uri)
     parts = urlsplit(uri)
-    run, separator, checkpoint = parts.path.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
-    if not separator:
-        return uri, ""
-    return parts._replace(path=run).geturl(), f"{CHECKPOINTS}/{checkpoint}"
+    path = parts.path.rstrip("/")
+    run, separator, checkpoint = path.rpartition(f"/{CHECKPOINTS}/")
+    if separator:
+        return parts._replace(path=run).geturl(), f"{CHECKPOINTS}/{checkpoint.removesuffix(f'/{POLICY_FOLDER}')}"
+    run, separator, _ = path.rpartition(f"/{SFT_POLICY}")
+    if separator and path.endswith(f"/{SFT_POLICY}"):
+        return parts._replace(path=run).geturl(), SFT_POLICY
+    return uri, ""
 
 
 class LocalPlace:

@@ -19,13 +19,22 @@ import yaml
 
 from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError, one_line, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
-from ragr1_actors.core.folders import warn_of_unlisted
-from ragr1_actors.core.resolve import override, read_recipe, resolve
+from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
+from ragr1_actors.core.resolve import TINY, named_folder, override, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
-from ragr1_actors.runs.checkpoint import CheckpointStore
-from ragr1_actors.runs.places import CHECKPOINTS, INDEX, POLICY, Place, StoredPlace, find_place, split_checkpoint
+from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
+from ragr1_actors.runs.places import (
+    CHECKPOINTS,
+    INDEX,
+    POLICY,
+    SFT_POLICY,
+    Place,
+    StoredPlace,
+    find_place,
+    split_checkpoint,
+)
 from ragr1_actors.runs.starts import read_starts
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
@@ -100,7 +109,7 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
     """
     for name in (assignment.partition("=")[0] for assignment in assignments if "=" not in assignment):
         raise _kept(name)
-    changed = resolve(override(config.model_dump(), assignments))
+    changed = _with_its_policy(config, resolve(override(config.model_dump(), assignments)))
     for name in _differing(config, changed):
         raise _kept(name)
     if changed != config:
@@ -111,13 +120,14 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
 def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
     """Return the configuration of a run that is started again by the same recipe and overrides: ``asked``.
 
-    A micro-batch that the start of the run chose stays as it was chosen.
+    What the start of the run chose stays as it was chosen.
 
     ``ConfigError`` if they differ from the stored ones in more than what ``change_learners`` may change.
     """
     if asked.learners.micro_batch_tokens is None:
         chosen = {"micro_batch_tokens": stored.learners.micro_batch_tokens}
         asked = asked.model_copy(update={"learners": asked.learners.model_copy(update=chosen)})
+    asked = _with_its_policy(stored, asked)
     if fixed := _differing(stored, asked):
         raise ConfigError(
             f"{place} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
@@ -138,7 +148,7 @@ def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
         ConfigError: the recipe is unknown, or another one; the message says what differs.
     """
     words = next((start.words for start in read_starts(place.path)), ())
-    differing = _differing(stored, resolve(override(read_recipe(recipe), words[1:])))
+    differing = _differing(stored, _with_its_policy(stored, resolve(override(read_recipe(recipe), words[1:]))))
     if not differing:
         return ""
     named = " and ".join(differing if len(differing) < 4 else [*differing[:3], f"{len(differing) - 3} other keys"])
@@ -148,6 +158,15 @@ def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
         f"{place} was started by {shlex.join(words)}, and {recipe} has another {named}; name its own recipe, or start "
         "another run in another --run-dir"
     )
+
+
+def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
+    """Return ``asked`` with the policy that a run began with, where it names the run which that policy is of."""
+    named, source = named_folder(asked.policy.model, TINY), run_of_policy(Path(stored.policy.model))
+    if named is None or source is None or named.resolve() != source.resolve():
+        return asked
+    policy = asked.policy.model_copy(update={"model": stored.policy.model})
+    return asked.model_copy(update={"policy": policy})
 
 
 def _differing(stored: RunConfig, asked: RunConfig) -> list[str]:
@@ -220,33 +239,79 @@ def only_process_in(run_dir: Path | Place) -> Iterator[None]:
 
 
 def find_checkpoint(name: str | Path) -> tuple[Place, Path]:
-    """Return a run and the folder of a checkpoint's policy, for the path or URI of either.
+    """Return a run and the folder of a policy, for the path or URI of the run, of a checkpoint, or of that folder.
 
     The newest checkpoint of a run is taken; ``RunDirectoryError`` if there is none, or it is no path of one.
     """
-    if is_uri(str(name)):
-        return _find_stored(str(name))
-    run_dir, checkpoint = _find_local(Path(name))
-    warn_of_unlisted(checkpoint / POLICY_FOLDER)
-    return find_place(run_dir), checkpoint / POLICY_FOLDER
-
-
-def _find_stored(uri: str) -> tuple[Place, Path]:
-    run_uri, checkpoint = split_checkpoint(uri)
-    place = StoredPlace(Storage(run_uri))
-    open_run_directory(place)
-    found = place.storage.find(checkpoint) if checkpoint else place.checkpoints().latest()
-    if found is None:
-        raise RunDirectoryError(
-            f"{place} has no checkpoint {checkpoint.rpartition('/')[2]}".rstrip()
-            + (" yet; let the run continue until it has written one" if not checkpoint else "; leave its name out")
-        )
-    policy_dir = found.only(f"{POLICY_FOLDER}/").fetch() / POLICY_FOLDER
+    place, folder, part = _find(name)
+    policy_dir = Path(on_this_node(part_of(folder, part))) / part
     warn_of_unlisted(policy_dir)
     return place, policy_dir
 
 
-def _find_local(path: Path) -> tuple[Path, Path]:
+def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
+    """Return how many steps of SFT a policy has learned, and of how many, such as ``(12, 300)``.
+
+    ``name`` is that of ``find_checkpoint``. None if the stage had ended or there is none, or if the state is damaged.
+    """
+    place, folder, part = _find(name)
+    if not part:
+        return None
+    num_steps = open_run_directory(place).sft.num_steps
+    try:
+        done = read_state(folder).sft_step
+    except DataError:  # no hindrance for the policy
+        return None
+    return (done, num_steps) if done < num_steps else None
+
+
+def run_of_policy(folder: Path) -> Path | None:
+    """Return the run in which a policy's folder lies: in it, as ``policy_sft``, or in one of its checkpoints."""
+    absolute = folder.absolute()
+    parents = (absolute.parent, *absolute.parents[2:3])
+    return next((parent for parent in parents if (parent / CONFIG_FILE).is_file()), None)
+
+
+def with_newest_policy(config: RunConfig) -> RunConfig:
+    """Return the configuration with the folder of the policy, where ``policy.model`` is a run or a checkpoint of one.
+
+    ``RunDirectoryError`` if the run has no checkpoint yet.
+    """
+    try:
+        folder = named_folder(config.policy.model, TINY)
+    except OSError:  # the name is too long, for example: the checks of the configuration say so
+        return config
+    if folder is None or (folder / "config.json").is_file():
+        return config
+    if not (folder / CONFIG_FILE).is_file() and not (folder / POLICY_FOLDER / "config.json").is_file():
+        return config
+    model = str(find_checkpoint(folder)[1].absolute())
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"model": model})})
+
+
+def _find(name: str | Path) -> tuple[Place, AnyFolder, str]:
+    """Return a run, a folder in it, and the part of that which is a policy: ``policy``, or "" for the whole folder."""
+    if is_uri(str(name)):
+        return _find_stored(str(name))
+    run_dir, folder, part = _find_local(Path(name))
+    return find_place(run_dir), folder, part
+
+
+def _find_stored(uri: str) -> tuple[Place, AnyFolder, str]:
+    run_uri, inside = split_checkpoint(uri)
+    place = StoredPlace(Storage(run_uri))
+    open_run_directory(place)
+    found = place.storage.find(inside) if inside else place.checkpoints().latest()
+    if found is None:
+        kind = inside if inside == SFT_POLICY else f"checkpoint {inside.rpartition('/')[2]}"
+        raise RunDirectoryError(
+            f"{place} has no {kind}".rstrip()
+            + (" yet; let the run continue until it has written one" if not inside else "; leave its name out")
+        )
+    return place, found, "" if inside == SFT_POLICY else POLICY_FOLDER
+
+
+def _find_local(path: Path) -> tuple[Path, Path, str]:
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
@@ -257,13 +322,16 @@ def _find_local(path: Path) -> tuple[Path, Path]:
         newest = CheckpointStore(path / CHECKPOINTS).latest()
         if newest is None:
             raise RunDirectoryError(f"{path} has no checkpoint yet; let the run continue until it has written one")
-        return path, newest
+        return path, newest, POLICY_FOLDER
     run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10, or best
     if (path / POLICY_FOLDER / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
-        return run_dir, path
+        return run_dir, path, POLICY_FOLDER
+    if (path / "config.json").is_file() and (found := run_of_policy(path)) is not None:
+        is_in_checkpoint = path.absolute().parent != found
+        return found, path.absolute().parent if is_in_checkpoint else path, POLICY_FOLDER if is_in_checkpoint else ""
     raise RunDirectoryError(
-        f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine or "
-        "runs/mine/checkpoints/best"
+        f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine, "
+        "runs/mine/checkpoints/best or runs/mine/policy_sft"
     )
 
 

@@ -56,8 +56,15 @@ from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
-from ragr1_actors.runs.run_directory import create_run_directory, fetch_batches, keep_trajectories, removed_if_unused
+from ragr1_actors.runs.run_directory import (
+    create_run_directory,
+    fetch_batches,
+    keep_trajectories,
+    removed_if_unused,
+    with_newest_policy,
+)
 from ragr1_actors.runs.telemetry.examples import as_markdown
+from ragr1_actors.runs.telemetry.metrics import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
@@ -134,6 +141,7 @@ class Algorithm:
     @classmethod
     def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
         """Make ``run_dir`` the directory of a new run, once ``config`` is checked; prepare its data and ``start``."""
+        config = with_newest_policy(config)
         check_names(config)
         check_services(config)
         place = find_place(run_dir)
@@ -297,6 +305,7 @@ class Algorithm:
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
                 **self._collector.metrics(),
+                SAMPLED_TOKENS: float(self._fleet.take_sampled_tokens()),
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,

@@ -65,6 +65,7 @@ class SharedFleet:
         self._fleet = fleet
         self.evaluation: TaskSampling | None = None
         """What is sampled beside."""
+        self._num_sampled_tokens = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -83,7 +84,13 @@ class SharedFleet:
     def collect(self) -> list[FinishedGroup]:
         """Wait until a group is finished, of the evaluation or not; return those that are not."""
         groups = self._fleet.collect()
+        self._num_sampled_tokens += sum(group.summary.num_sampled_tokens for group in groups)
         return groups if self.evaluation is None else [g for g in groups if not self.evaluation.take(g)]
+
+    def take_sampled_tokens(self) -> int:
+        """Return the tokens of all groups that were collected since the call before, of the evaluation, too."""
+        taken, self._num_sampled_tokens = self._num_sampled_tokens, 0
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

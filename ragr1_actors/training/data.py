@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,9 +29,11 @@ from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
-from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
+from ragr1_actors.runs.places import POLICY
+from ragr1_actors.runs.run_directory import run_of_policy
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 from retrieval.base import Passage, needs_index
 from retrieval.build import build_index
@@ -90,7 +94,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
             )
         notes += (f"{loaded.report}; {len(loaded.tasks) - len(demonstrated):,} of evaluation questions left out",)
     index_dir = prepare_index(config, run_dir)
-    policy_dir = prepare_policy(config, run_dir, train, index_dir)
+    policy_dir = keep_policy(prepare_policy(config, run_dir, train, index_dir), run_dir)
     notes += tuple(long_prompts(config, policy_dir, train))
     demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
     return Workspace(train, evaluation, index_dir, policy_dir, demonstrated, demonstrate, notes)
@@ -199,7 +203,7 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
     return build_index(
         passages,
         index_dir,
-        encoder=settings.encoder,
+        encoder=settings.encoder or STATIC,
         index_type=settings.type,
         num_shards=settings.num_shards,
         options=settings.options,
@@ -214,7 +218,7 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
     if policy.model != TINY:  # absolute: an actor elsewhere must not look for a folder's name on a hub
         folder = named_folder(policy.model)
         return str(folder.absolute()) if folder is not None else policy.model
-    directory = run_dir / "policy"
+    directory = run_dir / POLICY
 
     def write(writing: Path) -> None:
         make_tiny_policy(
@@ -229,6 +233,28 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
     if not directory.exists():  # a resumed run: as with the index
         write_folder(directory, write, POLICY_FILES)
     return str(directory)
+
+
+def keep_policy(policy_dir: str, run_dir: Path) -> str:
+    """Return a policy that another run does not remove: one of its checkpoints is copied, any other is kept as it is.
+
+    A run under way deletes its older checkpoints. The files of the copy are hard links where the disk is the same one.
+    """
+    kept = run_dir / POLICY
+    if not kept.is_dir() and run_of_policy(Path(policy_dir)) is not None:
+        write_folder(
+            kept,
+            lambda writing: shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True),
+            ("config.json",),
+        )
+    return str(kept) if kept.is_dir() else policy_dir
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or a file system without links
+        shutil.copyfile(source, target)
 
 
 def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None) -> Iterator[str]:

@@ -21,9 +21,9 @@ from ragr1_actors.core.config import RunConfig, read_fault_tolerance, read_guard
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
-from ragr1_actors.core.progress_bar import counted_bar
+from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
 from ragr1_actors.report_page.page import write_page
-from ragr1_actors.rollout.sampler import session_for
+from ragr1_actors.rollout.sampler import describe_loading, session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
 from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
 from ragr1_actors.runs.report import (
@@ -135,14 +135,15 @@ class TrainingRun:
             track = stack.enter_context(trackers(self._config.debugging.trackers, self._run_dir, changes))
             logger = stack.enter_context(closing(MetricsLogger(self._run_dir, export, changes, track)))
             before_start = time.monotonic()
-            with self._console.status("starting the fleets"):
+            with elapsed_time(self._console, describe_loading(self._config), in_logs=True):
                 self._held = interrupts.held
                 algorithm = Algorithm.start(self._config, self._place, workspace, self._held)
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
                     # an interrupt saves nothing here: the newest checkpoint is newer than the state
-                    self._restore(algorithm)
+                    with elapsed_time(self._console, "loading the newest checkpoint"):
+                        self._restore(algorithm)
                     recall = algorithm.measure_recall()
                     try:
                         self._describe(workspace, recall)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from ragr1_actors.core.progress_bar import progress_bar
+from ragr1_actors.runs.telemetry.metrics import SAMPLED_TOKENS
 
 LINE_INTERVAL_S = 5.0
 _LINE = re.compile(r"(SFT|RL) +\d+/\d+  ")
@@ -53,14 +54,14 @@ def describe_iteration(metrics: Mapping[str, float]) -> str:
     """Return the status of an iteration of RL from its metrics; what an environment does not report is left out.
 
     ``reward 0.312  em 0.250  searches 1.90  tokens/s 5,120  waits for samples 81%``: the searches are queries per
-    trajectory, the tokens those trained, and the last is the longest part of the iteration.
+    trajectory, the tokens all that the runners sampled, and the last is the longest part of the iteration.
     """
     named = (("reward", "rollout/reward", ".3f"), ("em", "rollout/em", ".3f"), ("searches", "rollout/queries", ".2f"))
     said = [f"{title} {metrics[name]:{form}}" for title, name, form in named if name in metrics]
     total_s = metrics.get("time/iteration_s", 0.0)
     if total_s > 0:
         longest = max(PARTS, key=lambda part: metrics.get(part, 0.0))
-        said.append(f"tokens/s {metrics.get('learner/tokens', 0.0) / total_s:,.0f}")
+        said.append(f"tokens/s {metrics.get(SAMPLED_TOKENS, 0.0) / total_s:,.0f}")
         said.append(f"waits for {PARTS[longest]} {metrics.get(longest, 0.0) / total_s:.0%}")
     return "  ".join(said)
 

@@ -19,6 +19,7 @@ from ragr1_actors.rollout.task_sampler import Issue
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.training.evaluation.evaluated_policy import index_of, sampler_config
+from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.services import check_services
 from retrieval.base import Passage, Retriever, needs_index
 from retrieval.local import named_index, open_retriever
@@ -40,6 +41,7 @@ class Asker:
         run = open_run_directory(place)
         retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
         config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
+        check_gpus(config)
         check_services(config)
         index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
         self._retriever = _LoadingRetriever(partial(open_retriever, index_dir, config.retrieval))

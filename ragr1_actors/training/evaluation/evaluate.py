@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from envs.tasks.paths import NamedTasks, shown, task_files
 from envs.tasks.published_sets import load_sets
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, FleetError
+from ragr1_actors.core.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import WORLD
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.env_runner import GroupSummary, engine_settings
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.sampler import Sampler, describe_loading
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
     EvalSettings,
@@ -45,6 +46,7 @@ from ragr1_actors.training.evaluation.evaluated_policy import (
     EvaluatedPolicy,
     open_policy,
 )
+from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.planning.services import check_services
 from retrieval.base import needs_index
@@ -109,6 +111,7 @@ def evaluate_policy(
     which: EvalTasks,
     out: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
+    show: Shown = unseen,
 ) -> Evaluation:
     """Answer tasks with a run's policy, a model folder or an endpoint, by searching or by a baseline.
 
@@ -116,7 +119,8 @@ def evaluate_policy(
 
     ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
     ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
-    and the result is over all. ``on_task`` is called with the number of tasks done and the number of all tasks.
+    and the result is over all. ``show`` is called with what loads, then ``on_task`` with the number of tasks done and
+    the number of all tasks.
 
     Raises:
         UserError: there is no such run, folder or endpoint, or a file cannot be used.
@@ -143,7 +147,7 @@ def evaluate_policy(
             on_task(sum(len(one.scores) for one in passes), total)
 
         if any(one.left for one in passes):
-            with _sampler_of(subject) as sampler:
+            with _sampler_of(subject, show) as sampler:
                 report()
                 for one in passes:
                     one.answer(sampler, report)
@@ -215,6 +219,7 @@ class _Pass:
 def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
     """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
     config = subject.config
+    check_gpus(config)
     check_sampler(config, has_index=subject.place is not None)
     retrieval = config.retrieval
     searches_world = needs_index(retrieval.type) and not retrieval.index and retrieval.corpus == WORLD
@@ -226,7 +231,7 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 
 
 @contextmanager
-def _sampler_of(subject: EvaluatedPolicy) -> Iterator[Sampler]:
+def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     """Load policy and index, once the services that the tasks need have answered a short request each."""
     config = subject.config
     check_services(config)
@@ -234,7 +239,9 @@ def _sampler_of(subject: EvaluatedPolicy) -> Iterator[Sampler]:
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:
         index_dir = prepare_index(config, subject.place.path if subject.place is not None else scratch)
-        with Sampler(config, subject.folder, index_dir) as sampler:
+        with ExitStack() as stack:
+            with show(describe_loading(config)):
+                sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))
             yield sampler
 
 

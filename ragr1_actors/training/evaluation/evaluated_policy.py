@@ -2,7 +2,8 @@
 
 ::
 
-    run or checkpoint              its policy, and the settings that the run stored
+    run, or a checkpoint or policy in it
+                                   its policy, and the settings that the run stored
     model folder --recipe R        any Hugging Face folder or hub name, and the settings of a recipe
     --endpoint URL --model NAME    a hosted model, and the settings of a run, of a recipe, or the defaults
     --baseline B                   changes the settings of any of these: no search, one search, one query per turn
@@ -25,7 +26,7 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
 from ragr1_actors.runs.places import INDEX, Place
-from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory
+from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
 from retrieval.base import needs_index
 
 Baseline = Literal["direct", "rag", "single-query"]
@@ -67,7 +68,7 @@ class EvalRequest:
     overrides: tuple[str, ...] = ()
     """``section.key=value`` for run or recipe."""
     index: Path | None = None
-    """None is the run's or the recipe's own."""
+    """None is the run's or the recipe's own; another one brings its encoder, unless ``overrides`` name one."""
     prompt: Path | None = None
     """A text file that replaces ``environment.prompt``."""
     baseline: Baseline | None = None
@@ -136,6 +137,8 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
         retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
     elif request.index is not None or (place is not None and needs_index(run.retrieval.type)):
         retrieval["index"] = str(request.index or index_of(run, place))
+        if request.index is not None and "retrieval.encoder" not in _named(request):
+            retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
     changes["policy"] = {"model": folder} if folder and place is None else {}
     endpoint = request.endpoint
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
@@ -156,7 +159,7 @@ def _find(request: EvalRequest) -> tuple[Place | None, str]:
     path = Path(source)
     is_model = not is_uri(source) and _exists(path / "config.json")
     if not recipe:
-        if is_model:
+        if is_model and run_of_policy(path) is None:
             raise ConfigError(
                 f"{source} is the folder of a model: name its prompt and formats with --recipe, such as search_r1_7b, "
                 "ragr1_sq_7b or ragr1_mq_7b for the published checkpoints"

@@ -14,6 +14,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,18 @@ from envs.tasks.paths import NamedTasks, shown, task_files
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
+from ragr1_actors.core.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_names, resolve
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.sampler import Sampler, session_for
+from ragr1_actors.rollout.sampler import Sampler, describe_loading, session_for
 from ragr1_actors.runs.places import INDEX
-from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
+from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
 from ragr1_actors.training.data import prepare_index, prepare_policy
 from ragr1_actors.training.evaluation.evaluated_policy import (
     sampler_config,
 )
+from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.planning.services import check_services
 
@@ -90,6 +93,7 @@ def select(
     overrides: Sequence[str] = (),
     index: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
+    show: Shown = unseen,
 ) -> SelectionCounts:
     """Sample every task of some files and write the tasks worth training on, in their order, with their pass rates.
 
@@ -99,7 +103,7 @@ def select(
 
     ``source`` is a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does. ``overrides`` are
     ``section.key=value`` for it. ``out`` does not exist yet. ``index`` is None for the recipe's or the run's own.
-    ``on_task`` is called with the number of tasks done and the number of all tasks.
+    ``on_task`` is called with the number of tasks done and the number of all tasks; ``show`` with what loads before.
 
     Raises:
         UserError: a file, recipe or run cannot be used; or no task would be kept.
@@ -111,13 +115,15 @@ def select(
     logger.warning("%s", loaded.report)
     found = loaded.tasks
     config = _selection_config(source, settings, overrides, index)
+    check_gpus(config)
     check_sampler(config)
     check_services(config)
-    with session_for(config), scratch_folder() as scratch:
+    with session_for(config), scratch_folder() as scratch, ExitStack() as stack:
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
-        with Sampler(config, share(policy_dir), index_dir, share=share) as sampler:
-            successes = _sample(sampler, found, settings, on_task)
+        with show(describe_loading(config)):
+            sampler = stack.enter_context(Sampler(config, share(policy_dir), index_dir, share=share))
+        successes = _sample(sampler, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
         raise DataError(
@@ -160,9 +166,11 @@ def _selection_config(
         sections["policy"]["model"] = str(policy_dir.absolute())
         if not index:
             own_index = str(place.bring(INDEX)) if place.bring(INDEX).is_dir() else ""
-    config = resolve(override(sections, overrides))
-    found_index = str(index or config.retrieval.index or own_index)
-    return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval={"index": found_index})
+    config = with_newest_policy(resolve(override(sections, overrides)))
+    retrieval = {"index": str(index or config.retrieval.index or own_index)}
+    if index and not any(assignment.startswith("retrieval.encoder=") for assignment in overrides):
+        retrieval["encoder"] = ""  # the index's own
+    return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval=retrieval)
 
 
 def _sample(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.training.planning.plan import Machine, count_passages, learner_fits, reserved_gpus, this_machine
+from ragr1_actors.training.planning.gpus import reserved_gpus
+from ragr1_actors.training.planning.plan import Machine, count_passages, learner_fits, this_machine
 
 SIZES = (16384, 8192, 4096, 2048, 1024)
 """Larger rows are not faster: the matrices are large enough from about 4,096 tokens on."""

@@ -35,11 +35,13 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.resolve import STATIC, TINY, WORLD
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
+from ragr1_actors.training.planning.gpus import num_gpus_here, reserved_gpus
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from ragr1_actors.training.planning.remedies import find_remedy, place_changes, search_changes
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
+from retrieval.local import encoder_of
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -124,12 +126,10 @@ def this_machine(directory: Path) -> Machine:
     """Read the sizes of this machine; the disk is that of ``directory``. All its GPUs are taken to be as the first."""
     import psutil
 
-    num_gpus, gpu = 0, None
-    if shutil.which("nvidia-smi"):  # else torch, which takes seconds to import, is not needed
+    num_gpus, gpu = num_gpus_here(), None
+    if num_gpus:
         import torch
 
-        num_gpus = torch.cuda.device_count()
-    if num_gpus:
         found = torch.cuda.get_device_properties(0)
         known = next((k for k in GPUS.values() if k.name.split("-")[0] in found.name.lower()), GPUS["a100-80gb"])
         gpu = replace(known, name=found.name, num_bytes=found.total_memory)
@@ -223,17 +223,6 @@ def count_passages(config: RunConfig) -> int:
         ) from error
 
 
-def reserved_gpus(config: RunConfig) -> float:
-    """Return the GPUs that all actors of a run reserve."""
-    runners, learners, retrieval = config.env_runners, config.learners, config.retrieval
-    return (
-        runners.num_env_runners * runners.num_gpus_per_env_runner
-        + learners.num_learners * learners.num_gpus_per_learner
-        + retrieval.num_retrievers * retrieval.num_shards * retrieval.num_gpus_per_retriever
-        + retrieval.num_encoders * retrieval.num_gpus_per_encoder
-    )
-
-
 def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
     """Compute what RL needs of each machine; ``num_passages`` counts the passages of its index.
 
@@ -298,9 +287,8 @@ class _Run:
 
     @cached_property
     def encoder(self) -> EncoderShape | None:
-        retrieval = self.config.retrieval
-        is_used = needs_index(retrieval.type) and retrieval.type != "bm25" and retrieval.encoder != STATIC
-        return EncoderShape.of(retrieval.encoder) if is_used else None
+        name = encoder_of(self.config.retrieval) if self.has_vectors else STATIC
+        return EncoderShape.of(name) if name != STATIC else None
 
     @cached_property
     def has_critic(self) -> bool:

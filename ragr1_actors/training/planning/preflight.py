@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,32 +23,31 @@ from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
 from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
-from ragr1_actors.training.planning.plan import count_passages, make_plan, reserved_gpus, this_machine
+from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
-from retrieval.indexes.manifest import Manifest
+from retrieval.local import named_index
 
 logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 
 
-def check_names(config: RunConfig, *, has_index: bool = False) -> None:
+def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
     """Check every name of a run's configuration. The libraries behind known names are not imported.
 
-    ``has_index``: the run has made its index, and the corpus is not needed any more.
+    ``has_index``: the run has made its index, and the corpus is not needed any more; ``has_policy``: it has the policy
+    that it began with.
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
-        DataError: ``retrieval.index`` names a directory without an index, or a file of tasks or demonstrations is
-            damaged.
+        DataError: ``retrieval.index`` names a directory without an index, or an index of another encoder; or a file of
+            tasks or demonstrations is damaged.
     """
-    check_sampler(config, has_index=has_index)
+    check_sampler(config, has_index=has_index, has_policy=has_policy)
     if config.env_runners.engine == "endpoint":
         raise ConfigError(
             "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
             "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
         )
-    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
     environment, demonstrations = config.environment, config.sft.demonstrations
     if environment.tasks != WORLD:
         _check_tasks("environment.tasks", environment.tasks, WORLD)
@@ -59,18 +57,6 @@ def check_names(config: RunConfig, *, has_index: bool = False) -> None:
         load_tasks(environment.eval_tasks, whole=True)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
         load_demonstrations(demonstrations, environment.query_format)
-
-
-def check_gpus(config: RunConfig) -> None:
-    """Refuse a run that reserves more GPUs than this machine has, unless it joins a cluster; Ray would say it later."""
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    reserved, found = reserved_gpus(config), this_machine(Path.cwd()).num_gpus
-    if reserved > found:
-        raise ConfigError(
-            f"the actors reserve {reserved:g} GPUs, and this machine has {found}; start fewer, or join a Ray cluster: "
-            "ragr1 submit, or RAY_ADDRESS"
-        )
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:
@@ -96,10 +82,13 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
     return plan.problems
 
 
-def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
+def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
     """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
     check_classes(config)
-    if (policy := _model_folder("policy.model", config.policy.model, "Qwen/Qwen2.5-7B", TINY)) is not None:
+    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
+    model = config.policy.model
+    if not has_policy and (policy := _model_folder("policy.model", model, "Qwen/Qwen2.5-7B", TINY)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
         check_tokenizer(config)
@@ -121,7 +110,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False) -> None:
         shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
         load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
     elif needs_index(retrieval.type) and retrieval.index:
-        Manifest.read(retrieval.index)
+        named_index(retrieval)
     elif needs_index(retrieval.type) and not has_index:
         expected = "a corpus file, or retrieval.index=FOLDER of an index that is built"
         _is_file("retrieval.corpus", retrieval.corpus, expected, WORLD)
