@@ -18,6 +18,7 @@ import pytest
 import torch
 from fakes import OnePassage
 from fleet_world import drain, pids, request, wait_until_healed
+from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
@@ -267,8 +268,12 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(setup: Setup, tmp_path: Path) -> None:
+def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(
+    ray_local: ModuleType, setup: Setup, tmp_path: Path
+) -> None:
     wait_until_healed(setup.fleet)
+    began_with = AutoModelForCausalLM.from_pretrained(setup.policy_dir).state_dict()  # other tests moved all weights
+    setup.fleet.update_weights(ray_local.put({n: v.numpy() for n, v in began_with.items()}), version=0)
     learners = LearnerGroup(make_config({"lora": {"rank": 2, "target_modules": ["q_proj", "down_proj"]}}))
     learners.build("grpo", setup.policy_dir)
     transport = make_sync(learners, setup.fleet)
