@@ -11,8 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from cluster import storage
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY, SECRET = "AKIDEXAMPLE", "sEcReTsEcReT"
@@ -45,6 +50,25 @@ def options(port: int) -> str:
 def s3_uri(port: int, name: str) -> str:
     """Return a URI with credentials."""
     return f"s3://{KEY}:{SECRET}@bucket/{name}?{options(port)}"
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call of S3 in this process be tried twice, in less than a second.
+
+    A file system that pyarrow makes of a URI tries for 6 s, every call that cleans up included, before ``Storage``
+    counts its own time.
+    """
+    from pyarrow import fs
+
+    connect = storage._connect
+
+    @cache
+    def connect_hastily(uri: str) -> tuple[fs.FileSystem, str]:
+        found, path = connect(uri)
+        make, (options,) = found.__reduce__()  # a copy: there is no setter
+        return make({**options, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}), path
+
+    monkeypatch.setattr(storage, "_connect", connect_hastily)
 
 
 class CutConnection:

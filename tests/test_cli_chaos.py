@@ -156,27 +156,26 @@ def test_a_live_run_kills_its_own_actors_when_it_is_asked_to_and_loses_nothing(t
     no_hangs = "debugging.fault_tolerance={hang_timeout_s: 300, max_learner_restarts: 4}"  # a busy machine is none
     with started(str(recipe), "--run-dir", str(run_dir), no_hangs, cwd=tmp_path) as run:
         assert wait_for(lambda: len(rows()) > 2, 300, run), run.communicate()
-        asked = ("chaos", "--run", str(run_dir), "--kills", "4", "--seed", "4", "--every-s", "3", "--yes")
+        asked = ("chaos", "--run", str(run_dir), "--kills", "3", "--seed", "4", "--every-s", "1", "--yes")
         said = invoke(*asked)
-        killed = Counter(re.findall(r"of 4: killed one of \d (.+)", said))
-        assert killed.total() == 4, said
+        killed = Counter(re.findall(r"of 3: killed one of \d (.+)", said))
+        assert killed == {"runners": 1, "retrievers": 1, "learners": 1}, said
         number = len(rows())
         assert wait_for(lambda: len(rows()) > number + 2, 300, run), run.communicate()
         run.send_signal(signal.SIGTERM)
         output, errors = run.communicate(timeout=300)
     last = rows()[-1]
     assert (last["tasks/lost"], last["tasks/doubled"], last["tasks/failed"]) == (0, 0, 0)
-    assert last["env_runners/num_restarts"] == killed["runners"], output + errors
-    assert last["loop/learner_restarts"] == killed["learners"]
+    assert (last["env_runners/num_restarts"], last["loop/learner_restarts"]) == (1, 1), output + errors
 
 
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_whose_processes_are_killed_loses_no_task(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=24)
+    recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=14)
     command = [sys.executable, "-m", "ragr1_actors", "chaos", str(recipe), "--run-dir", "run", "--json"]
-    command += ["--kills", "2", "--hangs", "1", "--flips", "1", "debugging.fault_tolerance={hang_timeout_s: 30}"]
+    command += ["--kills", "2", "--hangs", "1", "--flips", "1", "debugging.fault_tolerance={hang_timeout_s: 15}"]
     ended = subprocess.run(
         [*command, "--seed", "19"], cwd=tmp_path, env=a_persons_environment() | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=2300, check=False,
@@ -189,10 +188,10 @@ def test_a_run_whose_processes_are_killed_loses_no_task(tmp_path: Path) -> None:
     assert killed == {"driver": 1, "learner": 1}
     tasks = read_report(tmp_path / "run").tasks
     assert (tasks.issued, tasks.lost, tasks.doubled) == (tasks.trained, 0, 0)
-    assert tasks.trained == 24 * 8
+    assert tasks.trained == 14 * 8
     found = json.loads(ended.stdout)
     counts = ("kills", "hangs", "hangs_noticed", "flips", "silent", "unnamed", "trained", "lost", "doubled")
-    assert [found[name] for name in counts] == [2, 1, 1, 1, 0, 0, 192, 0, 0]
+    assert [found[name] for name in counts] == [2, 1, 1, 1, 0, 0, 112, 0, 0]
     assert len(found["noticed_s"]) == 1
     # an actor whose driver is hit next is started with it, and is not counted
     assert {"driver"} <= found["back_s"].keys() <= {"driver", "env runner", "retriever", "learner"}

@@ -411,6 +411,7 @@ finally:
     assert printed.endswith("[]\n")
 
 
+GO_ON = "go on with: ragr1 train quickstart --run-dir run --resume"
 INTERRUPTED = """
 import os, signal, sys
 module, number = sys.argv[1], int(sys.argv[2])
@@ -429,17 +430,17 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("module", "advice"),
+    ("module", "number", "advice"),
     [
-        ("typer", "start the same command again"),
-        ("ragr1_actors.training.planning.preflight", "start the same command again"),
-        ("ragr1_actors.training.stages", "go on with: ragr1 train quickstart --run-dir run --resume"),
+        ("typer", signal.SIGTERM, "start the same command again"),
+        ("ragr1_actors.training.planning.preflight", signal.SIGINT, "start the same command again"),
+        ("ragr1_actors.training.stages", signal.SIGTERM, GO_ON),
+        pytest.param("ragr1_actors.training.stages", signal.SIGINT, GO_ON, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_during_imports_is_one_line_at_once_and_not_lost(
-    tmp_path: Path, module: str, advice: str, number: signal.Signals
+    tmp_path: Path, module: str, number: signal.Signals, advice: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module, str(int(number)), "train", "quickstart", "--run-dir", "run"],

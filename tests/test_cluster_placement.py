@@ -17,9 +17,9 @@ from cluster.placement_plan import Demand
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STATIC = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
-nodes, sections, temp_dir, files = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+nodes, cases, temp_dir, files = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 os.environ["RAY_TMPDIR"] = temp_dir  # where Ray notes the address of this cluster
 os.makedirs(f"{temp_dir}/ray", exist_ok=True)
 import ray
@@ -42,22 +42,40 @@ for number, (num_cpus, num_gpus, labels) in enumerate(nodes):
     node = cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, labels=labels, object_store_memory=80_000_000)
     names[node.node_id] = f"n{number}"
 ray.init(address=cluster.address, log_to_driver=False)
-config = resolve(sections)
-try:
-    wait_for_room(actor_demands(config, has_index=True), lambda plan: print("SHOWN"), print)
+
+def alive():
+    return [actor for actor in actors().values() if actor["State"] == "ALIVE"]
+
+def is_free():
+    free, all_of_it = ray.available_resources(), ray.cluster_resources()
+    return not alive() and all(free.get(name) == all_of_it[name] for name in ("CPU", "GPU"))
+
+def place(config, found):
+    wait_for_room(actor_demands(config, has_index=True), lambda plan: found.update(shown=found["shown"] + 1), print)
     placement = Placement(config)
-    options = [placement.learner_options(rank) for rank in range(config.learners.num_learners)]
     learners = config.learners
     size = {"num_cpus": learners.num_cpus_per_learner, "num_gpus": learners.num_gpus_per_learner}
+    options = [placement.learner_options(rank) for rank in range(learners.num_learners)]
     ranks = [ray.remote(Rank).options(**size, **where).remote() for where in options]
-    found = {"Rank": [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=500)]}
+    found["Rank"] = [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=500)]
     with Sampler(config, str(files / "policy"), files / "index", placement):
-        for actor in actors().values():
-            if actor["State"] == "ALIVE" and actor["ActorClassName"] != "Rank":
+        for actor in alive():
+            if actor["ActorClassName"] != "Rank":
                 found.setdefault(actor["ActorClassName"], []).append(names[actor["Address"]["NodeID"]])
-    print("RESULT", json.dumps(found))
-except UserError as error:
-    print("REFUSED", error)
+    for rank in ranks:
+        ray.kill(rank)
+    placement.remove()
+
+results = {}
+for name, sections in cases.items():
+    results[name] = {"shown": 0}
+    try:
+        place(resolve(sections), results[name])
+    except UserError as error:
+        results[name]["refused"] = str(error)
+    while not is_free():
+        time.sleep(0.1)
+print("RESULT", json.dumps(results))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -126,66 +144,82 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def on_nodes(
-    files: Path, temp_dir: str, nodes: list[tuple[int, int, dict[str, str]]], **sections: dict[str, Any]
-) -> str:
-    sections["env_runners"] = {"engine": "benchmarks.rollout.fleet:PacedEngine", **sections["env_runners"]}
-    return run_python(STATIC, json.dumps(nodes), json.dumps(sections), temp_dir, files, free_port())
+NODES: list[tuple[int, int, dict[str, str]]] = [
+    (2, 2, {"ragr1": "learner"}),
+    (2, 2, {"ragr1": "learner"}),
+    (2, 2, {"ragr1": "runner"}),
+    (2, 2, {"ragr1": "runner"}),
+    (3, 0, {"ragr1": "retriever"}),
+    (1, 0, {"ragr1": "small"}),
+    (2, 0, {"ragr1": "small"}),
+    (2, 0, {"ragr1": "small"}),
+]
+"""CPUs, GPUs and labels; there are n0 to n7."""
+LEARNER, RUNNER, RETRIEVER, SMALL = (
+    {"label_selector": {"ragr1": name}} for name in ("learner", "runner", "retriever", "small")
+)
+ENGINE = {"engine": "benchmarks.rollout.fleet:PacedEngine"}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "too large": {
+        "env_runners": {"num_env_runners": 2, "num_gpus_per_env_runner": 4, **ENGINE}
+        | {"engine_options": {"tensor_parallel_size": 4}},
+        "learners": {"num_learners": 0},
+    },
+    "labels": {
+        "learners": {"num_learners": 2, "num_gpus_per_learner": 1, **LEARNER},
+        "env_runners": {"num_env_runners": 2, "num_gpus_per_env_runner": 2, **RUNNER, **ENGINE},
+        "retrieval": {
+            "num_retrievers": 2,
+            "num_encoders": 1,
+            "label_selector": {"ragr1": "!in(learner, runner, small)"},
+        },
+    },
+    "spread": {
+        "learners": {"num_learners": 2, "num_gpus_per_learner": 1, "placement": "spread", **LEARNER},
+        "env_runners": {"num_env_runners": 1, **RUNNER, **ENGINE},
+        "retrieval": RETRIEVER,
+    },
+    "by plan": {
+        "learners": {"num_learners": 1, "num_cpus_per_learner": 1, **SMALL},
+        "env_runners": {"num_env_runners": 2, "num_cpus_per_env_runner": 1.5, **SMALL, **ENGINE},
+        "retrieval": {"num_retrievers": 2, "num_cpus_per_retriever": 0.5, **SMALL},
+    },
+}
 
 
-def result(printed: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(printed.partition("RESULT ")[2].splitlines()[0])
+@pytest.fixture(scope="module")
+def placed(files: Path, ray_temp_dir: str) -> dict[str, dict[str, Any]]:
+    """Where the actors of each case were, one case after the other on one cluster."""
+    printed = run_python(STATIC, json.dumps(NODES), json.dumps(CASES), ray_temp_dir, files, free_port())
+    found: dict[str, dict[str, Any]] = json.loads(printed.partition("RESULT ")[2].splitlines()[0])
     return found
 
 
-def test_labels_and_bundles_place_a_run(files: Path, ray_temp_dir: str) -> None:
+def test_labels_and_bundles_place_a_run(placed: dict[str, dict[str, Any]]) -> None:
     """Two ranks packed on one node, runners with two GPUs on others, retrievers and encoders where the labels are."""
-    nodes = [
-        (2, 2, {"ragr1": "learner"}),
-        (2, 2, {"ragr1": "learner"}),
-        (2, 2, {"ragr1": "runner"}),
-        (2, 2, {"ragr1": "runner"}),
-        (3, 0, {"ragr1": "retriever"}),
-    ]
-    printed = on_nodes(
-        files,
-        ray_temp_dir,
-        nodes,
-        learners={"num_learners": 2, "num_gpus_per_learner": 1, "label_selector": {"ragr1": "learner"}},
-        env_runners={"num_env_runners": 2, "num_gpus_per_env_runner": 2, "label_selector": {"ragr1": "runner"}},
-        retrieval={"num_retrievers": 2, "num_encoders": 1, "label_selector": {"ragr1": "!in(learner, runner)"}},
-    )
-    found = result(printed)
+    found = placed["labels"]
     assert found["Rank"] in (["n0", "n0"], ["n1", "n1"])
     assert sorted(found["EnvRunnerActor"]) == ["n2", "n3"]
     assert found["RetrieverActor"] == ["n4", "n4"] and found["EncoderActor"] == ["n4"]
-    assert printed.count("SHOWN") == 1
+    assert found["shown"] == 1
 
 
-def test_ranks_are_spread(files: Path, ray_temp_dir: str) -> None:
-    learners = {"num_learners": 2, "num_gpus_per_learner": 1, "placement": "spread"}
-    nodes: list[tuple[int, int, dict[str, str]]] = [(4, 2, {}), (4, 2, {})]
-    found = result(on_nodes(files, ray_temp_dir, nodes, learners=learners, env_runners={"num_env_runners": 1}))
-    assert Counter(found["Rank"]) == {"n0": 1, "n1": 1}
+def test_ranks_are_spread(placed: dict[str, dict[str, Any]]) -> None:
+    assert Counter(placed["spread"]["Rank"]) == {"n0": 1, "n1": 1}
 
 
-def test_actors_start_where_the_plan_has_them(files: Path, ray_temp_dir: str) -> None:
+def test_actors_start_where_the_plan_has_them(placed: dict[str, dict[str, Any]]) -> None:
     """Ray alone puts both retrievers on the node of the learner, or on one of which a runner needs three quarters."""
-    nodes: list[tuple[int, int, dict[str, str]]] = [(1, 0, {}), (2, 0, {}), (2, 0, {})]
-    runners = {"num_env_runners": 2, "num_cpus_per_env_runner": 1.5}
-    retrieval = {"num_retrievers": 2, "num_cpus_per_retriever": 0.5}
-    learners = {"num_learners": 1, "num_cpus_per_learner": 1}
-    found = result(on_nodes(files, ray_temp_dir, nodes, learners=learners, env_runners=runners, retrieval=retrieval))
-    assert found["Rank"] == ["n0"]
-    assert sorted(found["EnvRunnerActor"]) == sorted(found["RetrieverActor"]) == ["n1", "n2"]
+    found = placed["by plan"]
+    assert found["Rank"] == ["n5"]
+    assert sorted(found["EnvRunnerActor"]) == sorted(found["RetrieverActor"]) == ["n6", "n7"]
 
 
-def test_what_a_cluster_of_fixed_nodes_lacks_is_said_at_once(files: Path, ray_temp_dir: str) -> None:
-    runners = {"num_env_runners": 2, "num_gpus_per_env_runner": 2, "engine_options": {"tensor_parallel_size": 2}}
-    nodes: list[tuple[int, int, dict[str, str]]] = [(4, 1, {}), (4, 1, {})]
-    printed = on_nodes(files, ray_temp_dir, nodes, env_runners=runners, learners={"num_learners": 0})
-    assert "REFUSED the cluster has no room and cannot grow enough: 2 of 2 env runners find no place" in printed
-    assert "each needs 1 CPU, 2 GPUs on one node, and of such nodes the one with most room" in printed
+def test_what_a_cluster_of_fixed_nodes_lacks_is_said_at_once(placed: dict[str, dict[str, Any]]) -> None:
+    refused = placed["too large"]["refused"]
+    assert refused.startswith("the cluster has no room and cannot grow enough: 2 of 2 env runners find no place")
+    assert "each needs 1 CPU, 4 GPUs on one node, and of such nodes the one with most room" in refused
+    assert "Rank" not in placed["too large"]
 
 
 def asked_of(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, *demands: Demand) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
-from storage_world import KEY, SECRET, CutConnection, Mender, options, s3_server, s3_uri
+from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, options, s3_server, s3_uri
 
 from cluster.storage import Artifact, Storage, StorageSink, is_uri, read_contents, share, without_secrets
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
@@ -145,8 +145,9 @@ def test_damage_is_found_by_the_hash(storage: Storage, tmp_path: Path, own_cache
 
 @pytest.mark.integration
 def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
-    port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    give_up_soon(monkeypatch)
     connection = CutConnection(port)
     storage = Storage(s3_uri(connection.port, tmp_path.name), retry_s=0)
     before = storage.put(make_folder(tmp_path / "old", weights="old"), "policy")
@@ -176,7 +177,8 @@ def test_a_cut_connection_is_one_sentence_and_a_mended_one_goes_on(
 
 
 @pytest.mark.integration
-def test_what_cannot_be_reached_is_one_sentence() -> None:
+def test_what_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up_soon(monkeypatch)
     with pytest.raises(UserError, match=r"cannot read s3://bucket/run/config\.yaml: "):
         Storage(s3_uri(1, "run"), retry_s=0).read("config.yaml")
     with pytest.raises(ConfigError, match=r"expected a URI of pyarrow\.fs, such as s3://bucket/runs/mine") as error:

@@ -101,6 +101,17 @@ def update(group: LearnerGroup, number: int) -> dict[str, float]:
     return group.update([groups_to_record_batch(make_groups(number))])
 
 
+def check_that_no_restart_mends(group: LearnerGroup, policy_dir: Path, how: str, error: type[Exception]) -> None:
+    """An error of the learner itself ends the group; the processes of a stage before do for this one."""
+    num_restarts = group.num_restarts
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    (policy_dir / "fail_0").write_text(how)
+    with pytest.raises(error, match=r"learning cannot go on|a mistake in a custom learner"):
+        for number in range(NUM_UPDATES):
+            update(group, number)
+    assert (group.num_restarts, group.is_stopped) == (num_restarts, True)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str, float]]:
     """State and last metrics of one rank in this process, which ran without a failure."""
@@ -114,25 +125,23 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, dict[str,
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "reason"), [("stopped", "it has not answered for"), ("stuck", "it has made no progress for")]
-)
 def test_a_rank_that_hangs_in_an_update_is_replaced(
     ray_with_tests: ModuleType,
     policy_dir: Path,
     expected: tuple[State, dict[str, float]],
     caplog: pytest.LogCaptureFixture,
-    how: str,
-    reason: str,
 ) -> None:
-    group = make_group(2, hang_timeout_s=30, max_learner_restarts=9)
+    """Its process is stopped; after the restart a rank answers, but waits for ever in the same update."""
+    group = make_group(2, hang_timeout_s=15, max_learner_restarts=9)
     group.build(f"{__name__}:FailingLearner", policy_dir)
-    (policy_dir / "fail_1").write_text(how)
+    (policy_dir / "fail_1").write_text("stopped stuck")
     with caplog.at_level(logging.WARNING):
         metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
     assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=1e-6)
-    assert group.num_restarts >= 1  # on a busy machine a rank that starts may be taken for one that hangs
-    assert "of 2 hangs: " + reason in caplog.text
+    assert group.num_restarts >= 2  # on a busy machine a rank that starts may be taken for one that hangs
+    assert "of 2 hangs: it has not answered for" in caplog.text
+    assert "of 2 hangs: it has made no progress for" in caplog.text
+    assert not (policy_dir / "fail_1").exists()
     group.stop()
 
 
@@ -162,7 +171,7 @@ def test_a_rank_that_is_stopped_while_it_loads_its_libraries_is_replaced(
     assert "learner rank 0 of 1 hangs: it has not answered for" in caplog.text
     group.build("grpo", policy_dir)
     assert update(group, 0)["num_steps"] > 0
-    group.stop()
+    check_that_no_restart_mends(group, policy_dir, "mistake", FleetError)
 
 
 @pytest.mark.ray
@@ -184,7 +193,7 @@ def test_a_rank_killed_in_an_update_changes_nothing(
     assert "learner rank 0 of 1 died" in caplog.text
     assert "restart 1 of 2: 3 updates are repeated, and update" in caplog.text
     assert not (policy_dir / "fail_0").exists()
-    group.stop()
+    check_that_no_restart_mends(group, policy_dir, "learner_error", LearnerError)
 
 
 @pytest.mark.ray
@@ -192,16 +201,14 @@ def test_a_rank_killed_in_an_update_changes_nothing(
 def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     ray_with_tests: ModuleType, policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = make_group(2)
-    whole.build(f"{__name__}:FailingLearner", policy_dir)
-    states = []
-    for number in range(NUM_UPDATES):
-        update(whole, number)
-        states.append(whole.get_state())
-    whole.stop()
-
     group = make_group(2, max_learner_restarts=3)
     group.build(f"{__name__}:FailingLearner", policy_dir)
+    states = []
+    for number in range(NUM_UPDATES):
+        update(group, number)
+        states.append(group.get_state())
+
+    group.build(f"{__name__}:FailingLearner", policy_dir)  # from the start
     for number in range(FAILS_AT):
         update(group, number)
     writing, final = tmp_path / "writing", tmp_path / "final"
@@ -230,21 +237,6 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     ):
         group.get_weights()
     assert group.is_stopped
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "error"), [("learner_error", LearnerError), ("mistake", FleetError)])
-def test_an_error_that_a_restart_would_not_mend_ends_the_group(
-    ray_with_tests: ModuleType, policy_dir: Path, how: str, error: type[Exception]
-) -> None:
-    group = make_group(1)
-    group.build(f"{__name__}:FailingLearner", policy_dir)
-    (policy_dir / "fail_0").write_text(how)
-    with pytest.raises(error, match=r"learning cannot go on|a mistake in a custom learner"):
-        for number in range(NUM_UPDATES):
-            update(group, number)
-    assert (group.num_restarts, group.is_stopped) == (0, True)
 
 
 def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -200,21 +200,24 @@ def test_an_index_built_by_actors_is_the_same(ray_local: ModuleType, world: Worl
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_shard_of_an_actor_that_dies_or_hangs_goes_to_another(
-    ray_local: ModuleType, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+def test_the_shards_of_actors_that_die_and_hang_go_to_others(
+    ray_local: ModuleType, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_fleet, "HANG_TIMEOUT_S", 10.0)
     store = world.store(tmp_path)
-    ended: list[int] = []
+    calls: list[int] = []
+    ended: dict[signal.Signals, list[int]] = {}
 
-    def end() -> None:
-        ended.extend(actor_processes())
-        for pid in ended:
-            os.kill(pid, how)
+    def advance(num_rows: int) -> None:
+        calls.append(num_rows)
+        how = {3: signal.SIGKILL, NUM_SHARDS // 2: signal.SIGSTOP}.get(len(calls))
+        if how is not None:
+            ended[how] = actor_processes()
+            for pid in ended[how]:
+                os.kill(pid, how)
 
-    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), after_three_shards(end))
-    assert ended
+    fill_store(store, world.directory, world.encoder, Workers(2, 0.5), advance)
+    assert ended[signal.SIGKILL] and ended[signal.SIGSTOP]
     world.check(EmbeddingStore.create(tmp_path, store.header))  # what the dead one was writing is gone
 
 

@@ -291,9 +291,8 @@ async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["retriever", "encoder"])
-async def test_an_actor_that_hangs_is_ended_and_comes_back(
-    ray_local: ModuleType, index_dir: Path, caplog: pytest.LogCaptureFixture, kind: str
+async def test_actors_that_hang_are_ended_and_come_back(
+    ray_local: ModuleType, index_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is asked of the fleet meanwhile, as in an evaluation or behind a server."""
     settings = RetrievalSettings(
@@ -302,15 +301,20 @@ async def test_an_actor_that_hangs_is_ended_and_comes_back(
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
     try:
         group.wait_until_ready()
-        fleet = next(fleet for fleet in group.fleets if fleet.kind == kind)
-        pid = _pid(fleet.actors[0])
-        os.kill(pid, signal.SIGSTOP)
-        assert wait_for(lambda: f"{kind} {fleet.name}" in caplog.text and "is back after" in caplog.text, 600)
-        assert re.search(kind + r" \S+ hangs: it has not answered for \d+ s", caplog.text)
-        assert _pid(fleet.actors[0]) != pid
+        before = {fleet.kind: _pid(fleet.actors[0]) for fleet in group.fleets}
+        assert before.keys() == {"retriever", "encoder"}
+        for pid in before.values():
+            os.kill(pid, signal.SIGSTOP)
+        for kind in before:
+            assert wait_for(lambda kind=kind: re.search(rf"{kind} \S+ is back after \d+ s", caplog.text), 600)
+            assert re.search(rf"{kind} \S+ hangs: it has not answered for \d+ s", caplog.text)
+        for fleet in group.fleets:
+            assert _pid(fleet.actors[0]) != before[fleet.kind]
         (found,) = await group.retriever().search([NAMES[0]], 1)
         assert len(found) == 1
-        assert group.metrics()[f"retrieval/{kind}_hangs"] == fleet.num_hangs >= 1
+        metrics = group.metrics()
+        for fleet in group.fleets:
+            assert metrics[f"retrieval/{fleet.kind}_hangs"] == fleet.num_hangs >= 1
     finally:
         group.stop()
 

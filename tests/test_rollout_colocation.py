@@ -123,9 +123,24 @@ def die_at_the_first_part(runner: EnvRunner) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_learners_and_engines_take_turns(by_value: ModuleType, tmp_path: Path) -> None:
+def test_learners_and_engines_take_turns_and_learners_wait_for_an_engine_that_loads(
+    by_value: ModuleType, tmp_path: Path
+) -> None:
     with made(make_config({"zero_stage": 0}), tmp_path) as setup:
         take_turns(setup)
+        fleet = setup.fleet
+        by_value.kill(list(fleet.receivers.values())[1], no_restart=False)
+        deadline = time.monotonic() + 600
+        while not fleet.num_loading:
+            assert time.monotonic() < deadline, "the runner was not called again"
+            fleet.poll()
+            time.sleep(0.05)
+        setup.transport.make_room()
+        assert fleet.num_loading == 0
+        setup.version += 1
+        setup.transport.publish(setup.version)
+        wait_until_healed(fleet)
+        setup.assert_all_have_it()
 
 
 def take_turns(setup: Setup) -> None:
@@ -175,26 +190,6 @@ def test_they_take_turns_through_deaths(by_value: ModuleType, tmp_path: Path, ca
         setup.iterate()
         setup.assert_all_have_it()
         assert (setup.learners.num_restarts, setup.transport.num_fallbacks) == (1, 1)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_learners_wait_for_an_engine_that_loads_after_a_restart(by_value: ModuleType, tmp_path: Path) -> None:
-    with made(make_config(), tmp_path) as setup:
-        fleet = setup.fleet
-        setup.transport.publish(1)
-        by_value.kill(list(fleet.receivers.values())[1], no_restart=False)
-        deadline = time.monotonic() + 600
-        while not fleet.num_loading:
-            assert time.monotonic() < deadline, "the runner was not called again"
-            fleet.poll()
-            time.sleep(0.05)
-        setup.transport.make_room()
-        assert fleet.num_loading == 0
-        setup.transport.publish(2)
-        setup.version = 2
-        wait_until_healed(fleet)
-        setup.assert_all_have_it()
 
 
 @pytest.mark.ray

@@ -200,51 +200,56 @@ def test_a_function_runs_in_every_runner(group: EnvRunnerGroup, policy_dir: Path
 
 
 @pytest.mark.slow
-def test_a_runner_that_hangs_is_ended_and_replaced(
+def test_a_runner_that_hangs_is_replaced_and_holds_up_no_call_of_the_driver(
     ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """While groups are sampled; while weights move and it has none, as after hedging; and while nothing is asked."""
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=10), policy_dir, OnePassage())
     fleet.wait_until_ready()
-    os.kill(pids(fleet)[0], signal.SIGSTOP)
+    model = AutoModelForCausalLM.from_pretrained(policy_dir)
+    weights = ray_local.put({n: v.numpy() for n, v in model.state_dict().items()})
+
+    def stop_the_first() -> int:
+        pid = pids(fleet)[0]
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def check_that_both_have(version: int) -> None:
+        wait_until_healed(fleet)
+        fleet.submit(request(1))
+        fleet.submit(request(2))
+        assert [one.summary.oldest_version for one in drain(fleet)] == [version] * 2
+
+    stop_the_first()
     for index in range(8):
         fleet.submit(request(index))
     assert len(drain(fleet)) == 8
     metrics = fleet.metrics()
     assert metrics["num_restarts"] == metrics["num_hangs"] >= 1
     assert re.search(r"env runner 0 hangs: it has not answered for \d+ s", caplog.text)
-    wait_until_healed(fleet)
+    check_that_both_have(0)
+
+    num_hangs = fleet.num_hangs
+    caplog.clear()
+    stop_the_first()
+    fleet.update_weights(weights, version=7)
+    assert fleet.num_hangs > num_hangs
+    assert re.search(r"env runner 0 hangs: it has not answered for \d+ s; 1 of 2 go on", caplog.text)
+    check_that_both_have(7)
+
+    stopped = stop_the_first()
+    # the process is another one, though nothing was asked of the fleet
+    assert wait_for(lambda: other_process(ray_local, fleet.actors[0], stopped), 600)
+    fleet.update_weights(weights, version=8)
+    check_that_both_have(8)
     fleet.stop()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["weights", "idle"])
-def test_a_runner_that_hangs_holds_up_no_call_of_the_driver(
-    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture, call: str
-) -> None:
-    """It has no group: hedging gave it to another, and then weights move, or the driver waits for a learner."""
-    fleet = EnvRunnerGroup(make_config(hang_timeout_s=10), policy_dir, OnePassage())
-    fleet.wait_until_ready()
-    weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
-    before = pids(fleet)
-    os.kill(before[0], signal.SIGSTOP)
-    if call == "weights":
-        fleet.update_weights(ray_local.put(weights), version=7)
-        assert fleet.num_hangs >= 1
-        assert re.search(r"env runner 0 hangs: it has not answered for \d+ s; 1 of 2 go on", caplog.text)
-    else:  # the process is another one, though nothing was asked of the fleet
-        assert wait_for(lambda: other_process(ray_local, fleet.actors[0], before[0]), 600)
-        fleet.update_weights(ray_local.put(weights), version=7)
-    wait_until_healed(fleet)
-    fleet.submit(request(1))
-    fleet.submit(request(2))
-    assert [one.summary.oldest_version for one in drain(fleet)] == [7, 7]
-    fleet.stop()
-
-
-@pytest.mark.slow
-def test_a_runner_that_is_stopped_while_it_loads_is_ended_and_loads_again(
+def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always_hangs_is_given_up(
     ray_local: ModuleType, policy_dir: Path
 ) -> None:
+    """The second as one whose engine needs longer for a pass than a runner may be silent."""
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=10, num_env_runners=1), policy_dir, OnePassage())
     actor_id = fleet.actors[0]._actor_id.hex()
     assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
@@ -254,45 +259,29 @@ def test_a_runner_that_is_stopped_while_it_loads_is_ended_and_loads_again(
         fleet.wait_until_ready()
         assert pids(fleet) != [stopped]
         assert fleet.num_hangs >= 1
+
+        def polled() -> EnvRunnerGroup:
+            fleet.poll()
+            return fleet
+
+        while (number := fleet.num_hangs) < 3:  # it finishes no group in between
+            assert wait_for(lambda: polled().num_healthy == 1, 600)
+            os.kill(pids(fleet)[0], signal.SIGSTOP)
+            assert wait_for(lambda number=number: polled().num_hangs > number, 600)
+        assert fleet.num_hangs == 3
+        fleet.submit(request(0))
+        with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
+            drain(fleet)
     finally:
         fleet.stop()
 
 
 @pytest.mark.slow
-def test_a_group_that_takes_long_is_sampled_by_an_idle_runner_too(
-    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One runner is stopped, which no heartbeat notices in this time; later it goes on, and what it has is left out."""
-    fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=2), policy_dir, OnePassage())
-    fleet.wait_until_ready()
-    for index in range(16):
-        fleet.submit(request(index))
-    assert len(drain(fleet)) == 16
-    slow = pids(fleet)[0]
-    os.kill(slow, signal.SIGSTOP)
-    try:
-        for index in range(16, 20):
-            fleet.submit(request(index))
-        finished = drain(fleet)
-    finally:
-        os.kill(slow, signal.SIGCONT)
-    assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(16, 20)]
-    metrics = fleet.metrics()
-    assert metrics["num_hedged"] >= 1
-    assert metrics["num_restarts"] == 0
-    assert "env runner 1 samples it, too" in caplog.text
-    for index in range(20, 30):
-        fleet.submit(request(index))
-    assert len(drain(fleet)) == 10
-    assert fleet.num_unfinished == 0
-    fleet.stop()
-
-
-def test_groups_are_slow_beside_groups_of_their_size(
-    ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle_runner_too(
+    ray_local: ModuleType, policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ragr1_actors.rollout.env_runner_group._HEDGE_AFTER_S", 0.0)
-    fleet = EnvRunnerGroup(make_config(hedge_factor=1e-9), policy_dir, OnePassage())
+    fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=1e-9), policy_dir, OnePassage())
     fleet.wait_until_ready()
     for index in range(16):  # as many as an evaluation needs for a median
         fleet.submit(replace(request(index), num_trajectories=1))
@@ -304,34 +293,33 @@ def test_groups_are_slow_beside_groups_of_their_size(
     fleet.submit(request(16))
     assert len(drain(fleet)) == 1
     assert fleet.num_hedged == 1
+
+    # one runner is stopped, which no heartbeat notices in this time; later it goes on, and what it has is left out
+    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group._HEDGE_AFTER_S", 1.0)
+    caplog.clear()
+    slow = pids(fleet)[0]
+    os.kill(slow, signal.SIGSTOP)
+    try:
+        for index in range(16, 20):
+            fleet.submit(request(index))
+        finished = drain(fleet)
+    finally:
+        os.kill(slow, signal.SIGCONT)
+    assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(16, 20)]
+    metrics = fleet.metrics()
+    assert metrics["num_hedged"] >= 2
+    assert metrics["num_restarts"] == 0
+    assert "env runner 1 samples it, too" in caplog.text
+    for index in range(20, 30):
+        fleet.submit(request(index))
+    assert len(drain(fleet)) == 10
+    assert fleet.num_unfinished == 0
     fleet.stop()
 
 
 def test_an_engine_that_refuses_a_call_is_one_sentence(group: EnvRunnerGroup) -> None:
     with pytest.raises(FleetError, match=r"env runner \d failed in no_such_method: .*AttributeError"):
         group.call_engines("no_such_method")
-
-
-@pytest.mark.slow
-def test_a_runner_that_always_hangs_is_given_up(
-    ray_local: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one whose engine needs longer for a pass than a runner may be silent."""
-    fleet = EnvRunnerGroup(make_config(hang_timeout_s=5, num_env_runners=1), policy_dir, OnePassage())
-    fleet.wait_until_ready()
-
-    def polled() -> EnvRunnerGroup:
-        fleet.poll()
-        return fleet
-
-    for number in (1, 2, 3):
-        assert wait_for(lambda: polled().num_healthy == 1, 600)
-        os.kill(pids(fleet)[0], signal.SIGSTOP)
-        assert wait_for(lambda number=number: polled().num_hangs == number, 600)
-    fleet.submit(request(0))
-    with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
-        drain(fleet)
-    fleet.stop()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 import torch
 from fakes import OnePassage
 from fleet_world import drain, pids, request, wait_until_healed
+from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
@@ -267,14 +268,15 @@ def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: S
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(setup: Setup, tmp_path: Path) -> None:
-    lora = {"rank": 2, "target_modules": ["q_proj", "down_proj"]}
-    config = make_config({"lora": lora}, num_env_runners=1, num_cpus_per_env_runner=0)
-    learners = LearnerGroup(config)
+def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(
+    ray_local: ModuleType, setup: Setup, tmp_path: Path
+) -> None:
+    wait_until_healed(setup.fleet)
+    began_with = AutoModelForCausalLM.from_pretrained(setup.policy_dir).state_dict()  # other tests moved all weights
+    setup.fleet.update_weights(ray_local.put({n: v.numpy() for n, v in began_with.items()}), version=0)
+    learners = LearnerGroup(make_config({"lora": {"rank": 2, "target_modules": ["q_proj", "down_proj"]}}))
     learners.build("grpo", setup.policy_dir)
-    fleet = EnvRunnerGroup(config, setup.policy_dir, OnePassage())
-    fleet.wait_until_ready()
-    transport = make_sync(learners, fleet)
+    transport = make_sync(learners, setup.fleet)
     before = learners.get_weights()
     for version in (1, 2, 3):
         if version == 3:
@@ -282,15 +284,11 @@ def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(setup
             learners.build("grpo", tmp_path / "policy_sft")
         move_adapters(learners, version)
         transport.publish(version)
+        setup.assert_all_have(version, learners)
         expected = learners.get_weights()
-        [(has, weights)] = fleet.foreach_env_runner(read)
-        assert has == version
-        for name, weight in weights.items():
-            np.testing.assert_array_equal(weight, expected[name], err_msg=name)
-        changed = {name for name, weight in weights.items() if not np.array_equal(weight, before[name])}
+        changed = {name for name, weight in expected.items() if not np.array_equal(weight, before[name])}
         assert len(changed) == 4 and all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed)
     assert transport.num_fallbacks == 0
-    fleet.stop()
     learners.stop()
 
 

@@ -16,7 +16,7 @@ import pytest
 from recorded_run import PASSAGES, record
 from rich.console import Console
 from small_world import ROOT, SHORT, invoke, make_config, make_files, wait_for
-from storage_world import KEY, SECRET, CutConnection, Mender, s3_server, s3_uri
+from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, s3_server, s3_uri
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cluster import leftovers
@@ -177,8 +177,9 @@ IN_STEP_4 = re.compile(rb"checkpoints/step_4-\w+/policy/model")
 
 @pytest.mark.engine
 def test_a_connection_that_is_cut_in_a_checkpoint_ends_the_run_and_resume_continues(
-    port: int, files: Path, tmp_path: Path, whole: list[dict[str, Any]]
+    port: int, files: Path, tmp_path: Path, whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    give_up_soon(monkeypatch)
     connection = CutConnection(port)
     connection.cut_at = IN_STEP_4
     uri = s3_uri(connection.port, f"{tmp_path.name}/run")
@@ -201,8 +202,14 @@ def test_a_connection_that_is_cut_in_a_checkpoint_ends_the_run_and_resume_contin
 
 @pytest.mark.engine
 def test_a_run_with_patience_goes_on_after_the_cut(
-    port: int, files: Path, tmp_path: Path, whole: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+    port: int,
+    files: Path,
+    tmp_path: Path,
+    whole: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    give_up_soon(monkeypatch)
     connection = CutConnection(port)
     connection.cut_at = IN_STEP_4
     uri = s3_uri(connection.port, f"{tmp_path.name}/run")

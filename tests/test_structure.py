@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import LONGEST_FIRST
 from processes import run_python
 
 import ragr1_actors
@@ -56,6 +57,10 @@ def test_files_and_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     assert [(name, lines) for name, lines in lengths if lines > 60] == []
+
+
+def test_the_tests_that_begin_first_are_there() -> None:
+    assert set(LONGEST_FIRST) <= {path.stem for path in SOURCES}
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -262,7 +262,10 @@ FAULTS = (
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=pytest.mark.slow if first else ()) for first in range(0, NUM_SCHEDULES, PER_TEST)],
+)
 def test_every_task_is_trained_exactly_once_or_given_up(
     first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

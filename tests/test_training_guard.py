@@ -243,10 +243,10 @@ def mostly_right(task: Task, rng: random.Random) -> list[str]:
 NUM_ITERATIONS = 30
 
 
-def make_guarded(files: Path, guard: dict[str, Any], **training: Any) -> RunConfig:
+def make_guarded(files: Path, guard: dict[str, Any], evaluation_interval: int = 1, **training: Any) -> RunConfig:
     """A run with an evaluation after every iteration, and a checkpoint after every other."""
     config = make_config(files, guard=guard, **training)
-    evaluation = config.evaluation.model_copy(update={"interval": 1, "num_tasks": NUM_HELD_OUT})
+    evaluation = config.evaluation.model_copy(update={"interval": evaluation_interval, "num_tasks": NUM_HELD_OUT})
     checkpointing = config.checkpointing.model_copy(update={"interval": 2, "keep_trajectories": False})
     return config.model_copy(update={"evaluation": evaluation, "checkpointing": checkpointing})
 
@@ -256,7 +256,8 @@ def drifting(files: Path, guard: dict[str, Any], num_iterations: int = NUM_ITERA
 
     The rounding of the processor decides in which iteration the policy is lost, and which alarm is the first.
     """
-    return make_guarded(files, guard, num_iterations=num_iterations, lr=3e-3, warmup_steps=60, entropy_coeff=1.0)
+    drift = {"lr": 3e-3, "warmup_steps": 60, "entropy_coeff": 1.0}
+    return make_guarded(files, guard, evaluation_interval=10, num_iterations=num_iterations, **drift)
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,9 @@ def check_resume(config: RunConfig, directory: Path, monkeypatch: pytest.MonkeyP
     assert ours == theirs
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.slow
-def test_in_the_driver(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    check_resume(run_config(files, algorithm, 0), tmp_path, monkeypatch)
+def test_in_the_driver(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_resume(run_config(files, "grpo", 0), tmp_path, monkeypatch)
 
 
 @pytest.mark.ray

@@ -26,6 +26,9 @@ from ragr1_actors.rollout.engines.vllm_worker import NcclEngine
 from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
+any_model_runner = pytest.mark.skipif(
+    os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason="no part of the model runner; run by make test-vllm"
+)
 Weights = dict[str, Any]
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
 LONG = "Ana Bell was born in 1931 in Riga. " * 20
@@ -196,6 +199,7 @@ async def test_a_request_that_cannot_be_run_fails_alone(engine: VLLMEngine) -> N
     await engine.check()
 
 
+@any_model_runner
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"no_such_option": 1}, "no_such_option"), ({"tensor_parallel_size": 3}, "3")],
@@ -207,6 +211,7 @@ async def test_an_engine_that_cannot_start_says_why(
         VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 512, options=options))
 
 
+@any_model_runner
 async def test_a_folder_without_a_model_is_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match=f"vLLM did not start on {tmp_path}"):
         VLLMEngine(tmp_path, tokenizer, EngineSettings(4, 512))
@@ -221,6 +226,7 @@ class OpenGroup:
         self.disabled = True
 
 
+@any_model_runner
 @pytest.mark.parametrize("engine_class", [NCCLWeightTransferEngine, NcclEngine])
 async def test_a_broadcast_that_fails_closes_its_group_at_once(
     engine_class: Any, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +248,7 @@ async def test_a_broadcast_that_fails_closes_its_group_at_once(
     assert (group.disabled, engine.model_update_group is None) == (is_closed, is_closed)
 
 
+@any_model_runner
 async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenizer, prompt: list[int]) -> None:
     engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
     await engine.check()
@@ -258,6 +265,7 @@ async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenize
     await engine.close()
 
 
+@any_model_runner
 async def test_an_engine_that_dies_while_it_starts_says_so(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
     engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
     (process,) = engine_processes()
