@@ -27,8 +27,18 @@ from numpy.typing import NDArray
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.resolve import STATIC
 from retrieval.base import Passage
-from retrieval.build import as_user_error, bar, check_free, counted, encoder_name, work_directory, write_or_compare
+from retrieval.build import (
+    as_user_error,
+    bar,
+    check_free,
+    counted,
+    encoder_name,
+    report_on,
+    work_directory,
+    write_or_compare,
+)
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus
+from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS, is_empty
 from retrieval.indexes.manifest import EMPTY_FILE, ROWS_FILE, FileRecord, Manifest, Shard
 
@@ -152,7 +162,7 @@ class _Adopting:
             order = np.argsort(row_ids)
             names.append(self._save(ROWS_FILE, np.stack([row_ids[order], order])))
         self._take_file(copy=copy)
-        self._describe(names, match.layout).write(self.directory)
+        self._describe(names, match.layout, report_on(passages)).write(self.directory)
         return Adoption(self.file.kind, match, len(empty))
 
     def _write_corpus(self, passages: Iterable[Passage]) -> Rows:
@@ -229,7 +239,7 @@ class _Adopting:
                 "choose an --out on its file system"
             ) from error
 
-    def _describe(self, names: list[str], layout: str) -> Manifest:
+    def _describe(self, names: list[str], layout: str, report: CorpusReport | None) -> Manifest:
         index_type = self.file.index_type(ids_are_rows=self.ids is None)
         plan = self.encoder.plan
         return Manifest(
@@ -248,6 +258,7 @@ class _Adopting:
             shards=(Shard(0, self.file.count, FileRecord.of(self.directory, _SHARD_FILE)),),
             layout=layout,
             options=self.file.options(),
+            corpus_report=report,
         )
 
 

@@ -30,6 +30,8 @@ from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
+from retrieval.corpora.readers import PassageFile
+from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import is_empty, valid_unicode
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
@@ -87,6 +89,7 @@ def build_index(
     progress: bool = True,
     workers: Workers = _HERE,
     restart: bool = False,
+    on_note: Callable[[str], None] | None = None,
 ) -> Path:
     """Index passages into ``out_dir``, which appears only once it is whole, and return it.
 
@@ -94,7 +97,7 @@ def build_index(
 
     Args:
         passages: with unique ids. Those without a letter or a digit in title and text are left out: their vectors say
-            nothing, and may be near any query.
+            nothing, and may be near any query. The report on a file is kept in the manifest.
         out_dir: a new or empty directory.
         encoder: ``static`` makes one from the passages and keeps it with the index; else a folder or hub name.
         index_type: a key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``.
@@ -102,9 +105,11 @@ def build_index(
         num_shards: files the vectors are cut into, of as many rows each as the others.
         options: of the type; see ``INDEX_TYPES``.
         seed: of the static encoder.
-        progress: show bars on a terminal, and notes about the encoder.
+        progress: show bars on a terminal.
         workers: that encode; by default this process.
         restart: remove what an earlier build left unfinished.
+        on_note: is given what a person should know about encoder and passages. By default it is printed, if
+            ``progress``.
 
     Raises:
         DataError: ``out_dir`` holds something or is being built by another process, an unfinished build of other
@@ -121,7 +126,7 @@ def build_index(
     arguments = BuildArguments(encoder, index_type, vector_type, num_shards, dict(options or {}), seed)
     try:
         with work_directory(out_dir, asdict(arguments), restart) as directory:
-            _Build(directory, arguments, workers, progress).run(passages)
+            _Build(directory, arguments, workers, progress, on_note or (_print if progress else _ignore)).run(passages)
     except OSError as error:
         raise as_user_error(error, out_dir) from error
     return out_dir
@@ -170,6 +175,14 @@ def as_user_error(error: OSError, out_dir: Path) -> UserError:
     )
 
 
+def _print(note: str) -> None:
+    Console().print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ignore(note: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class _Build:
     """The steps of a build, each of which is whole or absent in ``directory``."""
@@ -178,6 +191,7 @@ class _Build:
     arguments: BuildArguments
     workers: Workers
     progress: bool
+    note: Callable[[str], None]
 
     def run(self, passages: Iterable[Passage]) -> None:
         arguments = self.arguments
@@ -185,6 +199,9 @@ class _Build:
         if arguments.vector_type and arguments.encoder != STATIC:
             encoder = self._load(arguments.encoder)  # before minutes are spent on a corpus
         self._write_corpus(passages)
+        report = report_on(passages)
+        if report is not None:
+            self.note(str(report))
         corpus = Corpus.open(self.directory)
         if arguments.vector_type:
             if len(corpus) < arguments.num_shards:
@@ -193,7 +210,7 @@ class _Build:
             self._build_shards(corpus, encoder)
         if arguments.index_type in (BM25, HYBRID):
             self._build_bm25(corpus)
-        self._describe(len(corpus), encoder).write(self.directory)
+        replace(self._describe(len(corpus), encoder), corpus_report=report).write(self.directory)
         shutil.rmtree(self.directory / _STORE_FOLDER, ignore_errors=True)
 
     def _write_corpus(self, passages: Iterable[Passage]) -> None:
@@ -212,8 +229,8 @@ class _Build:
 
         with bar("reading passages", None, hidden=not self.progress) as advance:
             write_or_compare(counted(filled(), advance), self.directory)
-        if num_empty:
-            self._note(f"{num_empty:,} passages without a letter or a digit are left out")
+        if num_empty and report_on(passages) is None:
+            self.note(f"{num_empty:,} passages without a letter or a digit are left out")
 
     def _load(self, name: str) -> Encoder:
         from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
@@ -223,12 +240,8 @@ class _Build:
         else:
             encoder = Encoder.load(name, device=self.workers.device, dtype=self.workers.dtype)
         for note in encoder.plan.notes:
-            self._note(f"encoder {name}: {note}")
+            self.note(f"encoder {name}: {note}")
         return encoder
-
-    def _note(self, text: str) -> None:
-        if self.progress:
-            Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _make_static(self, corpus: Corpus) -> Encoder:
         from retrieval.encoders.encoder import passage_text
@@ -345,6 +358,11 @@ def write_or_compare(passages: Iterator[Passage], directory: Path) -> None:
                 f"{directory} is of a build of other passages: number {row + 1} differs; build to another directory, "
                 "or remove this one, or use restart"
             )
+
+
+def report_on(passages: Iterable[Passage]) -> CorpusReport | None:
+    """Return what was odd in the file of the passages, once they are read; None if they are of no file."""
+    return passages.report if isinstance(passages, PassageFile) else None
 
 
 def counted(passages: Iterable[Passage], advance: Callable[[int], None]) -> Iterator[Passage]:

@@ -303,7 +303,9 @@ def test_the_command_line(encoder: Path, vectors: NDArray[np.float32], tmp_path:
     assert printed.exit_code == 0, printed.output
     told = " ".join(printed.output.split())
     assert f"IndexIVFFlat: 256 passages written as {LINE!r} have a mean cosine of 1.0000 with their vectors" in told
-    assert f"{len(EMPTY)} passages without a letter or a digit are never found" in told
+    shape = 'wiki-18.jsonl ({"title", "text"[, "id"]}): 400 passages of 400 records'
+    empty = "130 passages without a letter or a digit, never found (32%; line 8, line 11, line 14, ...)"
+    assert f"{shape}; {empty}" in told
     assert "400 passages" in told
     assert "searched as type ivf" in told
     again = CliRunner().invoke(app, command)
@@ -315,6 +317,7 @@ def test_the_command_line(encoder: Path, vectors: NDArray[np.float32], tmp_path:
     assert json.loads(shown.output)[0]["passages"][0]["id"] == "t8"
     info = CliRunner().invoke(app, ["index", "info", str(out), "--json"])
     assert json.loads(info.output)["layout"] == LINE
+    assert json.loads(info.output)["corpus_report"]["num_empty"] == len(EMPTY)
 
 
 def test_a_built_index_is_as_before(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
-from retrieval.corpora import readers
+from retrieval.corpora import json_stream
 from retrieval.corpora.readers import CORPUS_FORMATS, Namer, read_passages
 from retrieval.corpora.text import HashTable, hash_text
 
@@ -308,14 +308,14 @@ def test_json_is_read_alike_whatever_the_chunks(
     for content in (values, {str(number): value for number, value in enumerate(values)}):
         path.write_text(json.dumps(content, indent=indent, ensure_ascii=chunk % 2 == 0), encoding="utf-8")
         with path.open("rb") as file, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(readers, "_CHUNK", chunk)
-            stream = readers.JsonStream(file, path)
+            patch.setattr(json_stream, "_CHUNK", chunk)
+            stream = json_stream.JsonStream(file, path)
             assert (list(stream.elements()) if isinstance(content, list) else dict(stream.items())) == content
 
 
 def test_errors_in_small_chunks_name_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = '[{"title": "東京",\n"text": "b"},\n\n{"title": "c" "text": "d"}, ' + PLAIN * 50
-    monkeypatch.setattr(readers, "_CHUNK", 3)
+    monkeypatch.setattr(json_stream, "_CHUNK", 3)
     with pytest.raises(DataError, match="line 4: not valid JSON"):
         read(tmp_path, content)
     with pytest.raises(DataError, match="line 3: not UTF-8 text"):
@@ -323,7 +323,7 @@ def test_errors_in_small_chunks_name_the_same_line(tmp_path: Path, monkeypatch: 
 
 
 def test_a_quote_that_is_not_closed_does_not_read_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_ENTRY", 2**20)
+    monkeypatch.setattr(json_stream, "MAX_ENTRY", 2**20)
     with pytest.raises(DataError, match=r"line 2: not valid JSON .an entry longer than 1 MiB"):
         read(tmp_path, '[\n{"text": "' + "x" * 2**21)
     with pytest.raises(DataError, match="line 1: longer than 1 MiB"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragr1_actors.core.errors import ConfigError
 from retrieval.base import Passage
-from retrieval.corpora.text import split_passages
+from retrieval.corpora.text import has_word, is_empty, split_passages
 
 
 def test_long_passages_become_pieces_with_the_title() -> None:
@@ -35,6 +37,21 @@ def test_a_passage_called_like_a_piece_is_not_taken_for_one() -> None:
 def test_no_words_and_too_many_are_refused_at_once(num_words: int) -> None:
     with pytest.raises(ConfigError, match="expected 1 to 1,000,000"):
         split_passages([], num_words)
+
+
+def test_letters_and_digits_of_every_script_count_and_nothing_else() -> None:
+    wrong = [number for number in range(sys.maxunicode + 1) if has_word(chr(number)) != chr(number).isalnum()]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("title", "text"), [("Рига", ""), ("", "東京"), ("", "١٩"), ("", "- ½ -"), ("_", "नमस्ते")])
+def test_a_passage_with_one_of_them_is_not_empty(title: str, text: str) -> None:
+    assert not is_empty(Passage("a", title, text))
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "_", "—…·", "\u200b\u00a0", "\u0301", "👍", "\x00"])
+def test_a_passage_of_spaces_and_signs_is_empty(text: str) -> None:
+    assert is_empty(Passage("a", text, text))
 
 
 IDS = st.lists(st.sampled_from(["a", "a#0", "a#1", "a#1#0", "b", "#0", "", "#", "a#x"]), unique=True)

@@ -221,5 +221,5 @@ def test_an_index_that_is_built_on_the_way_has_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     retrieval = config.retrieval.model_copy(update={"index": "", "corpus": "world", "type": "flat"})
-    assert prepare_index(config.model_copy(update={"retrieval": retrieval}), tmp_path) == tmp_path / "index"
+    assert prepare_index(config.model_copy(update={"retrieval": retrieval}), tmp_path, print) == tmp_path / "index"
     assert ("encoding passages" in capsys.readouterr().out) is is_terminal

@@ -192,6 +192,21 @@ def test_the_evaluations_of_a_run_have_a_bar_on_a_terminal(files: Path, tmp_path
 
 
 @pytest.mark.engine
+def test_a_run_that_builds_an_index_tells_what_is_odd_in_the_corpus(files: Path, tmp_path: Path) -> None:
+    articles = [{"_id": p, "wikipedia_title": p, "text": [f"{p}\n", f"{p} is a port.\n"]} for p in ("Riga", "Oslo")]
+    articles.append({"_id": "7", "wikipedia_title": "", "text": ["\n"]})
+    (tmp_path / "kilt.json").write_text("".join(json.dumps(article) + "\n" for article in articles))
+    config = make_config(files, {"num_steps": 0}, num_iterations=0)
+    config = changed(config, "retrieval", index="", corpus=str(tmp_path / "kilt.json"), type="bm25")
+    _, printed = execute(config, tmp_path / "run")
+    told = (
+        'kilt.json ({"_id", "wikipedia_title", "text": [paragraph, ...]}): 3 passages of 3 records; 1 passages without'
+    )
+    assert told in printed
+    assert "never found (33%; line 3)" in printed
+
+
+@pytest.mark.engine
 def test_evaluate_a_run_and_its_checkpoint(idle_run: tuple[Path, RunReport, str], files: Path) -> None:
     run_dir, report, _ = idle_run
     before = sorted(run_dir.rglob("*"))

@@ -123,14 +123,14 @@ def adopt(
     from retrieval.build import index_info
     from retrieval.corpora.readers import read_passages
 
-    adoption = adopt_index(file, read_passages(corpus, corpus_format=corpus_format), out, encoder=encoder, copy=copy)
+    passages = read_passages(corpus, corpus_format=corpus_format)
+    adoption = adopt_index(file, passages, out, encoder=encoder, copy=copy)
+    print_line(str(passages.report))
     match, info = adoption.match, index_info(out)
     print_line(
         f"{adoption.kind}: {match.num_compared} passages written as {match.layout!r} have a mean cosine of "
         f"{match.cosine:.4f} with their vectors, and {match.first_share:.1%} are nearest to their own"
     )
-    if adoption.num_empty:
-        print_line(f"{adoption.num_empty:,} passages without a letter or a digit are never found")
     print_line(
         f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}, searched as type {info['index_type']}"
     )

@@ -93,7 +93,9 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
                 "evaluation questions; name another file"
             )
         notes += (f"{loaded.report}; {len(loaded.tasks) - len(demonstrated):,} of evaluation questions left out",)
-    index_dir = prepare_index(config, run_dir)
+    index_notes: list[str] = []
+    index_dir = prepare_index(config, run_dir, index_notes.append)
+    notes += tuple(index_notes)
     policy_dir = keep_policy(prepare_policy(config, run_dir, train, index_dir), run_dir)
     notes += tuple(long_prompts(config, policy_dir, train))
     demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
@@ -186,8 +188,11 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
     return train, evaluation, tuple(notes)
 
 
-def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
-    """Return the index that ``retrieval`` names, or build one in ``run_dir``; None if none is needed."""
+def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str], None]) -> Path | None:
+    """Return the index that ``retrieval`` names, or build one in ``run_dir``; None if none is needed.
+
+    ``on_note`` is given what a person should know about the corpus and the encoder of an index that is built.
+    """
     settings = config.retrieval
     if not needs_index(settings.type):
         return None
@@ -208,7 +213,8 @@ def prepare_index(config: SamplerConfig, run_dir: Path) -> Path | None:
         num_shards=settings.num_shards,
         options=settings.options,
         seed=config.debugging.seed,
-        progress=sys.stdout.isatty(),  # its notes, too, would be in the way of --json and of a log
+        progress=sys.stdout.isatty(),
+        on_note=on_note,
     )
 
 

@@ -239,7 +239,7 @@ class TrainingRun:
 
     def _describe(self, workspace: Workspace, recall: dict[str, float]) -> None:
         for note in workspace.notes:
-            self._console.print(note)
+            self._console.print(note, markup=False)  # a shape such as "text": [paragraph, ...] is no markup
         shares = ", ".join(f"{name} {value:.2f}" for name, value in recall.items())
         self._console.print(
             f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"

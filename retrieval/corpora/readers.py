@@ -15,14 +15,17 @@ All of them may be compressed with gzip, bzip2 or xz, and JSON records may be th
 
 A record keeps the id it has. Without one its title is the id, and from the title's second use on ``title#2``,
 ``title#3``; the pieces of a document, which have its ``docid``, are named in the same way. A paragraph of many
-questions is one passage, and the same title with another text is ``title#2``.
+questions is one passage, and the same title with another text is ``title#2``. A text that is null is empty. What is odd
+in a file is counted::
+
+    passages = read_passages("wiki-18.jsonl.gz")
+    write_corpus(passages, folder)
+    print(passages.report)  # wiki-18.jsonl.gz ({"id", "contents"}): 21,015,324 passages of 21,015,324 records
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -33,18 +36,15 @@ from typing import Any, BinaryIO
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
 from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 from retrieval.base import Passage
+from retrieval.corpora.json_stream import JsonStream, decode_json, json_lines, text_lines
+from retrieval.corpora.report import CorpusReport, CorpusTally
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
 
 Record = dict[str, Any]
 
-MAX_ENTRY = 64 * 2**20
-"""Bytes of a line and characters of an entry, at most: what is longer lacks a quote, a bracket or its line ends."""
-
-_CHUNK = 2**18
-_SPACE = re.compile(r"[ \t\r\n]*")
-_LONGEST_TOKEN = 16  # "-Infinity" and half a surrogate pair fit
 _DOCUMENT_KEY = "docid"
 _ID_KEYS = ("id", "_id", "wikipedia_id", _DOCUMENT_KEY)
+_TEXT_KEYS = ("text", "contents")
 _MARK = re.compile(r"\s*(?:Section|BULLET|[A-Z]+)::::[-*\s]*")
 
 
@@ -59,8 +59,9 @@ class Namer:
     paragraphs, the second is left out.
     """
 
-    def __init__(self) -> None:
-        """Know no title and no paragraph."""
+    def __init__(self, on_repeated: Callable[[], None] | None = None) -> None:
+        """Know no title and no paragraph; ``on_repeated`` is called for each title that gets a number."""
+        self._on_repeated = on_repeated
         self._uses = HashTable()
         self._paragraphs = HashTable()
 
@@ -69,6 +70,8 @@ class Namer:
         uses = _count(self._uses, title)
         if title and uses == 1:
             return title
+        if title and self._on_repeated is not None:
+            self._on_repeated()
         while _count(self._uses, name := f"{title}#{uses}") > 1:  # another passage has this name as its title
             uses = _count(self._uses, title)
         return name
@@ -244,15 +247,38 @@ CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
 """Names of the formats, and the shapes in ``SHAPES`` that a JSON record of theirs may have."""
 
 _COLUMNS = ("id", "text", "title")
+_TABLE = "tab-separated id, text, title"
+_OBJECT = "{title: [sentence, ...]}"
 _FIRST_LINE = 4 * 2**20
 _KNOWN = (
     "a JSON list or JSON lines of "
     + ", ".join(shape.looks for shape in SHAPES.values())
-    + "; a JSON object {title: [sentence, ...]}; or tab-separated lines under the header id, text, title"
+    + f"; a JSON object {_OBJECT}; or tab-separated lines under the header id, text, title"
 )
 
 
-def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words: int = 0) -> Iterator[Passage]:
+class PassageFile(Iterator[Passage]):
+    """The passages of a corpus file in its order, to be read once, and the report on those that were read."""
+
+    def __init__(self, path: Path, corpus_format: str, split_words: int) -> None:
+        """Open nothing yet; use ``read_passages``."""
+        self._tally = CorpusTally(path.name)
+        passages = _read(path, corpus_format, self._tally)
+        self._passages = split_passages(passages, split_words) if split_words else passages
+
+    def __next__(self) -> Passage:
+        """Return the next passage."""
+        passage = next(self._passages)
+        self._tally.add(passage)
+        return passage
+
+    @property
+    def report(self) -> CorpusReport:
+        """What was read so far, and what is odd in it."""
+        return self._tally.report()
+
+
+def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words: int = 0) -> PassageFile:
     """Read a corpus file. Memory holds one record, and hashes of what was named (see ``Namer``).
 
     Args:
@@ -270,23 +296,23 @@ def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words:
         raise ConfigError(f"unknown corpus format {corpus_format!r}{nearest(corpus_format, CORPUS_FORMATS)}")
     if not path.is_file():
         raise DataError(f"no corpus file {path}; give an existing file with {_KNOWN}")
-    passages = _read(path, corpus_format)
-    return split_passages(passages, split_words) if split_words else passages
+    return PassageFile(path, corpus_format, split_words)
 
 
-def _read(path: Path, corpus_format: str) -> Iterator[Passage]:
+def _read(path: Path, corpus_format: str, tally: CorpusTally) -> Iterator[Passage]:
     is_empty = True
     with opened(path) as file:
         kind = _kind(file, path, corpus_format)
         file.seek(0)
+        reading = _Reading(path, corpus_format, tally, Namer(tally.add_repeated_id))
         if kind == "parquet":
-            passages = _read_parquet(path, corpus_format)
+            passages = _read_parquet(reading)
         elif kind == "table":
-            passages = _read_table(file, path)
+            passages = _read_table(file, reading)
         elif kind == "lines":
-            passages = _read_lines(file, path, corpus_format)
+            passages = _read_lines(file, reading)
         else:
-            passages = _read_json(file, path, corpus_format)
+            passages = _read_json(file, reading)
         for passage in passages:
             is_empty = False
             yield passage
@@ -311,16 +337,49 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     record = None
     if text.startswith("{"):
         with suppress(ValueError, RecursionError):
-            record = _DECODER.decode(text)
+            record = decode_json(text)
     # In HotpotQA's one object a passage called "text" maps to a list, which is not a record either.
     if suffix == ".jsonl" or (isinstance(record, dict) and any(shape.fits(record) for shape in SHAPES.values())):
         return "lines"
     return "json"
 
 
-def _read_table(file: BinaryIO, path: Path) -> Iterator[Passage]:
+@dataclass(frozen=True)
+class _Reading:
+    """What the readers of one file share."""
+
+    path: Path
+    corpus_format: str
+    tally: CorpusTally
+    namer: Namer
+
+    def passages(self, record: Any, place: str) -> Iterator[Passage]:
+        """Yield the passages of a record; an error names its place, the line or the entry."""
+        shapes = CORPUS_FORMATS[self.corpus_format]
+        try:
+            record = _without_nulls(record, shapes)
+            shape = _shape_of(record, shapes)
+            self.tally.begin(place, shape.looks)
+            yield from shape.passages(record, self.namer)
+        except RecordError as error:
+            raise DataError(f"{self.path}, {place}: {error}") from error
+
+
+def _without_nulls(record: Any, shapes: tuple[str, ...]) -> Any:
+    """Leave null values out; if the text is one, it is empty. Each row of a table has the columns of all."""
+    if not isinstance(record, dict) or None not in record.values():
+        return record
+    present = {key: value for key, value in record.items() if value is not None}
+    is_article = "wikipedia_title" in present  # whose text is a list
+    if not is_article and not any(SHAPES[name].fits(present) for name in shapes):
+        present |= {key: "" for key in _TEXT_KEYS if key in record and key not in present}
+    return present
+
+
+def _read_table(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
+    path, tally = reading.path, reading.tally
     # Strict: a quote that is not closed or not doubled is an error and does not swallow lines.
-    rows = csv.reader((line for _, line in _text_lines(file, path)), delimiter="\t", strict=True)
+    rows = csv.reader((line for _, line in text_lines(file, path)), delimiter="\t", strict=True)
     columns: list[int] = []
     try:
         for row in filter(None, rows):
@@ -333,6 +392,7 @@ def _read_table(file: BinaryIO, path: Path) -> Iterator[Passage]:
                 columns = [row.index(name) for name in _COLUMNS]
             elif len(row) == len(_COLUMNS):
                 passage_id, text, title = (row[column] for column in columns)
+                tally.begin(f"line {rows.line_num}", _TABLE)
                 yield Passage(passage_id, title, text)
             else:
                 raise DataError(f"{path}, line {rows.line_num}: got {len(row)} columns, expected {len(_COLUMNS)}")
@@ -342,36 +402,28 @@ def _read_table(file: BinaryIO, path: Path) -> Iterator[Passage]:
         ) from error
 
 
-def _read_lines(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passage]:
-    namer = Namer()
-    for number, line in _text_lines(file, path):
-        if line.strip():
-            try:
-                record = _DECODER.decode(line)
-            except (ValueError, RecursionError) as error:
-                raise _not_json(path, number, _cause(error)) from error
-            yield from _placed(record, corpus_format, namer, f"{path}, line {number}")
+def _read_lines(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
+    for number, record in json_lines(file, reading.path):
+        yield from reading.passages(record, f"line {number}")
 
 
-def _read_parquet(path: Path, corpus_format: str) -> Iterator[Passage]:
-    namer = Namer()
-    for number, record in enumerate(parquet_rows(path), 1):
-        present = {key: value for key, value in record.items() if value is not None}
-        yield from _placed(present, corpus_format, namer, f"{path}, row {number}")
+def _read_parquet(reading: _Reading) -> Iterator[Passage]:
+    for number, record in enumerate(parquet_rows(reading.path), 1):
+        yield from reading.passages(record, f"row {number}")
 
 
-def _read_json(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passage]:
+def _read_json(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
+    path, corpus_format = reading.path, reading.corpus_format
     stream = JsonStream(file, path)
     start = stream.peek()
     if start == "[":
-        namer = Namer()
         for number, record in enumerate(stream.elements(), 1):
-            yield from _placed(record, corpus_format, namer, f"{path}, entry {number}")
+            yield from reading.passages(record, f"entry {number}")
     elif start == "{":
         if corpus_format not in ("auto", "hotpotqa"):
             expected = _looks(CORPUS_FORMATS[corpus_format])
             raise DataError(f"{path}: got one JSON object, expected a list or lines of {expected}; known are {_KNOWN}")
-        yield from _read_object(stream, path)
+        yield from _read_object(stream, reading)
     elif start:
         try:
             got = f"a JSON {type(stream.value()).__name__}"
@@ -380,8 +432,8 @@ def _read_json(file: BinaryIO, path: Path, corpus_format: str) -> Iterator[Passa
         raise DataError(f"{path}: got {got}, expected {_KNOWN}")
 
 
-def _read_object(stream: JsonStream, path: Path) -> Iterator[Passage]:
-    entries = HashTable()
+def _read_object(stream: JsonStream, reading: _Reading) -> Iterator[Passage]:
+    path, entries = reading.path, HashTable()
     for number, (key, sentences) in enumerate(stream.items(), 1):
         if not is_texts(sentences):
             raise DataError(f"{path}: entry {number} ({key!r}): expected a list of sentences; known are {_KNOWN}")
@@ -390,152 +442,9 @@ def _read_object(stream: JsonStream, path: Path) -> Iterator[Passage]:
         if first := entries.get(title_hash):
             raise DataError(f"{path}: {title!r} is used twice, as entry {first} and entry {number}; keep one")
         entries.set(title_hash, number)
+        reading.tally.begin(f"entry {number}", _OBJECT)
         yield Passage(title, title, valid_unicode(join_sentences(sentences)))
-
-
-def _placed(record: Any, corpus_format: str, namer: Namer, where: str) -> Iterator[Passage]:
-    """Yield the passages of a record; an error names the line or the entry."""
-    try:
-        yield from _shape_of(record, CORPUS_FORMATS[corpus_format]).passages(record, namer)
-    except RecordError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _looks(shapes: Iterable[str]) -> str:
     return " or ".join(SHAPES[name].looks for name in shapes)
-
-
-def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise ValueError(f"key {repeated!r} is used twice")
-    return record
-
-
-# Real corpora hold raw tabs inside strings, which strict parsing refuses.
-_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_no_repeated_keys)
-
-
-def _text_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield ``(line number, line)``, the first without a byte order mark; lines must be UTF-8 and not too long."""
-    number = 0
-    while line := file.readline(MAX_ENTRY + 1):
-        number += 1
-        if len(line) > MAX_ENTRY:
-            raise DataError(f"{path}, line {number}: longer than {MAX_ENTRY // 2**20} MiB; put one record on each line")
-        try:
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, number, error.start) from error
-
-
-class JsonStream:
-    """One JSON value in a file, an entry at a time: memory holds a chunk or an entry, whichever is longer."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        """Read from ``file``; ``path`` is named in errors."""
-        self._file, self._path = file, path
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._buffer, self._position = "", 0
-        self._line = 1  # where the buffer begins
-        self._is_end = False
-
-    def peek(self) -> str:
-        """Return the next character that is no space, empty at the end of the file."""
-        while True:
-            space = _SPACE.match(self._buffer, self._position)
-            self._position = space.end() if space else self._position
-            if self._position < len(self._buffer):
-                return self._buffer[self._position]
-            if not self._refill():
-                return ""
-
-    def value(self) -> Any:
-        """Return the value that begins at the next character. ``DataError``: no JSON, a key twice, too deep or long."""
-        self.peek()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._buffer, self._position)
-            except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated") or error.pos + _LONGEST_TOKEN > len(self._buffer)
-                if is_cut and self._refill():
-                    continue
-                raise self._error(error.msg, error.pos) from error
-            except (ValueError, RecursionError) as error:
-                raise self._error(_cause(error), self._position) from error
-            may_go_on = isinstance(value, int | float) and end + _LONGEST_TOKEN > len(self._buffer)
-            if may_go_on and self._refill():  # 1 of 1.5
-                continue
-            self._position = end
-            return value
-
-    def elements(self) -> Iterator[Any]:
-        """Yield the elements of the list that begins at the next character, and see that nothing follows it."""
-        for _ in self._entries("]"):
-            yield self.value()
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys and values of the object that begins at the next character; repeated keys are yielded too."""
-        for _ in self._entries("}"):
-            if self.peek() != '"':
-                raise self._error("Expecting property name enclosed in double quotes", self._position)
-            key = self.value()
-            if self.peek() != ":":
-                raise self._error("Expecting ':' delimiter", self._position)
-            self._position += 1
-            yield key, self.value()
-
-    def _entries(self, closing: str) -> Iterator[None]:
-        """Stop before every entry of the list or object that begins at the next character."""
-        self.peek()
-        self._position += 1
-        mark = ","
-        if self.peek() == closing:
-            mark = closing
-            self._position += 1
-        while mark == ",":
-            yield
-            mark = self.peek()
-            if mark not in (",", closing):
-                raise self._error("Expecting ',' delimiter", self._position)
-            self._position += 1
-        if self.peek():
-            raise self._error("Extra data", self._position)
-
-    def _refill(self) -> bool:
-        """Drop what was read and append what comes next; return whether there may have been something."""
-        if self._is_end:
-            return False
-        kept = self._buffer[self._position :]
-        self._line += self._buffer.count("\n", 0, self._position)
-        if len(kept) > MAX_ENTRY:
-            raise _not_json(self._path, self._line, f"an entry longer than {MAX_ENTRY // 2**20} MiB")
-        # As much again as is kept: an entry of any length is parsed a few times, not once a chunk.
-        data = self._file.read(max(_CHUNK, len(kept)))
-        self._is_end = not data
-        try:
-            self._buffer, self._position = kept + self._decoder.decode(data, final=not data), 0
-        except UnicodeDecodeError as error:
-            line = self._line + kept.count("\n") + error.object.count(b"\n", 0, error.start)
-            # The object is this chunk and the bytes of a character that was cut before it.
-            raise _not_utf8(self._path, line, self._file.tell() - len(error.object) + error.start) from error
-        return True
-
-    def _error(self, cause: str, position: int) -> DataError:
-        return _not_json(self._path, self._line + self._buffer.count("\n", 0, position), cause)
-
-
-def _cause(error: ValueError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deep"
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).split(";")[0]
-
-
-def _not_json(path: Path, line: int, cause: str) -> DataError:
-    return DataError(f"{path}, line {line}: not valid JSON ({cause}); fix or remove it")
-
-
-def _not_utf8(path: Path, line: int, byte: int) -> DataError:
-    return DataError(f"{path}, line {line}: not UTF-8 text (byte {byte}); save the file as UTF-8")

@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
 from ragr1_actors.core.files import fingerprint_file
+from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS
 
 MANIFEST_FILE = "manifest.json"
@@ -141,6 +142,8 @@ class Manifest:
     """Of an adopted index: how its passages were written for the encoder, one of ``LAYOUTS``. Else empty."""
     options: dict[str, int] = field(default_factory=dict)
     """Of an adopted index: the options of its search, where a retriever is given none."""
+    corpus_report: CorpusReport | None = None
+    """What was odd in the file of the passages; None where they did not come from a file."""
 
     @property
     def version(self) -> str:
@@ -169,6 +172,8 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write ``directory/manifest.json``."""
         content = {"format_version": FORMAT_VERSION, "version": self.version, **asdict(self)}
+        if self.corpus_report is None:
+            del content["corpus_report"]
         content["digest"] = _digest(content)
         (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -238,7 +238,8 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     if config.env_runners.engine == "endpoint":
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:
-        index_dir = prepare_index(config, subject.place.path if subject.place is not None else scratch)
+        place = subject.place.path if subject.place is not None else scratch
+        index_dir = prepare_index(config, place, logger.warning)
         with ExitStack() as stack:
             with show(describe_loading(config)):
                 sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))
