@@ -248,11 +248,11 @@ def keep_policy(policy_dir: str, run_dir: Path) -> str:
     """
     kept = run_dir / POLICY
     if not kept.is_dir() and run_of_policy(Path(policy_dir)) is not None:
-        write_folder(
-            kept,
-            lambda writing: shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True),
-            ("config.json",),
-        )
+
+        def copy(writing: Path) -> None:
+            shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True)
+
+        write_folder(kept, copy, ("config.json",))
     return str(kept) if kept.is_dir() else policy_dir
 
 

@@ -92,8 +92,7 @@ class PolicyTokenizer:
                 f"{_file_in(policy_dir, _TOKENIZER_CONFIG)}: {type(self._tokenizer).__name__} is written in Python, "
                 "expected a tokenizer with a tokenizer.json; take a model that has one"
             )
-        self._policy_dir = policy_dir
-        self._template_options = dict(template_options)
+        self._policy_dir, self._template_options = policy_dir, dict(template_options)
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & template_options.keys()
         if own:
             raise ConfigError(
@@ -106,17 +105,17 @@ class PolicyTokenizer:
         self._backend.no_padding()
         self._pieces = _for_pieces(self._backend)
         added = self._backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._added = {number: token.content for number, token in added.items()}
         self._control = control_tokens(self._added.values())
         # the protocol's tags are never text of a document, which ``defuse`` has seen
         self._unwanted_ids = frozenset(token_id for token_id, token in added.items() if self._is_unwanted(token))
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
-        eos: list[int | None] = [self._tokenizer.eos_token_id]
+        ends: list[int | None] = [self._tokenizer.eos_token_id, self._end_of_turn()]
         with suppress(OSError):  # the file is optional
             more = GenerationConfig.from_pretrained(policy_dir).eos_token_id
-            eos += more if isinstance(more, list) else [more]
-        self.eos_token_ids = frozenset(token_id for token_id in (*eos, self._end_of_turn()) if token_id is not None)
+            ends += more if isinstance(more, list) else [more]
+        self.eos_token_ids = frozenset(token_id for token_id in ends if token_id is not None)
         """A turn ends with any of them: end of sequence, and what the chat template puts behind an assistant's turn."""
         if not self.eos_token_ids:
             raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
