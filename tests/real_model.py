@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,13 @@ from ragr1_actors.training.stages import TrainingRun
 
 POLICY, ENCODER = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "models/all-MiniLM-L6-v2"
 END_OF_TURN = "<|im_end|>"
-FILMS = [("Red Dawn (film)", "Ana Bell", "Riga"), ("The Cup", "Bo Cole", "Oslo"), ("Night Road", "Cy Dow", "Bonn")]
+FILMS = [
+    ("Red Dawn (film)", "Ana Bell", "Riga"),
+    ("The Cup", "Bo Cole", "Oslo"),
+    ("Night Road", "Cy Dow", "Bonn"),
+    ("Salt", "Dora Falk", "Lyon"),
+    ("The Lamp", "Emil Gray", "Turin"),
+]
 
 
 def require_models() -> None:
@@ -30,35 +35,25 @@ def require_models() -> None:
             pytest.skip(f"no {folder.relative_to(ROOT)}: make .venv/.installed-real, python -m benchmarks.real.models")
 
 
-def rewarded(task: Any, answer: str) -> float:
-    """Reward one attempt of two, so that every group has a gradient whatever the policy does."""
-    rewarded.calls += 1  # type: ignore[attr-defined]
-    return float(rewarded.calls % 2)  # type: ignore[attr-defined]
-
-
-rewarded.calls = 0  # type: ignore[attr-defined]
-
-
 def write_two_wiki(folder: Path) -> dict[str, str]:
     """Write questions and passages in 2Wiki's form; return the overrides that name them."""
     questions, passages = [], []
-    for number, (film, director, city) in enumerate(FILMS * 3):
+    for film, director, city in FILMS:
         name = film.removesuffix(" (film)")
         questions.append(
             {
-                "_id": f"q{number}",
+                "_id": name,
                 "type": "compositional",
-                "question": f"Where was the director of film {film} born?" + "?" * (number // len(FILMS)),
+                "question": f"Where was the director of film {film} born?",
                 "answer": city,
                 "supporting_facts": [[film, 0], [director, 0]],
                 "evidences": [[name, "director", director], [director, "place of birth", city]],
                 "context": [],
             }
         )
-        if number < len(FILMS):
-            passages.append({"title": film, "text": f"{name} is a film of 1999 by {director}."})
-            passages.append({"title": director, "text": f"{director} (1950\N{EN DASH}2020) was born in {city}."})
-    for name, content in {"train": questions[:6], "test": questions[6:], "corpus": passages}.items():
+        passages.append({"title": film, "text": f"{name} is a film of 1999 by {director}."})
+        passages.append({"title": director, "text": f"{director} (1950\N{EN DASH}2020) was born in {city}."})
+    for name, content in {"train": questions[:4], "test": questions[4:], "corpus": passages}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return {
         "environment.tasks": str(folder / "train.json"),
@@ -72,7 +67,6 @@ def train_shortened(recipe: str, run_dir: Path, **overrides: str) -> Path:
     short = {
         "policy.model": str(POLICY),
         "env_runners.num_env_runners": "0",
-        "env_runners.max_new_tokens_per_turn": "24",
         "retrieval.num_retrievers": "0",
         "sft.num_steps": "1",
         "sft.batch_size": "2",
@@ -85,8 +79,9 @@ def train_shortened(recipe: str, run_dir: Path, **overrides: str) -> Path:
         "training.num_minibatches": "1",
         "training.lr_schedule": "constant",
         "learners.num_learners": "0",
-        "environment.reward": "real_model:rewarded",
-        "evaluation.num_tasks": "2",
+        "environment.max_turns": "3",
+        "training.entropy_coeff": "0.01",  # a gradient for every group, whatever it earns
+        "evaluation.num_tasks": "1",
         "debugging.num_threads": "1",
         **overrides,
     }

@@ -26,7 +26,7 @@ def test_kinds_of_tokens_are_those_of_their_text(run_dir: Path, name: str) -> No
 def test_a_demonstration_searches_and_answers_in_the_real_tokens(run_dir: Path) -> None:
     demonstrations = trajectories(run_dir, "demonstrations")
     assert any(turn.queries and "<information>" in turn.observation for one in demonstrations for turn in one.turns)
-    assert all(one.answer for one in demonstrations)
+    assert any(one.answer for one in demonstrations)
 
 
 def test_the_end_of_turn_is_trained(run_dir: Path) -> None:
