@@ -301,7 +301,8 @@ def test_bench_needs_a_checkout_and_a_known_name(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.chdir(ROOT)
     assert (
-        invoke("no_such") == "error: got bench no_such, expected one of gpu, learner, retrieval, rollout, scale, view"
+        invoke("no_such")
+        == "error: got bench no_such, expected one of gpu, learner, real, retrieval, rollout, scale, view"
     )
 
 
