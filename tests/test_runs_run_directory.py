@@ -124,6 +124,8 @@ def test_a_run_that_began_with_the_policy_of_another_goes_on_by_the_same_words(r
     assert change_learners(place, stored, [f"policy.model={run}", "learners.zero_stage=2"]).policy == stored.policy
     create_run_directory(CONFIG, tmp_path / "other")
     add_checkpoint(tmp_path / "other", 1, 300)
+    (run / "config.yaml").unlink()  # or the first run is gone
+    assert start_again(place, stored, beginning_with(run)) == stored
     for model in (tmp_path / "other", run / "checkpoints" / "step_30" / "policy", "tiny"):
         with pytest.raises(ConfigError, match=r"holds a run with another policy\.model; give the recipe and overrides"):
             start_again(place, stored, beginning_with(model))

@@ -14,7 +14,8 @@ from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, SAMPLED_TOKENS, TOKENS, is_iteration
+from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
+from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""

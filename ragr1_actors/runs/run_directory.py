@@ -22,7 +22,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, write_file
 from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
-from ragr1_actors.core.resolve import TINY, named_folder, override, read_recipe, resolve
+from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
 from ragr1_actors.runs.places import (
@@ -161,9 +161,12 @@ def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
 
 
 def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
-    """Return ``asked`` with the policy that a run began with, where it names the run which that policy is of."""
-    named, source = named_folder(asked.policy.model, TINY), run_of_policy(Path(stored.policy.model))
-    if named is None or source is None or named.resolve() != source.resolve():
+    """Return ``asked`` with the policy that a run began with, where it names the run or checkpoint that this was in.
+
+    By their paths alone: the run has a copy, and the other one may be gone.
+    """
+    named, began_with = path_of(asked.policy.model, TINY), Path(stored.policy.model)
+    if named is None or named.absolute() not in (began_with.parent, *began_with.parents[2:3]):
         return asked
     policy = asked.policy.model_copy(update={"model": stored.policy.model})
     return asked.model_copy(update={"policy": policy})

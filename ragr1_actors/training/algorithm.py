@@ -64,7 +64,7 @@ from ragr1_actors.runs.run_directory import (
     with_newest_policy,
 )
 from ragr1_actors.runs.telemetry.examples import as_markdown
-from ragr1_actors.runs.telemetry.metrics import SAMPLED_TOKENS
+from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare

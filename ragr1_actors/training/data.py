@@ -247,12 +247,12 @@ def keep_policy(policy_dir: str, run_dir: Path) -> str:
     A run under way deletes its older checkpoints. The files of the copy are hard links where the disk is the same one.
     """
     kept = run_dir / POLICY
+
+    def write(writing: Path) -> None:
+        shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True)
+
     if not kept.is_dir() and run_of_policy(Path(policy_dir)) is not None:
-
-        def copy(writing: Path) -> None:
-            shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True)
-
-        write_folder(kept, copy, ("config.json",))
+        write_folder(kept, write, ("config.json",))
     return str(kept) if kept.is_dir() else policy_dir
 
 

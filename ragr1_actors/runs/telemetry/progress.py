@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from ragr1_actors.core.progress_bar import progress_bar
-from ragr1_actors.runs.telemetry.metrics import SAMPLED_TOKENS
 
 LINE_INTERVAL_S = 5.0
+SAMPLED_TOKENS = "env_runners/sampled_tokens"
+"""Metric: all tokens that the runners sampled in an iteration. With lag, failures and hedging it depends on timing."""
 _LINE = re.compile(r"(SFT|RL) +\d+/\d+  ")
 
 Report = Callable[[int, str], None]
