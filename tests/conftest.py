@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import secrets
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_randomly
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "DS_ACCELERATOR": "cpu",  # pytest-randomly imports DeepSpeed, which would warn
+    "DS_ACCELERATOR": "cpu",  # else DeepSpeed warns when it is imported
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -90,6 +92,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the modules hold out of later garbage collections: each would look at a million objects again.
+
+    Every learner that is closed asks for one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch for a test, once something has imported it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed % 2**63)
+
+
+# DeepSpeed registers a function that does the same: with it, every process would import DeepSpeed before anything else,
+# also that which only hands out the tests
+pytest_randomly.entrypoint_reseeds = [seed_torch]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -35,7 +35,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(num_env_runners: int) -> RunConfig:
     config = AlgorithmConfig().training(group_size=2).environment(prompt="{question}", max_turns=3)
     sizes = {"max_context_tokens": 400, "max_new_tokens_per_turn": 12, "num_cpus_per_env_runner": 0.5}
-    config.debugging(fault_tolerance={"hang_timeout_s": 300})  # tests stop runners for a while
+    config.debugging(fault_tolerance={"hang_timeout_s": 300, "hedge_factor": 0})  # tests stop runners
     return config.env_runners(num_env_runners=num_env_runners, **sizes).freeze()
 
 
