@@ -233,7 +233,7 @@ def _sampler_of(subject: EvaluatedPolicy) -> Iterator[Sampler]:
     if config.env_runners.engine == "endpoint":
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:
-        index_dir = prepare_index(config, subject.place.path if subject.place is not None else scratch, logger.warning)
+        index_dir = prepare_index(config, subject.place.path if subject.place is not None else scratch)
         with Sampler(config, subject.folder, index_dir) as sampler:
             yield sampler
 

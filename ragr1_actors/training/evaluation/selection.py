@@ -114,7 +114,7 @@ def select(
     check_sampler(config)
     check_services(config)
     with session_for(config), scratch_folder() as scratch:
-        index_dir = prepare_index(config, scratch, logger.warning)
+        index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
         with Sampler(config, share(policy_dir), index_dir, share=share) as sampler:
             successes = _sample(sampler, found, settings, on_task)
