@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.files import WRITING, write_file
 from ragr1_actors.core.resolve import STATIC
 from retrieval.base import Passage
 from retrieval.build import (
@@ -224,12 +225,11 @@ class _Adopting:
 
     def _take_file(self, *, copy: bool) -> None:
         target = self.directory / _SHARD_FILE
-        target.unlink(missing_ok=True)  # of an interrupted call
+        for unfinished in (target, *self.directory.glob(f"{WRITING}*")):  # of an interrupted call
+            unfinished.unlink(missing_ok=True)
         source = self.file.path.resolve()  # a link to a symbolic link would break with it
         if copy:
-            partial = target.with_suffix(".partial")
-            shutil.copyfile(source, partial)
-            partial.replace(target)
+            write_file(target, lambda writing: shutil.copyfile(source, writing))
             return
         try:
             os.link(source, target)

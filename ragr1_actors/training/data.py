@@ -188,7 +188,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
     return train, evaluation, tuple(notes)
 
 
-def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str], None]) -> Path | None:
+def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str], None] = logger.warning) -> Path | None:
     """Return the index that ``retrieval`` names, or build one in ``run_dir``; None if none is needed.
 
     ``on_note`` is given what a person should know about the corpus and the encoder of an index that is built.

@@ -239,7 +239,7 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
         asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
     with scratch_folder() as scratch:
         place = subject.place.path if subject.place is not None else scratch
-        index_dir = prepare_index(config, place, logger.warning)
+        index_dir = prepare_index(config, place)
         with ExitStack() as stack:
             with show(describe_loading(config)):
                 sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))

@@ -119,7 +119,7 @@ def select(
     check_sampler(config)
     check_services(config)
     with session_for(config), scratch_folder() as scratch, ExitStack() as stack:
-        index_dir = prepare_index(config, scratch, logger.warning)
+        index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
         with show(describe_loading(config)):
             sampler = stack.enter_context(Sampler(config, share(policy_dir), index_dir, share=share))
