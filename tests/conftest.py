@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import secrets
@@ -92,15 +91,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), item.path not in slow))
-
-
-def pytest_collection_finish() -> None:
-    """Leave what the modules hold out of later garbage collections: each would look at a million objects again.
-
-    Every learner that is closed asks for one.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def seed_torch(seed: int) -> None:

@@ -47,15 +47,15 @@ def test_a_host_that_is_cut_off_for_a_while_loses_no_task(hosts: list[Host], tmp
             options: dict[str, Any] = {"env": environment, "stdout": output, "stderr": subprocess.STDOUT}
             return host.start(sys.executable, *command, **options), log
 
-    def start_ray(host: Host, name: str, *options: str) -> None:
-        common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000"]
-        common += [f"--node-ip-address={host.address}", "--include-log-monitor=false"]
-        ray, log = start(host, name, "-m", "ray.scripts.scripts", "start", *options, *common)
-        assert wait_for(lambda: "Ray runtime started" in log.read_text(), 400, ray), log.read_text()
+    def start_ray(name: str, hosts: list[Host], *options: str) -> None:
+        common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000", "--include-log-monitor=false"]
+        command = ["-m", "ray.scripts.scripts", "start", *options, *common]
+        started = [start(host, f"{name}-{host.name}", *command, f"--node-ip-address={host.address}") for host in hosts]
+        for ray, log in started:
+            assert wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 400, ray), log.read_text()
 
-    start_ray(first, "head", "--head", "--port=6379", "--num-cpus=1", "--include-dashboard=false")
-    start_ray(second, "second", f"--address={address}", "--num-cpus=2")
-    start_ray(third, "third", f"--address={address}", "--num-cpus=2")
+    start_ray("head", [first], "--head", "--port=6379", "--num-cpus=1", "--include-dashboard=false")
+    start_ray("node", [second, third], f"--address={address}", "--num-cpus=2")
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=40)
     run_dir = tmp_path / "run"
     options = ["env_runners.num_env_runners=2", "env_runners.num_cpus_per_env_runner=1.5"]
