@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import yaml
 from small_world import invoke, make_config, make_files
@@ -27,6 +28,7 @@ HasGpus = Callable[[int], None]
 def has_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HasGpus:
     """Have this machine any number of GPUs, none at first."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # by another test of this process
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def has(number: int) -> None:
