@@ -61,6 +61,7 @@ def test_the_collector_goes_on_after_an_import_that_fails() -> None:
 END = """
     import atexit, sys
     from contextlib import nullcontext
+    from types import ModuleType
     from ragr1_actors.core.imports import quick_exit
     class Node:
         def __del__(self):
@@ -71,7 +72,9 @@ END = """
         del node
         atexit.register(print, "registered", end=" ")
         if "triton" in sys.argv:
-            sys.modules["triton._C.libtriton"] = sys
+            library = sys.modules["triton._C.libtriton"] = ModuleType("libtriton")
+            library.held = Node()  # it goes with the module, and not as garbage
+            del library
         {}
 """
 
@@ -86,9 +89,8 @@ def test_a_quick_exit_looks_for_no_garbage() -> None:
     [("", 0, ""), ("sys.exit(3)", 3, ""), ("sys.exit('why')", 1, "why\n"), ("raise LookupError", 1, "LookupError\n")],
 )
 def test_a_process_with_triton_ends_before_its_modules_are_taken_apart(end: str, status: int, told: str) -> None:
-    script = END.format(f"sys.held = Node(); {end}")  # it goes with the module, and not as garbage
     done = subprocess.run(
-        [sys.executable, "-c", dedent(script), "quickly", "triton"],
+        [sys.executable, "-c", dedent(END.format(end)), "quickly", "triton"],
         capture_output=True,
         text=True,
         check=False,
