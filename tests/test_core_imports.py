@@ -9,9 +9,10 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import cache
+from textwrap import dedent
 
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 
 from ragr1_actors.core.imports import hidden, quick_imports
 
@@ -57,24 +58,46 @@ def test_the_collector_goes_on_after_an_import_that_fails() -> None:
     assert gc.isenabled()
 
 
-def test_a_quick_exit_looks_for_no_garbage() -> None:
-    script = """
-        import sys
-        from ragr1_actors.core.imports import quick_exit
-        class Node:
-            def __del__(self):
-                print("visited")
+END = """
+    import atexit, sys
+    from contextlib import nullcontext
+    from types import ModuleType
+    from ragr1_actors.core.imports import quick_exit
+    class Node:
+        def __del__(self):
+            print("visited")
+    with quick_exit() if "quickly" in sys.argv else nullcontext():
         node = Node()
         node.itself = node
         del node
-        if "quickly" in sys.argv:
-            quick_exit()
+        atexit.register(print, "registered", end=" ")
         if "triton" in sys.argv:
-            sys.modules["triton._C.libtriton"] = sys
-    """
-    assert run_python(script, "slowly") == "visited\n"
-    assert run_python(script, "quickly") == ""
-    assert run_python(script, "quickly", "triton") == "visited\n"  # it would print each of its objects that is left
+            library = sys.modules["triton._C.libtriton"] = ModuleType("libtriton")
+            library.held = Node()  # it goes with the module, and not as garbage
+            del library
+        {}
+"""
+
+
+def test_a_quick_exit_looks_for_no_garbage() -> None:
+    assert run_python(END.format(""), "slowly") == "registered visited\n"
+    assert run_python(END.format(""), "quickly") == "registered "
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [("", 0, ""), ("sys.exit(3)", 3, ""), ("sys.exit('why')", 1, "why\n"), ("raise LookupError", 1, "LookupError\n")],
+)
+def test_a_process_with_triton_ends_before_its_modules_are_taken_apart(end: str, status: int, told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(END.format(end)), "quickly", "triton"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout) == (status, "registered ")
+    assert done.stderr.endswith(told)
 
 
 @pytest.mark.vllm
@@ -83,9 +106,10 @@ def test_the_library_of_triton_has_nothing_to_say_at_the_end() -> None:
     script = """
         import triton._C.libtriton
         from ragr1_actors.core.imports import quick_exit
-        quick_exit()
+        with quick_exit():
+            pass
     """
-    assert "nanobind" not in run_python(script, stderr=subprocess.STDOUT)
+    assert run_python(script, stderr=subprocess.STDOUT) == ""
 
 
 @cache

@@ -33,6 +33,7 @@ from ragr1_actors.runs.run_directory import (
     holds_run,
     open_run_directory,
     removed_if_unused,
+    steps_in_sft,
 )
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
 from ragr1_actors.training.planning.preflight import check_sampler
@@ -161,6 +162,11 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     shown.append(json.loads(invoke("evaluate", uri, "--json")))
     assert {name: shown[1][name] for name in shown[0]} == shown[0]
     best = uri.replace("/run", "/run/checkpoints/best")
+    for policy in (best.replace("best", "best/policy"), uri.replace("/run", "/run/policy_sft")):
+        place, folder = find_checkpoint(policy)
+        assert str(place) == str(find_place(uri))
+        assert (folder / "model.safetensors").is_file()
+        assert steps_in_sft(policy) is None
     assert split_checkpoint(best) == (uri, "checkpoints/best")
     assert "Where is the lamp ?" in invoke("ask", best, "Where is the lamp ?")
     assert "has no checkpoint step_77; leave its name out" in invoke("ask", best.replace("best", "step_77"), "Why?")

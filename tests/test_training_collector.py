@@ -15,11 +15,12 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, summarize
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import TaskSampler
+from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, mean_lag
+from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet, mean_lag
 
 BATCH = 4
+TASK = Task("t", "?", ("a",))
 
 
 class InstantFleet:
@@ -68,6 +69,17 @@ def test_nothing_is_sampled_in_vain(lag: int) -> None:
     assert fleet.num_sampled == BATCH * (10 + lag)
     assert max(lags) == lag
     assert collector.tasks.counts() == {"issued": 40 + lag * BATCH, "trained": 40, "failed": 0, "lost": 0, "doubled": 0}
+
+
+def test_sampled_tokens_are_those_of_all_collected_groups_since_they_were_asked_for() -> None:
+    fleet = InstantFleet()
+    shared = SharedFleet(fleet)
+    for counts in ((5, 7), (11,)):
+        for count in counts:
+            summary = GroupSummary((), 2, (), -1, {}, num_sampled_tokens=count)
+            fleet.finished.append(FinishedGroup(GroupRequest(Issue("t", TASK, 0), 2, 1.0), summary, None))
+        shared.collect()
+    assert [shared.take_sampled_tokens() for _ in range(2)] == [23, 0]
 
 
 class StragglingFleet(InstantFleet):

@@ -22,6 +22,7 @@ from ragr1_actors.training.planning.preflight import check_names
 from retrieval.http.retriever import PROBE
 
 RECIPE = ("--recipe", "quickstart")
+ON_CPU = ("env_runners.engine=transformers", "env_runners.num_gpus_per_env_runner=0")
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +328,7 @@ def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds:
         (["./nowhere", "--recipe", "search_r1_7b"], "there is no folder ./nowhere; give a run, a model folder"),
         (["POLICY", "--recipe", "search_r2"], "unknown recipe 'search_r2'; did you mean 'search_r1"),
         (["POLICY", "--recipe", "search_r1_7b"], "torch finds no GPU on this machine"),
-        (["POLICY", "--recipe", "hotpotqa_small"], "retrieval.corpus: there is no file corpus.json"),
+        (["POLICY", "--recipe", "search_r1_7b", *ON_CPU], "retrieval.corpus: there is no file wiki-18.jsonl"),
         (["POLICY", "--recipe", "quickstart", "--tasks", "TASKS"], "no index is named, and the generated world has no"),
         (["POLICY", "--recipe", "quickstart", "--prompt", "TASKS"], "has no {question}, where the question"),
         (["POLICY", "--recipe", "quickstart", "--prompt", "none.txt"], "--prompt: none.txt cannot be read"),

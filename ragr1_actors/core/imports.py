@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _COUNTS_LEAKS = "triton._C.libtriton"
@@ -34,17 +35,33 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
-def quick_exit() -> None:
+@contextmanager
+def quick_exit() -> Iterator[None]:
     """Look for no garbage when the process ends: a second of ``ragr1 ask``, whose memory the system takes anyway.
 
-    But where triton is loaded, as by vLLM: its library prints 40 lines about leaks if nothing is collected.
+    The block is all that the process does. Where triton is loaded, as by vLLM, the process ends once all that is
+    registered for its end has run: Python would take the modules apart, and then triton's library prints 40 lines about
+    objects that are left, and vLLM's objects a traceback each, as what they call is gone.
     """
-    atexit.register(_leave_garbage)
+    status = [0]
+    atexit.register(_leave, status)  # the first one, which runs last
+    try:
+        yield
+    except SystemExit as end:
+        status[0] = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except BaseException:  # Python prints it
+        status[0] = 1
+        raise
 
 
-def _leave_garbage() -> None:
-    if _COUNTS_LEAKS not in sys.modules:
-        gc.freeze()
+def _leave(status: list[int]) -> None:
+    if _COUNTS_LEAKS in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed: by who read it, before, or from the start
+                stream.flush()
+        os._exit(status[0])
+    gc.freeze()
 
 
 @contextmanager

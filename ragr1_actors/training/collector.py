@@ -21,7 +21,6 @@ from ragr1_actors.core.config import RunConfig, read_fault_tolerance
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.env_runner import GroupRequest
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import TaskSampling
 from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
@@ -60,7 +59,7 @@ class GroupFleet(Protocol):
 class SharedFleet:
     """A ``GroupFleet`` that samples the tasks of an evaluation, too: their groups are not seen through it."""
 
-    def __init__(self, fleet: EnvRunnerGroup) -> None:
+    def __init__(self, fleet: GroupFleet) -> None:
         """Share ``fleet``."""
         self._fleet = fleet
         self.evaluation: TaskSampling | None = None
