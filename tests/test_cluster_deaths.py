@@ -28,7 +28,7 @@ REPORT = (
     "task name=EnvRunnerActor.__init__, required resources={}, pid=5817, actual memory used=0.06GB)\n]\n"
     "To see more information about memory usage on this node, use `ray logs raylet.out -ip 192.0.2.2`\n"
     "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n5818\t14.63\tCOMMAND_LINE\n"
-    "5646\t0.07\t/work/main/.venv/bin/python provoke.py 0\n5741\t0.07\tray::DashboardAgent\n"
+    "5646\t0.07\t/home/ana/.venv/bin/python provoke.py 0\n5741\t0.07\tray::DashboardAgent\n"
     "Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/en/latest/ray-"
     "observability/user-guides/debug-apps/debug-memory.html. Consider provisioning more memory on this node or "
     "reducing task parallelism by requesting more CPUs per task. To adjust the kill threshold, set the environment "
