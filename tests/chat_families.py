@@ -26,7 +26,7 @@ CONVERSATIONS: dict[str, list[tuple[str, str]]] = {
     name: [(role, content) for role, content in turns] for name, turns in STORED["conversations"].items()
 }
 FAMILIES: dict[str, dict[str, Any]] = STORED["families"]
-"""Of each: where its template was read, its tokenizer, and what the template writes of each conversation.
+"""Per family: the source of its template, its tokenizer, and the text of each conversation.
 
 ``texts`` has the text without and with the assistant's header, or null where the template refuses the conversation.
 """

@@ -80,7 +80,7 @@ def train_shortened(recipe: str, run_dir: Path, **overrides: str) -> Path:
         "training.lr_schedule": "constant",
         "learners.num_learners": "0",
         "environment.max_turns": "3",
-        "training.entropy_coeff": "0.01",  # a gradient for every group, whatever it earns
+        "training.entropy_coeff": "0.01",  # every group has a gradient, also one whose rewards are equal
         "evaluation.num_tasks": "1",
         "debugging.num_threads": "1",
         **overrides,

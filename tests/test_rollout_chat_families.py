@@ -98,7 +98,7 @@ def test_a_prompt_is_what_the_published_template_writes(name: str, family: Famil
 
 @families
 def test_a_turn_ends_with_what_the_template_puts_behind_it(name: str, tmp_path: Path) -> None:
-    """Whatever the tokenizer names as its end of sequence, as base models do."""
+    """The tokenizer of a base model may name another end of sequence."""
     eos, special = ENDS[name], [t["content"] for t in FAMILIES[name]["tokenizer"]["added_tokens"] if t["special"]]
     if not name.startswith("mistral"):  # whose templates write the tokenizer's own end of sequence
         eos = next(content for content in special if content != ENDS[name])

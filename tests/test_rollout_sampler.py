@@ -1,4 +1,4 @@
-"""What a run loads at its start is said in the words of its actors."""
+"""The line that a run prints while its actors load."""
 
 from __future__ import annotations
 

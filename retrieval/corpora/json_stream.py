@@ -74,7 +74,7 @@ def json_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
 def _others_not_json(lines: Iterator[tuple[int, str]]) -> str:
     """Say which of the next lines are not JSON either, so that they can be mended in one go; empty if all are."""
     faults, number_seen = FaultCounts(), 0
-    with suppress(DataError):  # what is no text is said when the lines before it are mended
+    with suppress(DataError):  # bytes that are no text are reported once the lines before them are mended
         for number, line in islice(lines, _LOOKED_AHEAD):
             number_seen += 1
             try:

@@ -101,7 +101,7 @@ class PolicyTokenizer:
             )
         # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
         self._backend: Any = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # whatever tokenizer.json says
+        self._backend.no_truncation()  # which tokenizer.json may set
         self._backend.no_padding()
         self._pieces = _for_pieces(self._backend)
         added = self._backend.get_added_tokens_decoder()
