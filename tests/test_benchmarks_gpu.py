@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.learner import gpu
-from benchmarks.learner.sides import Shape
+from benchmarks.learner import gpu, shapes
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.models.model_shape import ModelShape
 
-SHAPE = Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64)
+SHAPE = ModelShape(32, 64, 2, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64, is_tied=True, has_qkv_bias=True)
 
 
 def test_model_flops_by_hand() -> None:
     linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     expected = 6 * (linear * 60 + 64 * 32 * 18 + 2 * 32 * (20**2 + 40**2))
-    assert gpu.model_flops(gpu.sizes_of(SHAPE), [20, 40], 18) == pytest.approx(expected, rel=0.03)  # biases and norms
+    assert gpu.model_flops(SHAPE, [20, 40], 18) == pytest.approx(expected, rel=0.03)  # biases and norms
 
 
 def test_a_row_predicts_the_end_of_every_sequence() -> None:
@@ -32,10 +33,28 @@ def test_what_a_cpu_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gpu, "SMALL", replace(SHAPE, vocab_size=128))
     monkeypatch.setattr(gpu, "NUM_VECTORS_QUICK", 2000)
     found = {measurement.metric: measurement for measurement in gpu.run(quick=True)}
-    assert set(found) == {"bf16_logprobs", "bf16_gradient", "search", "search_recall", "weight_copy"}
+    assert set(found) == {"bf16_logprobs", "bf16_gradient", "gap_small", "search", "search_recall", "weight_copy"}
     assert 0 < found["bf16_logprobs"].ratio < 0.02
     assert 0.99 < found["bf16_gradient"].ratio < 1
+    assert 0 < found["gap_small"].ratio < 0.02
     assert found["search_recall"].ratio == 1
+
+
+def test_an_engine_that_sampled_other_tokens_has_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "SMALL", replace(SHAPE, vocab_size=128))
+    right = gpu.make_scored_row
+    monkeypatch.setattr(gpu, "make_scored_row", lambda prompts, tokens: right(prompts, [one[::-1] for one in tokens]))
+    (measurement,) = gpu.run(only="gap_small", quick=True)
+    assert measurement.ratio > 0.02
+    assert not measurement.met
+
+
+@pytest.mark.parametrize(("name", "family"), [("135m", "llama"), ("1.5b", "qwen2"), ("0.6b", "qwen3")])
+def test_a_written_policy_has_the_shape(tmp_path: Path, name: str, family: str) -> None:
+    shape = replace(shapes.SHAPES[name], num_layers=1, vocab_size=512)
+    folder = shapes.write_policy(tmp_path, shape, torch.bfloat16)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == family
+    assert ModelShape.of(str(folder)) == shape
 
 
 def test_a_wrong_scan_has_no_recall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

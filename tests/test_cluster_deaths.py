@@ -97,6 +97,20 @@ def test_a_long_text_is_cut_and_other_errors_keep_their_last_line() -> None:
     assert cut.endswith(" ...")
     assert death_line(ValueError("a\nb")) == ""
     assert last_line(ValueError("a\nb")) == "ValueError: b"
+    assert last_line(ValueError("a\n  b")) == "ValueError: b"
+    assert last_line(ValueError()) == "ValueError"
+
+
+def test_the_advice_behind_an_error_of_cuda_is_not_its_reason() -> None:
+    raised = """ray::Runner.__init__() (pid=7)
+  File "engine.py", line 59, in __init__
+    self.model = model.to(device)
+                 ^^^^^^^^^^^^^^^^
+torch.AcceleratorError: CUDA error: out of memory
+Search for `cudaErrorMemoryAllocation' for more information.
+
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+    assert last_line(RuntimeError(raised)) == "RuntimeError: torch.AcceleratorError: CUDA error: out of memory"
 
 
 def test_the_processes_and_the_settings_exist() -> None:

@@ -11,6 +11,8 @@ from learners_common import Build, make_config
 from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from benchmarks.learner.gpu import ROW_TOKENS
+from benchmarks.learner.shapes import SHAPES
 from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed
 from learners.deepspeed.memory import (
@@ -18,6 +20,7 @@ from learners.deepspeed.memory import (
     engine_state,
     layer_bytes_per_token,
     lora_parameters,
+    pass_parts,
     rank_memory,
     trained_parameters,
 )
@@ -189,3 +192,12 @@ def test_the_critic_of_the_7b_recipe_decides_its_peak() -> None:
     assert 70 * GIB < memory.peak_bytes < 78 * GIB
     resting = config.model_copy(update={"learners": config.learners.model_copy(update={"offload": []})})
     assert rank_memory(ModelShape.of(config.policy.model), resting, has_critic=True).peak_bytes > memory.peak_bytes
+
+
+@pytest.mark.parametrize(("name", "reached"), [("1.5b", 10_467_153_920), ("7b", 17_904_777_216)])
+def test_a_pass_with_checkpoints_takes_what_an_h100_used(name: str, reached: int) -> None:
+    """The allocator's peak in ``ragr1 bench gpu``; head and layer at the same time would be 12 and 20 % too much."""
+    shape, num_tokens = SHAPES[name], ROW_TOKENS
+    num_targets = sum(length - int(0.7 * length) for length in [2048] * (num_tokens // 2048))
+    parts = pass_parts(shape, num_tokens, num_targets, 2, checkpointing=True, takes_rows=True)
+    assert 4 * shape.num_parameters + sum(parts.values()) == pytest.approx(reached, rel=0.05)

@@ -566,3 +566,22 @@ def test_uniforms_are_uniform_and_repeat() -> None:
     assert 0 <= values.min() < 0.01 < 0.99 < values.max() < 1
     assert abs(values.mean() - 0.5) < 0.02
     np.testing.assert_array_equal(values, uniform(np.full(10_000, 2**63 + 11, dtype=np.uint64), steps))
+
+
+@pytest.mark.engine
+async def test_the_cache_has_room_for_the_most_rows_at_most_and_goes_with_the_last_trajectory(
+    policy_dir: Path, tokenizer: PolicyTokenizer
+) -> None:
+    layers, heads, head_dim = 2, 2, 16
+    bytes_per_column = layers * 2 * heads * head_dim * 4
+    engine = TransformersEngine(policy_dir, tokenizer, EngineSettings(5, 100))
+    prompts = [tokenizer.encode(" Ana" * 40)] * 5
+    for number, prompt in enumerate(prompts):  # 1, 2, 4 rows, then 5 and not 8
+        await engine.generate(prompt, Sampling(50, seed=number), request_id=str(number))
+    assert engine.cache_bytes == 5 * (100 + 1) * bytes_per_column  # and the scratch column
+    for number in range(5):
+        assert engine.cache_bytes
+        engine.release(str(number))
+    assert engine.cache_bytes == 0
+    found = await engine.generate(prompts[0], Sampling(50, seed=0), request_id="0")
+    assert found.token_ids

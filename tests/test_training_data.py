@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from learners_common import make_groups
 from small_world import PLACES, THINGS, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import DataError, RunDirectoryError
+from ragr1_actors.core.errors import DataError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import StopReason, Task
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.task_sampler import TaskSampler
@@ -178,6 +179,20 @@ def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptu
     assert kept == [whole]
     assert num_decisions == learnable([whole], only_correct=False)[1]
     assert "1 of 2 demonstrations failed and are not learned from; the last one with: reward boom" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "advice"),
+    [
+        (StopReason.CONTEXT_FULL, "their prompts fill env_runners.max_context_tokens: raise it"),
+        (StopReason.MAX_TURNS, "cut before an action ended: raise env_runners.max_new_tokens_per_turn, or environment"),
+    ],
+)
+def test_demonstrations_without_a_decision_say_what_to_raise(stop_reason: StopReason, advice: str) -> None:
+    (group,) = make_groups(0, num_groups=1)
+    empty = tuple(replace(t, turns=(), stop_reason=stop_reason) for t in group.trajectories)
+    with pytest.raises(FleetError, match=f"all 1 demonstrations failed; .*{re.escape(advice)}"):
+        learnable([replace(group, trajectories=empty)], only_correct=False)
 
 
 def test_demonstrations_that_end_wrong_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""``ragr1 bench gpu``: what only a GPU shows, with torch, transformers and this project alone (no DeepSpeed, no vLLM).
+"""``ragr1 bench gpu``: what only a GPU shows. DeepSpeed, Ray, FAISS and vLLM are not needed.
 
 ================= ======================================================================= =======
 metric            ratio                                                                   goal
@@ -6,59 +6,59 @@ metric            ratio                                                         
 bf16_logprobs     mean gap of log-probs in bf16 to float32 on the CPU, in nats             <= 0.02
 bf16_gradient     cosine of the whole gradient in bf16 with that in float32               >= 0.99
 varlen_attention  largest gap of flash attention over rows to attention over blocks       <= 0.03
-mfu_0.5b ...      model FLOP/s ÷ the GPU's peak, Qwen2.5's shapes, forward and backward    >= 0.5 (1.5b, 7b)
+mfu_0.5b ...      model FLOP/s ÷ the GPU's peak, forward and backward                      >= 0.5 (1.5b, 7b)
 memory_1.5b, _7b  peak bytes of the allocator ÷ those of ``learners/deepspeed/memory.py``, minus 1   <= 0.1
+gap_135m ...      mean gap of the engine's log-probs to the learner's, bf16, in nats       <= 0.02
+decode_135m ...   tokens/s of the transformers engine ÷ the bound of the memory's bandwidth
 search            queries/s of a half-precision scan of 21M x 768 ÷ the bandwidth's bound
 search_recall     best 3 of it that are the best 3 in float32                             >= 0.99
 weight_copy       bytes/s of a copy of all weights, tensor by tensor ÷ of one large copy  >= 0.8
 ================= ======================================================================= =======
 
-Without a GPU, and with ``--quick``, the first two, the search and the copy run on the CPU at small sizes, and the
-others are left out with a line that says so. **Nothing here has been run on a GPU yet.**
+Without a GPU, and with ``--quick``, the first two, ``gap_small``, the search and the copy run on the CPU at small
+sizes, and the others are left out with a line that says so. The shapes are those of ``shapes.py``.
 
-Model FLOPs are 6 per parameter and token (in the head, per MODEL token), and 6 * num_layers * hidden_size per pair of
-length**2, as causal attention looks at half of them; what gradient checkpointing computes again is not counted. The 7B
-shape has 8 of its 28 layers, so that it fits beside its gradient on any card.
+Model FLOPs are 6 per parameter and token (in the head, per MODEL token), and 6 * num_layers * attention_size per pair
+of length**2, as causal attention looks at half of them; what gradient checkpointing computes again is not counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.learner import sides
-from benchmarks.learner.sides import Shape
+from benchmarks.learner.shapes import SERVED, SHAPES, SMALL, policy_of, write_policy
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
-from learners.deepspeed.memory import activation_bytes, head_bytes
+from learners.deepspeed.memory import pass_parts
 from learners.models.attention import block_attention, flash_attention
 from learners.models.scoring import PolicyModel
 from learners.packing import MicroBatch, packed_layout
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.types import Completion, Sampling
+from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from retrieval.indexes.ranking import best_of
 from retrieval.indexes.torch_index import TorchFlatIndex
 
 # Read by DeepSpeed, which transformers imports where it is installed; it would say on stdout what it found.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-SHAPES = {
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 151_936),
-    "3b": Shape(2048, 11_008, 36, 16, 2, 151_936),
-    "7b": Shape(3584, 18_944, 8, 28, 4, 152_064, is_tied=False),
-}
-SMALL = Shape(hidden_size=128, intermediate_size=344, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=2048)
 PEAK_TFLOPS = {"H100 80GB HBM3": 989.0, "H200": 989.0, "A100": 312.0}
 """By the name of the GPU: bf16, dense, SXM, from NVIDIA's data sheets."""
 BYTES_PER_S = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}
 ROW_TOKENS = 16_384
 NUM_VECTORS, NUM_VECTORS_QUICK, DIMENSION = 21_015_324, 20_000, 768
 NUM_QUERIES = 128
+ENGINE_ROWS, PROMPT_TOKENS, NEW_TOKENS = 64, 256, 128
+"""Trajectories that the engine continues at once, and the tokens of each."""
 
 GOALS: dict[str, Goal | None] = {
     "bf16_logprobs": Goal(0.02, at_least=False),
@@ -68,8 +68,11 @@ GOALS: dict[str, Goal | None] = {
     "mfu_1.5b": Goal(0.5, at_least=True),
     "mfu_3b": None,
     "mfu_7b": Goal(0.5, at_least=True),
+    **{f"mfu_{name}": None for name in SERVED},
     "memory_1.5b": Goal(0.1, at_least=False),
     "memory_7b": Goal(0.1, at_least=False),
+    **{f"gap_{name}": Goal(0.02, at_least=False) for name in ("small", *SERVED)},
+    **{f"decode_{name}": None for name in SERVED},
     "search": None,
     "search_recall": Goal(0.99, at_least=True),
     "weight_copy": Goal(0.8, at_least=True),
@@ -80,7 +83,7 @@ Samples = dict[str, list[Sample]]
 
 def describe() -> str:
     """The workload, in one line."""
-    return f"gpu: {_gpu_name() or 'no GPU'}; Qwen2.5's shapes, rows of {ROW_TOKENS} tokens, random weights"
+    return f"gpu: {_gpu_name() or 'no GPU'}; shapes of Qwen2.5, Qwen3 and SmolLM2, rows of {ROW_TOKENS} tokens"
 
 
 def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:
@@ -92,7 +95,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     wanted = choose(only, METRICS)
     on_gpu = torch.cuda.is_available() and not quick
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
-        for part in (precision, attention, speed, search, copies):
+        for part in (precision, attention, speed, engines, search, copies):
             for metric, samples in part(Path(directory), wanted, repeats or (3 if on_gpu else 1), on_gpu).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, _unit(metric), GOALS[metric])
@@ -100,7 +103,8 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
 
 def _unit(metric: str) -> str:
     units = {"bf16_logprobs": "nats", "search": "queries/s", "weight_copy": "bytes/s"}
-    return units.get(metric) or {"mfu": "TFLOP/s", "memory": "bytes"}.get(metric.partition("_")[0], "")
+    kinds = {"mfu": "TFLOP/s", "memory": "bytes", "gap": "nats", "decode": "tokens/s"}
+    return units.get(metric) or kinds.get(metric.partition("_")[0], "")
 
 
 def _gpu_name() -> str:
@@ -116,12 +120,25 @@ def _device(on_gpu: bool) -> torch.device:
 
 
 def make_row(vocab_size: int, lengths: list[int], seed: int = 0) -> MicroBatch:
-    """A packed row of which 30 % are MODEL tokens, the last ones of every sequence."""
+    """A packed row of random tokens of which 30 % are MODEL tokens, the last ones of every sequence."""
     rng = np.random.default_rng(seed)
-    starts = np.cumsum([0, *lengths[:-1]])
-    token_ids = torch.from_numpy(rng.integers(0, vocab_size, sum(lengths)))
-    parts = [np.arange(s + int(0.7 * n), s + n) for s, n in zip(starts, lengths, strict=True)]
-    targets = torch.from_numpy(np.concatenate(parts))
+    sequences: list[list[int]] = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+    cuts = [int(0.7 * length) for length in lengths]
+    return make_scored_row(
+        [one[:cut] for one, cut in zip(sequences, cuts, strict=True)],
+        [one[cut:] for one, cut in zip(sequences, cuts, strict=True)],
+    )
+
+
+def make_scored_row(prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> MicroBatch:
+    """A packed row of prompts, each with the MODEL tokens that follow it."""
+    sequences = [prompt + tokens for prompt, tokens in zip(prompts, completions, strict=True)]
+    lengths = [len(one) for one in sequences]
+    token_ids = torch.tensor([token for one in sequences for token in one])
+    ends = np.cumsum(lengths)
+    targets = torch.from_numpy(
+        np.concatenate([np.arange(end - len(tokens), end) for end, tokens in zip(ends, completions, strict=True)])
+    )
     return MicroBatch(
         token_ids=token_ids,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -137,7 +154,7 @@ def precision(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> 
     """One model in float32 on the CPU, and in bf16 on the device."""
     if not wanted & {"bf16_logprobs", "bf16_gradient"}:
         return {}
-    policy_dir = sides.make_policy(directory / "small", SMALL)
+    policy_dir = write_policy(directory / "small", SMALL, torch.float32)
     row = make_row(SMALL.vocab_size, [300, 200, 100, 50])
     found = []
     for dtype, device in ((torch.float32, torch.device("cpu")), (torch.bfloat16, _device(on_gpu))):
@@ -188,13 +205,10 @@ def speed(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Samp
 
 def _speed_of(name: str, directory: Path, repeats: int, peak: float) -> Samples:
     shape = SHAPES[name]
-    model = PolicyModel(
-        sides.make_policy(directory / name, shape, torch.bfloat16), torch.bfloat16, 1.0, gradient_checkpointing=True
-    ).to("cuda")
+    model = PolicyModel(policy_of(name, directory), torch.bfloat16, 1.0, gradient_checkpointing=True).to("cuda")
     lengths = [2048] * (ROW_TOKENS // 2048)
     row = make_row(shape.vocab_size, lengths).to(torch.device("cuda"))
-    sizes = sizes_of(shape)
-    flops = model_flops(sizes, lengths, len(row.target_ids))
+    flops = model_flops(shape, lengths, len(row.target_ids))
 
     def step() -> None:
         model(row).logprobs.mean().backward()
@@ -203,9 +217,8 @@ def _speed_of(name: str, directory: Path, repeats: int, peak: float) -> Samples:
     step()  # makes the gradients
     torch.cuda.reset_peak_memory_stats()
     seconds = [_timed(step) for _ in range(repeats)]
-    expected = 4 * sizes.num_parameters  # weights and gradients in bf16
-    expected += activation_bytes(sizes, ROW_TOKENS, 2, checkpointing=True, takes_rows=True)
-    expected += head_bytes(sizes, len(row.target_ids), 2)
+    expected = 4 * shape.num_parameters  # weights and gradients in bf16
+    expected += sum(pass_parts(shape, ROW_TOKENS, len(row.target_ids), 2, checkpointing=True, takes_rows=True).values())
     reached = torch.cuda.max_memory_allocated()
     return {
         f"mfu_{name}": [quotient(flops / second / 1e12, peak) for second in seconds],
@@ -213,24 +226,10 @@ def _speed_of(name: str, directory: Path, repeats: int, peak: float) -> Samples:
     }
 
 
-def sizes_of(shape: Shape) -> ModelShape:
-    return ModelShape(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        vocab_size=shape.vocab_size,
-        is_tied=shape.is_tied,
-        has_qkv_bias=True,
-    )
-
-
 def model_flops(shape: ModelShape, lengths: list[int], num_targets: int) -> float:
     """Floating-point operations of forward and backward over a packed row."""
     linear = shape.num_layers * shape.layer_parameters * sum(lengths) + shape.embedding_parameters * num_targets
-    return 6.0 * (linear + shape.num_layers * shape.hidden_size * sum(length**2 for length in lengths))
+    return 6.0 * (linear + shape.num_layers * shape.attention_size * sum(length**2 for length in lengths))
 
 
 def _timed(step: Callable[[], object]) -> float:
@@ -239,33 +238,97 @@ def _timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def engines(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Samples:
+    """What the transformers engine samples, and the learner's log-probs of it."""
+    chosen = [name for name in SERVED if wanted & {f"gap_{name}", f"decode_{name}"}]
+    found: Samples = {}
+    if "gap_small" in wanted:
+        policy_dir = write_policy(directory / "small", SMALL, torch.float32)
+        served = asyncio.run(serve(policy_dir, SMALL.vocab_size, _device(on_gpu), 1))
+        found["gap_small"] = [_gap(policy_dir, served, _device(on_gpu))]
+    if chosen and not on_gpu:
+        log(f"the engine over {', '.join(chosen)} skipped: it needs a GPU")
+        return found
+    for name in chosen:
+        policy_dir, shape = policy_of(name, directory), SHAPES[name]
+        served = asyncio.run(serve(policy_dir, shape.vocab_size, _device(True), repeats))
+        torch.cuda.empty_cache()
+        found[f"gap_{name}"] = [_gap(policy_dir, served, _device(True))]
+        cache_bytes = 2 * 2 * shape.num_layers * shape.kv_size * (PROMPT_TOKENS + NEW_TOKENS / 2) * ENGINE_ROWS
+        steps_per_s = (_known(BYTES_PER_S) or 2e12) / (2 * shape.num_parameters + cache_bytes)
+        found[f"decode_{name}"] = [quotient(rate, ENGINE_ROWS * steps_per_s) for rate in served.tokens_per_s]
+        torch.cuda.empty_cache()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine sampled, and how fast."""
+
+    prompts: list[list[int]]
+    completions: list[Completion]
+    tokens_per_s: list[float]
+
+
+async def serve(policy_dir: Path, vocab_size: int, device: torch.device, repeats: int) -> Served:
+    """Continue random prompts in bf16, ``repeats`` times after a first one; the last completions are kept."""
+    rng = np.random.default_rng(0)
+    prompts: list[list[int]] = rng.integers(0, vocab_size, (ENGINE_ROWS, PROMPT_TOKENS)).tolist()
+    settings = EngineSettings(ENGINE_ROWS, PROMPT_TOKENS + NEW_TOKENS, "bfloat16", str(device))
+    engine = TransformersEngine(policy_dir, PolicyTokenizer(policy_dir), settings)
+    rates, completions = [], []
+    for number in range(repeats + 1):
+        started = time.perf_counter()
+        calls = (
+            engine.generate(prompt, Sampling(NEW_TOKENS, seed=at), request_id=f"{number}/{at}")
+            for at, prompt in enumerate(prompts)
+        )
+        completions = list(await asyncio.gather(*calls))
+        rates.append(sum(len(one.token_ids) for one in completions) / (time.perf_counter() - started))
+        for at in range(ENGINE_ROWS):
+            engine.release(f"{number}/{at}")
+    await engine.close()
+    return Served(prompts, completions, rates[1:])
+
+
+def _gap(policy_dir: Path, served: Served, device: torch.device) -> Sample:
+    """The mean distance of the engine's log-probs to those of the learner, which scores a row per eight sequences."""
+    model = PolicyModel(policy_dir, torch.bfloat16, 1.0).to(device)
+    gaps = []
+    with torch.no_grad():
+        for start in range(0, ENGINE_ROWS, 8):
+            completions = served.completions[start : start + 8]
+            row = make_scored_row(served.prompts[start : start + 8], [one.token_ids for one in completions])
+            sampled = torch.tensor([value for one in completions for value in one.logprobs])
+            gaps.append((model(row.to(device)).logprobs.cpu() - sampled).abs())
+    gap = float(torch.cat(gaps).mean())
+    return Sample(gap, gap, 0.0)
+
+
 def search(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Samples:
     """Exact search in half precision over generated vectors of length 1, Search-R1's number of them on a GPU."""
     if not wanted & {"search", "search_recall"}:
         return {}
-    device, count = str(_device(on_gpu)), NUM_VECTORS if on_gpu else NUM_VECTORS_QUICK
+    device, count = _device(on_gpu), NUM_VECTORS if on_gpu else NUM_VECTORS_QUICK
+    queries = np.random.default_rng(1).standard_normal((NUM_QUERIES, DIMENSION), dtype=np.float32)
+    few = torch.from_numpy(queries[:8]).to(device)
+    exact: list[list[tuple[float, int]]] = [[] for _ in few]  # the same search in float32
 
     def blocks() -> Iterator[np.ndarray]:
-        rng = np.random.default_rng(0)
+        generator = torch.Generator(device).manual_seed(0)
         for start in range(0, count, 2**17):
-            block = rng.standard_normal((min(2**17, count - start), DIMENSION), dtype=np.float32)
-            yield block / np.linalg.norm(block, axis=1, keepdims=True)
+            block = torch.randn(min(2**17, count - start), DIMENSION, device=device, generator=generator)
+            block /= block.norm(dim=1, keepdim=True)
+            scores, rows = (few @ block.T).topk(3)
+            for kept, *best in zip(exact, scores.tolist(), (rows + start).tolist(), strict=True):
+                kept[:] = sorted([*kept, *zip(*best, strict=True)], reverse=True)[:3]
+            yield block.cpu().numpy()
 
-    queries = np.random.default_rng(1).standard_normal((NUM_QUERIES, DIMENSION), dtype=np.float32)
-    index = TorchFlatIndex(blocks(), count, DIMENSION, device=device, dtype=torch.float16 if on_gpu else None)
-    few = queries[:8]
-    exact_scores, exact_rows = np.zeros((len(few), 0), np.float32), np.zeros((len(few), 0), np.int64)
-    start = 0
-    for block in blocks():  # the same search in float32 on the CPU
-        rows = np.broadcast_to(np.arange(start, start + len(block)), (len(few), len(block)))
-        scores, rows = np.hstack([exact_scores, few @ block.T]), np.hstack([exact_rows, rows])
-        best = np.argpartition(-scores, 2, axis=1)[:, :3]
-        exact_scores, exact_rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
-        start += len(block)
-    ranking = index.find(few, 3)
+    index = TorchFlatIndex(blocks(), count, DIMENSION, device=str(device), dtype=torch.float16 if on_gpu else None)
+    ranking = index.find(queries[:8], 3)
     found = best_of(ranking.scores, ranking.rows, 3).rows
     recall = float(
-        np.mean([len(set(a) & set(b)) / 3 for a, b in zip(found.tolist(), exact_rows.tolist(), strict=True)])
+        np.mean([len(set(a) & {row for _, row in b}) / 3 for a, b in zip(found.tolist(), exact, strict=True)])
     )
     seconds = [_timed(lambda: index.find(queries, 3)) for _ in range(repeats + 1)][1:]
     num_bytes = count * DIMENSION * (2 if on_gpu else 4)
@@ -280,7 +343,7 @@ def copies(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Sam
     """A copy of a policy's weights, one tensor after the other, against one copy of as many bytes."""
     if "weight_copy" not in wanted:
         return {}
-    shape = sizes_of(SHAPES["1.5b"] if on_gpu else SMALL)
+    shape = SHAPES["1.5b"] if on_gpu else SMALL
     c, i, a, k = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
     layer = [c * a, c * k, c * k, a * c, c * i, c * i, i * c, a, k, k, c, c]
     sizes = [shape.embedding_parameters, *(layer * shape.num_layers), c]

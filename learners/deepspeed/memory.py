@@ -126,12 +126,23 @@ def activation_bytes(
     its input only, and one at a time is computed again. The embedding and the last norm keep ``(4 + 2.5 e) C`` per
     token; the backward pass needs two tensors of width I, or 9 e C in the last norm.
     """
-    e = element_bytes
-    layer = layer_bytes_per_token(shape, e, repeats_keys=checkpointing and not takes_rows)
-    kept = shape.num_layers * (e * shape.hidden_size) + layer if checkpointing else shape.num_layers * layer
-    ends = (8 + 5 * e) * shape.hidden_size // 2
-    work = max(2 * e * shape.intermediate_size, 9 * e * shape.hidden_size)
-    return num_tokens * (kept + ends + work)
+    e, recomputed = element_bytes, 0
+    if checkpointing:
+        recomputed = recomputed_bytes(shape, num_tokens, e, takes_rows=takes_rows)
+        kept = shape.num_layers * e * shape.hidden_size
+    else:
+        kept = shape.num_layers * layer_bytes_per_token(shape, e, repeats_keys=False) + _work_per_token(shape, e)
+    return recomputed + num_tokens * (kept + (8 + 5 * e) * shape.hidden_size // 2)
+
+
+def recomputed_bytes(shape: ModelShape, num_tokens: int, element_bytes: int, *, takes_rows: bool) -> int:
+    """Return what of ``activation_bytes`` is of one layer that gradient checkpointing computes again."""
+    layer = layer_bytes_per_token(shape, element_bytes, repeats_keys=not takes_rows)
+    return num_tokens * (layer + _work_per_token(shape, element_bytes))
+
+
+def _work_per_token(shape: ModelShape, element_bytes: int) -> int:
+    return max(2 * element_bytes * shape.intermediate_size, 9 * element_bytes * shape.hidden_size)
 
 
 def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
@@ -142,6 +153,20 @@ def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
     chunk = min(HEAD_CHUNK, num_targets * shape.vocab_size) * (8 + element_bytes)
     copy = element_bytes * shape.embedding_parameters if element_bytes < 4 else 0
     return 4 * shape.embedding_parameters + max(chunk, copy)
+
+
+def pass_parts(
+    shape: ModelShape, num_tokens: int, num_targets: int, element_bytes: int, *, checkpointing: bool, takes_rows: bool
+) -> Parts:
+    """Return the peak of a policy's forward and backward pass over a row.
+
+    The head is done with its gradient before the first layer is computed again, so the two share their memory.
+    """
+    head, shared = head_bytes(shape, num_targets, element_bytes), 0
+    if checkpointing:
+        shared = recomputed_bytes(shape, num_tokens, element_bytes, takes_rows=takes_rows)
+    activations = activation_bytes(shape, num_tokens, element_bytes, checkpointing=checkpointing, takes_rows=takes_rows)
+    return {"activations": activations, "head": max(0, head - shared)}
 
 
 def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> int:
@@ -189,9 +214,9 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
     if on_gpu:
         resting["CUDA context"] = CUDA_CONTEXT_BYTES
     host = {f"policy {name}": size for name, size in policy.host.items()}
-    phases: dict[str, Parts] = {
-        "policy step": {**policy.step, "activations": activations, "head": head_bytes(shape, tokens, e)}
-    }
+    checkpointing = settings.gradient_checkpointing
+    passes = pass_parts(shape, tokens, tokens, e, checkpointing=checkpointing, takes_rows=flash)
+    phases: dict[str, Parts] = {"policy step": {**policy.step, **passes}}
     if config.training.kl_coeff > 0 and lora is None:
         share = max(1, settings.num_learners) if settings.zero_stage == 3 else 1
         weights = e * shape.num_parameters // share

@@ -1,9 +1,9 @@
 """Attention over a packed row: many sequences one after another without padding; no sequence attends to another.
 
 transformers calls the function registered here once per layer. The linear layers run on the packed tokens, without
-padding. On a GPU in half precision torch's ``varlen_attn`` (flash attention, arXiv:2307.08691) takes the row directly;
-**that branch has not been run on a GPU yet**. Elsewhere the sequences of one ``Block`` are stacked (padded to the
-longest of the block) for one causal ``scaled_dot_product_attention``, then unstacked::
+padding. On a GPU in half precision torch's ``varlen_attn`` (flash attention, arXiv:2307.08691) takes the row directly.
+Elsewhere the sequences of one ``Block`` are stacked (padded to the longest of the block) for one causal
+``scaled_dot_product_attention``, then unstacked::
 
     packed row      [ a a a a a | b b b b | c c | d d ]        T = 13
     blocks          [ ---- 0 ----------- ] [ --- 1 -- ]

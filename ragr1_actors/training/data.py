@@ -30,7 +30,7 @@ from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, TINY, WORLD, load_object, named_folder, path_of
-from ragr1_actors.core.types import Task, TrajectoryGroup
+from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.runs.places import POLICY
 from ragr1_actors.runs.run_directory import run_of_policy
@@ -291,6 +291,19 @@ def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tup
     return drawn
 
 
+def _why_failed(trajectories: Sequence[Trajectory]) -> str:
+    """Return what the demonstrations without decisions ended with, and what to change."""
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error]
+    if errors:
+        return f"the last one with: {errors[-1]}"
+    if any(trajectory.stop_reason is StopReason.CONTEXT_FULL for trajectory in trajectories):
+        return "their prompts fill env_runners.max_context_tokens: raise it"
+    return (
+        "their turns were cut before an action ended: raise env_runners.max_new_tokens_per_turn, or "
+        "environment.max_turns if the teacher searches more often than the policy may"
+    )
+
+
 def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[list[TrajectoryGroup], Counter[str]]:
     """Return the played demonstrations with decisions, and their number by category: ``{"first_search": 198, ...}``.
 
@@ -313,12 +326,7 @@ def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[lis
             num_decisions.update(found.category.value for found in segments)
             kept.append(group)
     if num_failed:
-        errors = [trajectory.error for group in groups for trajectory in group.trajectories if trajectory.error]
-        reason = (
-            f"the last one with: {errors[-1]}"
-            if errors
-            else "their prompts fill env_runners.max_context_tokens: raise it"
-        )
+        reason = _why_failed([trajectory for group in groups for trajectory in group.trajectories])
         if num_failed == len(groups):
             raise FleetError(f"all {len(groups)} demonstrations failed; {reason}")
         logger.warning("%d of %d demonstrations failed and are not learned from; %s", num_failed, len(groups), reason)

@@ -32,8 +32,10 @@ class RowCache(Cache):
     nothing. The last column is scratch: padding is written there and never attended to.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Make an empty cache for a model; it grows on demand."""
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, most_rows: int, most_tokens: int
+    ) -> None:
+        """Make an empty cache for a model; it grows on demand, to ``most_rows`` of ``most_tokens`` by doubling."""
         self._shape = (
             config.num_hidden_layers,
             2,
@@ -41,6 +43,7 @@ class RowCache(Cache):
             config.head_dim if "head_dim" in config.to_dict() else config.hidden_size // config.num_attention_heads,
         )
         self._dtype, self._device = dtype, device
+        self._most_rows, self._most_tokens = most_rows, most_tokens
         self._data = self._allocate(0, 0)
         self._rows: slice | Tensor = slice(0, 0)
         self._row_index = self._positions = torch.zeros(0, dtype=torch.long)
@@ -53,17 +56,22 @@ class RowCache(Cache):
         return torch.zeros((layers, two, rows, heads, length, head_dim), dtype=self._dtype, device=self._device)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._data.nbytes
+
+    @property
     def scratch(self) -> int:
         """The column that padding is written to."""
         return self._data.shape[4] - 1
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow to at least ``rows`` rows of ``length`` tokens, by doubling."""
+        """Grow to at least ``rows`` rows of ``length`` tokens, by doubling up to the most that it was made for."""
         old_rows, old_length = self._data.shape[2], max(0, self.scratch)
         if rows <= old_rows and length <= old_length:
             return
-        new_rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
-        new_length = old_length if length <= old_length else max(length, 2 * old_length, 64)
+        new_rows = _grown(old_rows, rows, self._most_rows)
+        new_length = _grown(old_length, max(length, 64), self._most_tokens)
         data = self._allocate(new_rows, new_length + 1)
         data[:, :, :old_rows, :, :old_length] = self._data[:, :, :, :, :old_length]
         self._data = data
@@ -93,6 +101,11 @@ class RowCache(Cache):
         stored[0].transpose(1, 2)[self._row_index, self._positions] = keys.transpose(1, 2)
         stored[1].transpose(1, 2)[self._row_index, self._positions] = values.transpose(1, 2)
         return stored[0][self._rows][:, :, : self.length], stored[1][self._rows][:, :, : self.length]
+
+
+def _grown(size: int, needed: int, most: int) -> int:
+    """``size`` if it is enough, else twice as much within ``most``; at least ``needed``."""
+    return size if needed <= size else max(needed, min(2 * size, most))
 
 
 class _RowLayer(CacheLayerMixin):

@@ -61,7 +61,8 @@ class TransformersEngine:
         """Policy version of the weights in ``model``; while these are being updated, of the weights before."""
         self._device = torch.device(settings.device)
         self._tokenizer = tokenizer
-        self._cache = RowCache(model.config, model.dtype, self._device)
+        most = (settings.max_rows, settings.max_context_tokens)
+        self._cache = RowCache(model.config, model.dtype, self._device, *most)
         self._max_rows = settings.max_rows
         self._sessions: dict[str, Session] = {}
         self._resident: list[Session] = []  # index is the row
@@ -77,6 +78,11 @@ class TransformersEngine:
         self._is_awake.set()
         # the tokens that can complete a stop string: those that contain its last character
         self._candidates = cache(lambda stop: tokenizer.tokens_containing({string[-1] for string in stop}))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of all trajectories; 0 while there is none."""
+        return self._cache.num_bytes
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -113,6 +119,8 @@ class TransformersEngine:
                 self._deactivate(session)
             self._swap(session.row, len(self._resident) - 1)
             self._resident.pop()
+            if not self._resident:  # between two batches the learner can have the memory
+                self._cache.clear()
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in between two passes; every trajectory's cache is then computed again."""
