@@ -12,6 +12,7 @@ from rich.console import Console
 from small_world import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.real.two_wiki import demonstration
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -53,10 +54,13 @@ def write_two_wiki(folder: Path) -> dict[str, str]:
         )
         passages.append({"title": film, "text": f"{name} is a film of 1999 by {director}."})
         passages.append({"title": director, "text": f"{director} (1950\N{EN DASH}2020) was born in {city}."})
-    for name, content in {"train": questions[:4], "test": questions[4:], "corpus": passages}.items():
+    demonstrations = [demonstration(question, "lines") for question in questions[:4]]
+    contents = {"train": questions[:4], "test": questions[4:], "corpus": passages, "demonstrations": demonstrations}
+    for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return {
         "environment.tasks": str(folder / "train.json"),
+        "sft.demonstrations": str(folder / "demonstrations.json"),
         "environment.eval_tasks": str(folder / "test.json"),
         "retrieval.corpus": str(folder / "corpus.json"),
     }

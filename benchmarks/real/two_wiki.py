@@ -3,11 +3,19 @@
 ``python -m benchmarks.real.two_wiki FOLDER`` reads the set's own JSON from ``FOLDER`` and writes ``data/2wiki/``::
 
     *train*.json   questions in 2Wiki's own form    ──► train.json   at most a tenth of the answers are yes or no
+                                                    ──► demonstrations.json, demonstrations_single.json
     *test*.json    the same, or *dev*.json          ──► test.json    unchanged
     *corpus*.json  passages; the largest file       ──► corpus.json  unchanged
 
 A third of the set's training answers are yes or no, a twelfth of its test answers. A policy that is trained on all of
 them answers "no" to what it cannot find.
+
+A demonstration searches for the evidence round by round, several queries per turn or one, and its thoughts repeat the
+``evidences`` that the passages hold::
+
+    <think> find evidence</think><search> Devotion (1929 film)</search>
+    <think> Devotion , director , Guido Brignone</think><search> Guido Brignone</search>
+    <think> Guido Brignone , child , Lilla Brignone</think><answer> Lilla Brignone</answer>
 """
 
 from __future__ import annotations
@@ -19,18 +27,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from envs.actions import format_queries
+from envs.tasks.files import Record, make_task
+from envs.tasks.rounds import depths_of_triples, folded
+from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError
 
 MAX_YES_NO = 0.1
 """Largest share of training answers that are yes or no."""
+DEMONSTRATIONS: dict[str, QueryFormat] = {"demonstrations.json": "lines", "demonstrations_single.json": "single"}
+"""The files of demonstrations, and how their queries are written."""
+MAX_QUERIES = 3
 
 
 def main(source: Path, target: Path = Path("data/2wiki")) -> None:
-    """Write the three files; ``DataError`` if one is missing."""
+    """Write the files; ``DataError`` if one of the set is missing."""
     train = json.loads(_file(source, "*train*.json").read_text())
     kept = subsample(train, random.Random(0))
     target.mkdir(parents=True, exist_ok=True)
     (target / "train.json").write_text(json.dumps(kept, ensure_ascii=False))
+    for name, query_format in DEMONSTRATIONS.items():
+        written = [demonstration(record, query_format) for record in kept]
+        (target / name).write_text(json.dumps(written, ensure_ascii=False))
     (target / "test.json").write_bytes(_file(source, "*test*.json", "*dev*.json").read_bytes())
     (target / "corpus.json").write_bytes(_file(source, "*corpus*.json").read_bytes())
     print(f"{target}: {len(kept)} of {len(train)} training questions, {_counted(kept)}")
@@ -48,6 +66,29 @@ def subsample(records: list[dict[str, Any]], rng: random.Random) -> list[dict[st
 def is_yes_no(answer: str) -> bool:
     """Whether an answer is yes or no."""
     return answer.strip().lower() in ("yes", "no")
+
+
+def demonstration(record: dict[str, Any], query_format: QueryFormat) -> dict[str, Any]:
+    """Return a record of a file for ``sft.demonstrations``; ``record`` is one of 2Wiki's."""
+    task = make_task(Record(record, record["question"]), "2wiki", 0, whole=False)
+    depths, step = depths_of_triples(record["evidences"]), 1 if query_format == "single" else MAX_QUERIES
+    rounds = task.plan or (task.supporting_ids,)
+    thought, turns = "find evidence", []
+    for number, names in enumerate(rounds):
+        for start in range(0, len(names), step):
+            queries = format_queries([f" {name}" for name in names[start : start + step]], query_format)
+            turns.append(f"<think> {thought}</think><search>{queries}</search>")
+            thought = "next"
+        is_last = number == len(rounds) - 1
+        read = [one for one in record["evidences"] if _is_read_in(number, depths.get(folded(one[0]), 0), is_last)]
+        thought = " ; ".join(" , ".join(one) for one in read) or "found"
+    turns.append(f"<think> {thought}</think><answer> {task.golden_answers[0]}</answer>")
+    known = {key: record[key] for key in ("question", "answer", "supporting_facts")}
+    return {**known, "instruction": record["question"], "input": "", "output": "".join(turns)}
+
+
+def _is_read_in(round_: int, depth: int, is_last: bool) -> bool:
+    return depth >= round_ if is_last else depth == round_
 
 
 def _counted(records: list[dict[str, Any]]) -> str:

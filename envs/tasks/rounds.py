@@ -30,25 +30,28 @@ def search_rounds(question: str, titles: Sequence[str], fields: Mapping[str, Any
         titles: of the passages that hold the evidence, each once.
         fields: the record, of which 2Wiki's ``evidences`` and MuSiQue's ``question_decomposition`` are read.
     """
-    depths = _depths_of_steps(fields.get("question_decomposition")) or _depths_of_triples(fields.get("evidences"))
-    asked = _folded(question)
-    is_named = {title: _folded(_bare(title)) in asked for title in titles}
+    depths = _depths_of_steps(fields.get("question_decomposition")) or depths_of_triples(fields.get("evidences"))
+    asked = folded(question)
+    is_named = {title: folded(_bare(title)) in asked for title in titles}
     rounds: dict[int, list[str]] = {}
     for title in titles:
-        depth = depths.get(_folded(title), depths.get(_folded(_bare(title)), 0))
+        depth = depths.get(folded(title), depths.get(folded(_bare(title)), 0))
         if not depth and not is_named[title] and any(is_named.values()):
             depth = 1  # the names of triples and titles may differ
-        rounds.setdefault(depth, []).append(_bare(title) if depth and _folded(title) not in asked else title)
+        rounds.setdefault(depth, []).append(_bare(title) if depth and folded(title) not in asked else title)
     return tuple(tuple(rounds[depth]) for depth in sorted(rounds)) if len(rounds) > 1 else ()
 
 
-def _depths_of_triples(triples: Any) -> dict[str, int]:
-    """Return the round of every subject of 2Wiki's triples: an object is known once the subject was read about."""
+def depths_of_triples(triples: Any) -> dict[str, int]:
+    """Return the round of every subject of 2Wiki's triples: an object is known once the subject was read about.
+
+    By the ``folded`` subject: ``{"devotion": 0, "guidobrignone": 1}``.
+    """
     if not isinstance(triples, list):
         return {}
     whole = [one for one in triples if isinstance(one, list) and len(one) == 3 and all(isinstance(t, str) for t in one)]
-    known_from = {_folded(found): _folded(subject) for subject, _, found in whole}
-    return {subject: _depth(subject, known_from) for subject in (_folded(subject) for subject, _, _ in whole)}
+    known_from = {folded(found): folded(subject) for subject, _, found in whole}
+    return {subject: _depth(subject, known_from) for subject in (folded(subject) for subject, _, _ in whole)}
 
 
 def _depth(name: str, known_from: Mapping[str, str]) -> int:
@@ -72,7 +75,7 @@ def _depths_of_steps(steps: Any) -> dict[str, int]:
             return {}
         uses = [int(number) for number in _REFERENCE.findall(asked) if 0 < int(number) <= len(depths)]
         depths.append(max((depths[number - 1] + 1 for number in uses), default=0))
-        found.setdefault(_folded(title), depths[-1])
+        found.setdefault(folded(title), depths[-1])
     return found
 
 
@@ -80,6 +83,6 @@ def _bare(title: str) -> str:
     return _DISAMBIGUATION.sub("", title) or title
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     """Return letters and digits only: a question and a title differ in case, blanks and marks."""
     return "".join(filter(str.isalnum, text.casefold()))

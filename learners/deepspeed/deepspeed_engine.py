@@ -141,7 +141,12 @@ class DeepSpeedEngine:
         num_trained = num_elements(parameters)
         config = _deepspeed_config(self.zero_stage, dtype, learners.offload, schedule.grad_clip, num_trained)
         _place(module, device, self.zero_stage, config)
-        adamw = torch.optim.AdamW(parameters, lr=0.0, betas=schedule.betas, weight_decay=schedule.weight_decay)
+        # On a CPU torch's usual AdamW makes two temporary tensors as large as the master weights, and takes five times
+        # as long: docs/decisions/heap.md.
+        is_fused = device.type == "cpu"
+        adamw = torch.optim.AdamW(
+            parameters, lr=0.0, betas=schedule.betas, weight_decay=schedule.weight_decay, fused=is_fused or None
+        )
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
             adamw.register_step_pre_hook(self._clip_at_stage_0)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
