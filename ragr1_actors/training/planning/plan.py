@@ -54,10 +54,10 @@ _ASLEEP_BYTES = 3 * GIB
 """What an engine that sleeps at level 2 keeps: CUDA context and graphs; an allowance, not a measurement."""
 _TRANSFER_BYTES = 2 * GIB
 """vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
-_DRIVER_BYTES = 5 * GIB // 4
-"""Of the quickstart's driver 0.6 GiB, and as much for Ray: proportional set sizes of ``smaps``, as the next one."""
-_ACTOR_BYTES = GIB // 2
-"""One actor process with its libraries: in the quickstart a runner's 0.55 GiB, a learner's 0.35, a retriever's 0.25."""
+_DRIVER_BYTES = 7 * GIB // 8
+"""The quickstart's driver 0.6 GiB, Ray's processes 0.25: proportional set sizes of ``smaps``, as the next one."""
+_ACTOR_BYTES = 3 * GIB // 8
+"""An actor process with its libraries: in the quickstart 0.42 GiB of a runner with its engine, a retriever's 0.25."""
 _VLLM_CPU_PROCESS_BYTES = 3 * GIB // 4
 """vLLM's own process with its libraries, beside the runner's."""
 _VLLM_CPU_CACHE_BYTES = GIB
