@@ -13,7 +13,7 @@ from benchmarks.learner import gpu, shapes
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.models.model_shape import ModelShape
 
-SHAPE = ModelShape(32, 64, 2, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64, is_tied=True, has_qkv_bias=True)
+SHAPE = shapes.make_shape(32, 64, 2, 4, 2, vocab_size=64, has_qkv_bias=True)
 
 
 def test_model_flops_by_hand() -> None:

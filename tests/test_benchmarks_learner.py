@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.learner import head_memory, sides
 from benchmarks.learner import ratios as learner
+from benchmarks.learner.shapes import make_shape, write_policy
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
@@ -21,7 +22,7 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine
 
-SHAPE = sides.Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_kv_heads=2, vocab_size=64)
+SHAPE = make_shape(32, 64, 2, 4, 2, vocab_size=64, has_qkv_bias=True)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -33,7 +34,7 @@ def make_config() -> RunConfig:
 @pytest.fixture
 def learners(tmp_path: Path) -> Iterator[list[Any]]:
     """Our learner and the padded ones on one policy."""
-    policy_dir = sides.make_policy(tmp_path, SHAPE)
+    policy_dir = write_policy(tmp_path, SHAPE)
     classes = (GRPOLearner, sides.PaddedLearner, sides.TrimmedLearner)
     made = [sides.build_learner(one, policy_dir, make_config()) for one in classes]
     yield made
@@ -135,7 +136,7 @@ def test_updates_of_all_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_the_head_in_chunks_takes_less_than_whole_logits(tmp_path: Path) -> None:
-    policy_dir = sides.make_policy(tmp_path, learner.HEAD_SHAPE_QUICK)
+    policy_dir = write_policy(tmp_path, learner.HEAD_SHAPE_QUICK)
     ours, whole = (head_memory.measure_side(side, policy_dir, learner.HEAD_TOKENS_QUICK) for side in ("ours", "whole"))
     logits = 4 * learner.HEAD_TOKENS_QUICK * learner.HEAD_SHAPE_QUICK.vocab_size
     assert 2 * logits < whole < head_memory.WHOLE_COPIES * logits

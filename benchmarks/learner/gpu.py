@@ -154,7 +154,7 @@ def precision(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> 
     """One model in float32 on the CPU, and in bf16 on the device."""
     if not wanted & {"bf16_logprobs", "bf16_gradient"}:
         return {}
-    policy_dir = write_policy(directory / "small", SMALL, torch.float32)
+    policy_dir = write_policy(directory / "small", SMALL)
     row = make_row(SMALL.vocab_size, [300, 200, 100, 50])
     found = []
     for dtype, device in ((torch.float32, torch.device("cpu")), (torch.bfloat16, _device(on_gpu))):
@@ -243,7 +243,7 @@ def engines(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Sa
     chosen = [name for name in SERVED if wanted & {f"gap_{name}", f"decode_{name}"}]
     found: Samples = {}
     if "gap_small" in wanted:
-        policy_dir = write_policy(directory / "small", SMALL, torch.float32)
+        policy_dir = write_policy(directory / "small", SMALL)
         served = asyncio.run(serve(policy_dir, SMALL.vocab_size, _device(on_gpu), 1))
         found["gap_small"] = [_gap(policy_dir, served, _device(on_gpu))]
     if chosen and not on_gpu:

@@ -30,6 +30,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import psutil
 import torch
 
 from benchmarks.learner import head_memory, sides
-from benchmarks.learner.sides import Shape
+from benchmarks.learner.shapes import make_shape, write_policy
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -83,8 +84,9 @@ NUM_PLANNED = 512
 SCALE = 4
 """By which updates on a CPU are shorter."""
 NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 24, 8
-HEAD_SHAPE = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=150_000)
-HEAD_SHAPE_QUICK = Shape(hidden_size=64, intermediate_size=64, num_layers=1, vocab_size=50_000)
+SHAPE = make_shape(256, 1024, 2, 4, 4, vocab_size=4096, has_qkv_bias=True)
+HEAD_SHAPE = make_shape(64, 64, 1, 4, 4, vocab_size=150_000, has_qkv_bias=True)
+HEAD_SHAPE_QUICK = replace(HEAD_SHAPE, vocab_size=50_000)
 HEAD_TOKENS, HEAD_TOKENS_QUICK = 8192, 4096
 REPEATS, REPEATS_QUICK = 3, 1
 
@@ -151,12 +153,11 @@ def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
     """Updates of our learner and of the padded ones, in turns."""
     if not wanted & _UPDATES:
         return {}
-    shape = Shape()
-    policy_dir = sides.make_policy(directory / "policy", shape)
+    policy_dir = write_policy(directory / "policy", SHAPE)
     config = sides.make_config(MICRO_BATCH_TOKENS // SCALE)
     num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
     lengths = sides.spread_lengths(num, SHORTEST // SCALE, LONGEST // SCALE)
-    groups = sides.draw_groups(lengths, shape.vocab_size, seed=0)
+    groups = sides.draw_groups(lengths, SHAPE.vocab_size, seed=0)
     ours = sides.build_learner(GRPOLearner, policy_dir, config)
     others = {
         "vs_padded": sides.build_learner(sides.PaddedLearner, policy_dir, config),
@@ -192,6 +193,6 @@ def memory(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samp
     if available < needed:
         log(f"peak_memory skipped: whole logits need {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB are available")
         return {}
-    policy_dir = sides.make_policy(directory / "head", shape)
+    policy_dir = write_policy(directory / "head", shape)
     ours, whole = (head_memory.measure_side(side, policy_dir, num_tokens) for side in ("ours", "whole"))
     return {"peak_memory": [Sample(whole / ours, ours, whole)]}

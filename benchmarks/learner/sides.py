@@ -13,7 +13,7 @@ import math
 import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -39,19 +39,6 @@ SIGMA = 0.8
 PROMPT_SHARE, MODEL_SHARE = 0.15, 0.3
 MIN_TURNS, MAX_TURNS = 2, 4
 GROUP_SIZE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a Qwen2 is built from; the defaults are small enough for a CPU."""
-
-    hidden_size: int = 256
-    intermediate_size: int = 1024
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    vocab_size: int = 4096
-    is_tied: bool = True
 
 
 def draw_lengths(count: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -147,28 +134,6 @@ def members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
 def by_turn(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """One trajectory per turn, with its context: what a learner that trains on turns computes."""
     return [one.trajectory for trajectory in trajectories for one in segment(trajectory)]
-
-
-def make_policy(directory: Path, shape: Shape, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a random Qwen2 as a Hugging Face folder, without a tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of files on this disk
-    config = Qwen2Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=16384,
-        tie_word_embeddings=shape.is_tied,
-        dtype=dtype,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(dtype).save_pretrained(directory)
-    return directory
 
 
 def make_config(max_tokens: int, dtype: str = "float32") -> RunConfig:

@@ -207,15 +207,15 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
     trained = trained_parameters(shape, config, has_critic=has_critic)
     longest = config.env_runners.max_context_tokens
     tokens = max(longest, min(settings.row_tokens, _tokens_of_a_step(config)))
-    flash = on_gpu and e == 2
-    activations = activation_bytes(shape, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=flash)
+    passes = pass_parts(
+        shape, tokens, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=on_gpu and e == 2
+    )
+    activations = passes["activations"]
     policy = engine_state(shape.num_parameters + adapters, trained["policy"], settings, e)
     resting = {f"policy {name}": size for name, size in policy.resting.items()}
     if on_gpu:
         resting["CUDA context"] = CUDA_CONTEXT_BYTES
     host = {f"policy {name}": size for name, size in policy.host.items()}
-    checkpointing = settings.gradient_checkpointing
-    passes = pass_parts(shape, tokens, tokens, e, checkpointing=checkpointing, takes_rows=flash)
     phases: dict[str, Parts] = {"policy step": {**policy.step, **passes}}
     if config.training.kl_coeff > 0 and lora is None:
         share = max(1, settings.num_learners) if settings.zero_stage == 3 else 1
