@@ -128,7 +128,7 @@ def test_whole_logits_without_room_are_not_tried(
 
 @pytest.mark.slow
 def test_updates_of_all_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner, "Shape", lambda: SHAPE)
+    monkeypatch.setattr(learner, "SHAPE", SHAPE)
     found = {m.metric: m for only in ("vs_padded", "vs_padded_micro") for m in learner.run(only, 1, quick=True)}
     assert found.keys() == {"vs_padded", "vs_padded_micro"}
     assert all(m.ours > 0 and m.theirs > 0 and m.repeats == 1 for m in found.values())
