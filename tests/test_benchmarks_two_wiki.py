@@ -73,13 +73,12 @@ def test_the_files_of_the_recipe(tmp_path: Path) -> None:
     answers = ["yes", "no", "Yes", *["Riga"] * 9]
     write(tmp_path, [COMPARISON | {"question": f"{number}?", "answer": a} for number, a in enumerate(answers)])
     two_wiki.main(tmp_path, tmp_path / "out")
-    kept = json.loads((tmp_path / "out" / "train.json").read_text())
-    assert [record["answer"] for record in kept].count("Riga") == 9
-    assert len(kept) == 10
+    read = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
     for name in two_wiki.DEMONSTRATIONS:
-        assert [one["question"] for one in json.loads((tmp_path / "out" / name).read_text())] == [
-            record["question"] for record in kept
-        ]
+        demonstrated = {one["question"] for one in read[name]}
+        others = {one["question"] for one in read["train.json"]}
+        assert (len(demonstrated), len(others), len(demonstrated | others)) == (3, 7, 10)
+    assert [one["answer"] for one in read["train.json"] + read["demonstrations.json"]].count("Riga") == 9
     assert (tmp_path / "out" / "test.json").read_bytes() == (tmp_path / "2wiki_test_1.json").read_bytes()
 
 

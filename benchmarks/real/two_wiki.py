@@ -2,13 +2,14 @@
 
 ``python -m benchmarks.real.two_wiki FOLDER`` reads the set's own JSON from ``FOLDER`` and writes ``data/2wiki/``::
 
-    *train*.json   questions in 2Wiki's own form    ──► train.json   at most a tenth of the answers are yes or no
-                                                    ──► demonstrations.json, demonstrations_single.json
+    *train*.json   questions in 2Wiki's own form    ──► train.json: two thirds, for RL
+                                                    ──► demonstrations.json, demonstrations_single.json: for SFT
     *test*.json    the same, or *dev*.json          ──► test.json    unchanged
     *corpus*.json  passages; the largest file       ──► corpus.json  unchanged
 
 A third of the set's training answers are yes or no, a twelfth of its test answers. A policy that is trained on all of
-them answers "no" to what it cannot find.
+them answers "no" to what it cannot find, so at most a tenth of them are kept. RL trains on questions that SFT has not
+seen: SFT learns the answers of its own by heart, and they teach RL nothing about searching.
 
 A demonstration searches for the evidence round by round, several queries per turn or one, and its thoughts repeat the
 ``evidences`` that the passages hold::
@@ -37,21 +38,27 @@ MAX_YES_NO = 0.1
 """Largest share of training answers that are yes or no."""
 DEMONSTRATIONS: dict[str, QueryFormat] = {"demonstrations.json": "lines", "demonstrations_single.json": "single"}
 """The files of demonstrations, and how their queries are written."""
+DEMONSTRATED = 1 / 3
+"""Share of the training questions that SFT sees; RL trains on the others."""
 MAX_QUERIES = 3
 
 
 def main(source: Path, target: Path = Path("data/2wiki")) -> None:
     """Write the files; ``DataError`` if one of the set is missing."""
     train = json.loads(_file(source, "*train*.json").read_text())
-    kept = subsample(train, random.Random(0))
+    rng = random.Random(0)
+    kept = subsample(train, rng)
+    demonstrated, others = split(kept, rng)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "train.json").write_text(json.dumps(kept, ensure_ascii=False))
+    (target / "train.json").write_text(json.dumps(others, ensure_ascii=False))
     for name, query_format in DEMONSTRATIONS.items():
-        written = [demonstration(record, query_format) for record in kept]
+        written = [demonstration(record, query_format) for record in demonstrated]
         (target / name).write_text(json.dumps(written, ensure_ascii=False))
     (target / "test.json").write_bytes(_file(source, "*test*.json", "*dev*.json").read_bytes())
     (target / "corpus.json").write_bytes(_file(source, "*corpus*.json").read_bytes())
-    print(f"{target}: {len(kept)} of {len(train)} training questions, {_counted(kept)}")
+    print(f"{target}: {len(kept)} of {len(train)} training questions are kept")
+    print(f"for SFT {len(demonstrated)}: {_counted(demonstrated)}")
+    print(f"for RL {len(others)}: {_counted(others)}")
 
 
 def subsample(records: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
@@ -61,6 +68,15 @@ def subsample(records: list[dict[str, Any]], rng: random.Random) -> list[dict[st
     num_kept = min(len(yes_no), int(num_others * MAX_YES_NO / (1 - MAX_YES_NO)))
     left_out = set(yes_no) - set(rng.sample(yes_no, num_kept))
     return [record for number, record in enumerate(records) if number not in left_out]
+
+
+def split(records: list[dict[str, Any]], rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the records for SFT, ``DEMONSTRATED`` of them, and those for RL; both in their order."""
+    chosen = set(rng.sample(range(len(records)), round(len(records) * DEMONSTRATED)))
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for number, record in enumerate(records):
+        parts[number not in chosen].append(record)
+    return parts
 
 
 def is_yes_no(answer: str) -> bool:
