@@ -52,7 +52,7 @@ from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
-from learners.packing import FlatTrajectories, MicroBatch, pack, plan
+from learners.packing import FlatTrajectories, MicroBatch, bundle, pack, plan
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
@@ -332,7 +332,8 @@ class Learner(ABC):
 
     def share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
-        shares = plan(flat.lengths, indices, self.world_size, self.row_tokens, self.pair_cost)
+        bundles = bundle(flat, indices, self.world_size, self.row_tokens)
+        shares = plan(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
         return [pack(flat, share).to(self.device) for share in shares[self.rank]]
 
     def score(

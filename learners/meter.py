@@ -77,11 +77,14 @@ class Meter:
     def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
         """Count the tokens of linear layers and the query-key pairs of attention, and how many are dummies or padding.
 
+        Tokens that the trajectories of a row have in common pass through linear layers once, and are counted once.
+
         With ``in_blocks``, attention computes the padded pairs of blocks; else those of the sequences only.
         """
         for micro_batch in micro_batches:
             layout = micro_batch.layout
             self._sums["_computed"] += micro_batch.num_tokens
+            self._sums["_whole"] += layout.num_tokens
             self._sums["_padding"] += micro_batch.num_tokens * (1.0 - micro_batch.weight)
             self._sums["_useful_cells"] += layout.useful_cells * micro_batch.weight
             self._sums["_padded_cells"] += layout.padded_cells if in_blocks else layout.useful_cells
@@ -188,6 +191,7 @@ class Meter:
             "tokens": counts["_tokens"],
             "computed_tokens": counts["_computed"],
             "padding_waste": counts["_padding"] / counts["_computed"],
+            "shared_tokens": 1 - counts["_computed"] / counts["_whole"],
             "attention_padding": 1 - counts["_useful_cells"] / counts["_padded_cells"],
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,19 @@ def make_groups(seed: int, num_groups: int = 4, group_size: int = 4, max_run: in
         )
         groups.append(TrajectoryGroup(members[0].task, members))
     return groups
+
+
+def make_branches(seed: int, count: int = 6, max_run: int = 9) -> list[Trajectory]:
+    """Make trajectories that leave the first one at different tokens; the second is equal to it."""
+    rng = np.random.default_rng(seed)
+    first = make_trajectory(rng, turns=("search", "search", "answer"), max_run=max_run)
+    cuts = rng.integers(int((first.kinds == TokenKind.PROMPT).sum()), first.num_tokens, count)
+    branches = [first]
+    for number, cut in enumerate([first.num_tokens, *cuts[2:].tolist()]):
+        token_ids = first.token_ids.copy()
+        token_ids[cut:] = rng.integers(0, VOCAB, first.num_tokens - cut)
+        branches.append(replace(first, token_ids=token_ids, trajectory_id=f"branch/{number}", reward=float(number % 2)))
+    return branches
 
 
 def make_config(**sections: dict[str, object]) -> RunConfig:

@@ -88,6 +88,27 @@ def test_both_sides_learn_the_same(learners: list[Any]) -> None:
     assert sum(lengths) < trimmed["computed_tokens"] < padded["computed_tokens"]
 
 
+def test_tokens_in_common_change_no_step(tmp_path: Path) -> None:
+    policy_dir = write_policy(tmp_path, SHAPE)
+    groups = sides.draw_branches([60, 80, 50], SHAPE.vocab_size, seed=0)
+    shared, whole = (sides.build_learner(GRPOLearner, policy_dir, make_config()) for _ in range(2))
+    losses = set()
+    for _ in range(3):
+        ours = sides.clock(shared, groups)[1]
+        with sides.every_trajectory_whole():
+            theirs = sides.clock(whole, groups)[1]
+        losses.add(round(ours["loss"], 4))
+        for metric in ("loss", "entropy", "grad_norm", "tokens"):
+            assert ours[metric] == pytest.approx(theirs[metric], abs=1e-5, rel=1e-4), metric
+    assert len(losses) == 3, "the steps were large enough to show"
+    useful = sum(trajectory.num_tokens for trajectory in sides.members(groups))
+    assert (theirs["computed_tokens"], theirs["shared_tokens"]) == (useful, 0)
+    assert ours["computed_tokens"] < 0.7 * useful
+    assert ours["shared_tokens"] == pytest.approx(1 - ours["computed_tokens"] / useful)
+    for one in (shared, whole):
+        one.close()
+
+
 def test_plans_waste_no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(learner, "NUM_PLANNED", 64)
     found = learner.plans(tmp_path, set(learner.METRICS), 2, quick=True)

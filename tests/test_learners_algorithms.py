@@ -63,7 +63,7 @@ def unequal_groups(seed: int) -> list[TrajectoryGroup]:
 
 
 def assert_same_update(one: dict[str, float], other: dict[str, float]) -> None:
-    ignored = {"computed_tokens", "padding_waste", "attention_padding"}  # these are about packing
+    ignored = {"computed_tokens", "shared_tokens", "padding_waste", "attention_padding"}  # these are about packing
     assert one.keys() == other.keys()
     for name in one.keys() - ignored:
         assert math.isfinite(one[name]), name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learners_common import make_groups, make_policy
+from learners_common import make_branches, make_groups, make_policy
 from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM
 
@@ -24,15 +24,20 @@ from learners.packing import flatten, pack, packed_layout
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("begins_alike", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_packed_equals_unpacked(tmp_path: Path, kv_heads: int) -> None:
+def test_packed_equals_unpacked(tmp_path: Path, kv_heads: int, begins_alike: bool, checkpointing: bool) -> None:
     make_policy(tmp_path, kv_heads=kv_heads, tied=kv_heads != 4)
-    policy = PolicyModel(tmp_path, torch.float32, 0.7, gradient_checkpointing=False)
+    policy = PolicyModel(tmp_path, torch.float32, 0.7, gradient_checkpointing=checkpointing)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     trajectories = [t for group in make_groups(1) for t in group.trajectories]
+    if begins_alike:
+        trajectories[5:9] = make_branches(1)[:4]
     flat = flatten(trajectories)
-    order = [3, 1, 8, 0, 12, 5]
+    order = [3, 6, 8, 0, 12, 5, 7]
     micro_batch = pack(flat, order)
+    assert (micro_batch.layout.shared is not None) == begins_alike
     outputs = policy(micro_batch)
     outputs.logprobs.sum().backward()
 

@@ -9,13 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learners_common import make_config, make_groups, make_policy, make_trajectory
+from learners_common import make_branches, make_config, make_groups, make_policy, make_trajectory
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.segments import segment
 from learners.models.scoring import PolicyModel, pair_cost
-from learners.packing import flatten, pack, plan
+from learners.packing import Bundle, FlatTrajectories, bundle, flatten, pack, plan
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
+
+
+def alone(lengths: list[int]) -> list[Bundle]:
+    """Every trajectory a bundle: none begins like another."""
+    return [Bundle((index,), length, length) for index, length in enumerate(lengths)]
 
 
 def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: float) -> list[float]:
@@ -34,7 +39,7 @@ def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: flo
 def test_a_plan_holds_every_sequence_once(
     lengths: list[int], num_ranks: int, max_tokens: int, pair_cost: float
 ) -> None:
-    shares = plan(lengths, range(len(lengths)), num_ranks, max_tokens, pair_cost)
+    shares = plan(lengths, alone(lengths), num_ranks, max_tokens, pair_cost)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1, "every rank runs as many passes"
     placed = [index for share in shares for micro_batch in share for index in micro_batch]
@@ -50,20 +55,20 @@ def test_a_plan_holds_every_sequence_once(
 
 
 def test_ranks_without_trajectories_get_dummies() -> None:
-    assert plan([7], [0], 3, 32, 0.001) == [[[0]], [[]], [[]]]
+    assert plan([7], alone([7]), 3, 32, 0.001) == [[[0]], [[]], [[]]]
 
 
 def test_first_fit_fills_the_gaps() -> None:
-    assert plan([10, 9, 7, 4, 1], range(5), 1, 16, 0.0) == [[[1, 2], [0, 3, 4]]]
-    assert plan([90, 9, 7], range(3), 1, 16, 0.0) == [[[0], [1, 2]]], "longer than the budget: alone"
+    assert plan([10, 9, 7, 4, 1], alone([10, 9, 7, 4, 1]), 1, 16, 0.0) == [[[1, 2], [0, 3, 4]]]
+    assert plan([90, 9, 7], alone([90, 9, 7]), 1, 16, 0.0) == [[[0], [1, 2]]], "longer than the budget: alone"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ranks_are_balanced_by_cost_and_micro_batches_are_full(num_ranks: int) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(7.14, 0.8, 32 * num_ranks)), 200, 8000).astype(int).tolist()
-    by_cost = plan(lengths, range(len(lengths)), num_ranks, 16384, 1 / 30_500)
-    by_tokens = plan(lengths, range(len(lengths)), num_ranks, 16384, 0.0)
+    by_cost = plan(lengths, alone(lengths), num_ranks, 16384, 1 / 30_500)
+    by_tokens = plan(lengths, alone(lengths), num_ranks, 16384, 0.0)
     costs, others = (rank_costs(lengths, shares, 1 / 30_500) for shares in (by_cost, by_tokens))
     assert max(costs) / np.mean(costs) < 1.005
     assert max(costs) / np.mean(costs) < max(others) / np.mean(others)
@@ -111,11 +116,99 @@ def test_a_packed_row_holds_what_the_trajectories_hold() -> None:
     assert pack(flat, []).weight == 0.0
 
 
+def make_flat(sequences: list[list[int]]) -> FlatTrajectories:
+    """Trajectories whose first token is the prompt, all others MODEL."""
+    lengths = [len(sequence) for sequence in sequences]
+    offsets = np.cumsum([0, *lengths])
+    response_mask = np.ones(offsets[-1], np.bool_)
+    response_mask[offsets[:-1]] = False
+    num_model = int(response_mask.sum())
+    return FlatTrajectories(
+        token_ids=np.concatenate([np.array(sequence, np.int64) for sequence in sequences]),
+        offsets=offsets,
+        response_mask=response_mask,
+        model_offsets=offsets - np.arange(len(offsets)),
+        rollout_logprobs=np.zeros(num_model, np.float32),
+        policy_versions=np.zeros(num_model, np.int32),
+    )
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 1) | st.just(300), min_size=1, max_size=12), min_size=1, max_size=12)
+"""Of few tokens, so that many begin alike; 300 and 1 have other bytes in another order."""
+
+
+@given(sequences=SEQUENCES, data=st.data())
+def test_a_row_has_a_token_once_for_all_trajectories_that_begin_alike(
+    sequences: list[list[int]], data: st.DataObject
+) -> None:
+    chosen = data.draw(st.permutations(range(len(sequences))))
+    micro_batch = pack(make_flat(sequences), chosen)
+    beginnings = [tuple(sequences[index][: at + 1]) for index in chosen for at in range(len(sequences[index]))]
+    distinct = list(dict.fromkeys(beginnings))
+    shared = micro_batch.layout.shared
+    assert micro_batch.layout.num_tokens == len(beginnings)
+    if len(distinct) > 0.875 * len(beginnings):
+        assert shared is None
+        distinct, spread = beginnings, list(range(len(beginnings)))
+    else:
+        assert shared is not None
+        spread = [distinct.index(one) for one in beginnings]
+        assert shared.spread.tolist() == spread
+        assert shared.origin.tolist() == [beginnings.index(one) for one in distinct]
+    assert micro_batch.token_ids.tolist() == [one[-1] for one in distinct]
+    assert micro_batch.position_ids.tolist() == [len(one) - 1 for one in distinct]
+    model = [at for at, one in enumerate(beginnings) if len(one) > 1]
+    assert micro_batch.predict_positions.tolist() == [spread[at - 1] for at in model]
+    assert micro_batch.target_ids.tolist() == [beginnings[at][-1] for at in model]
+
+
+@given(sequences=SEQUENCES, num_ranks=st.integers(1, 3), max_tokens=st.integers(4, 60), data=st.data())
+def test_bundles_hold_every_trajectory_once_and_count_what_a_row_computes(
+    sequences: list[list[int]], num_ranks: int, max_tokens: int, data: st.DataObject
+) -> None:
+    flat = make_flat(sequences)
+    indices = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, unique=True))
+    bundles = bundle(flat, indices, num_ranks, max_tokens)
+    assert sorted(index for one in bundles for index in one.members) == sorted(indices)
+    total = sum(flat.lengths[index] for index in indices)
+    for one in bundles:
+        tokens = {tuple(sequences[index][: at + 1]) for index in one.members for at in range(len(sequences[index]))}
+        num_copied = sum(flat.lengths[index] for index in one.members) - len(tokens)
+        assert (one.num_computed, one.size) == (len(tokens), len(tokens) + num_copied / 8)
+        if len(one.members) > 1:
+            assert one.size <= (max_tokens if num_ranks == 1 else min(max_tokens, total / (4 * num_ranks)))
+
+
+def test_trajectories_that_begin_alike_stay_together() -> None:
+    flat = make_flat([[7] * 20 + [number] for number in (1, 2, 3)] + [[8] * 20 + [number] for number in (1, 2, 3)])
+    bundles = bundle(flat, range(6), 1, 32)
+    assert [one.members for one in bundles] == [(0, 1, 2), (3, 4, 5)]
+    assert bundles[0] == Bundle((0, 1, 2), 23, 23 + 40 / 8)
+    assert sorted(plan(flat.lengths, bundles, 1, 32, 0.0)[0]) == [[0, 1, 2], [3, 4, 5]]
+    assert [one.members for one in bundle(flat, range(6), 1, 27)] == [(0, 1), (2,), (3, 4), (5,)], "28 are too many"
+    assert {len(one.members) for one in bundle(flat, range(6), 2, 32)} == {1}, "each rank gets several bundles"
+    barely = make_flat([[7, *range(10, 17)], [7, *range(20, 27)], [7, *range(30, 38)]])
+    assert [one.members for one in bundle(barely, range(3), 1, 32)] == [(0, 1), (2,)], (
+        "an eighth is enough, a ninth not"
+    )
+
+
+def test_ranks_that_share_a_group_are_balanced_by_what_they_compute() -> None:
+    one, two = Bundle((0, 1, 2, 3), 110, 140), Bundle((4,), 100, 100)
+    shares = plan([100] * 6, [one, two, Bundle((5,), 100, 100)], 2, 300, 0.0)
+    assert shares == [[[0, 1, 2, 3]], [[4, 5]]], "by tokens of trajectories it would be 400 against 200"
+    costly = plan([100] * 7, [one, two, Bundle((5,), 100, 100), Bundle((6,), 100, 100)], 2, 400, 0.01)
+    assert costly == [[[0, 1, 2, 3]], [[4, 5, 6]]], "pairs are those of whole trajectories: 510 against 600"
+
+
 def test_a_row_on_a_device_selects_columns_of_the_host() -> None:
     """A tensor of the host takes no index on a GPU: the first micro-batch of each update would fail there."""
     moved = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), [0, 1]).to(torch.device("meta"))
     assert moved.token_ids.device.type == moved.layout.boundaries.device.type == "meta"
     assert moved.column_index.device.type == "cpu"
+    shared = pack(flatten(make_branches(0)), range(6)).to(torch.device("meta")).layout.shared
+    assert shared is not None
+    assert shared.spread.device.type == shared.origin.device.type == "meta"
 
 
 def test_a_trajectory_without_prompt_is_refused() -> None:

@@ -13,6 +13,7 @@ record_decode     time of a rank to read a batch ÷ the same with all texts deco
 record_heap       peak bytes of Python objects of the two
 vs_padded         useful tokens/s of an update ÷ padded to the longest of the batch       >= 2.5
 vs_padded_micro   the same ÷ padded to the longest of each micro-batch
+vs_whole          useful tokens/s of an update ÷ the same where no token is computed once for several trajectories
 peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
 ================= ======================================================================= =======
 
@@ -58,6 +59,7 @@ GOALS: dict[str, Goal | None] = {
     "record_heap": None,
     "vs_padded": Goal(2.5, at_least=True),
     "vs_padded_micro": None,
+    "vs_whole": None,
     "peak_memory": Goal(3, at_least=True),
 }
 UNITS = {
@@ -71,6 +73,7 @@ UNITS = {
     "record_heap": "bytes",
     "vs_padded": "useful tokens/s, lengths 50-2,000",
     "vs_padded_micro": "useful tokens/s, lengths 50-2,000",
+    "vs_whole": "useful tokens/s, groups of 8 that leave one trajectory at a token anywhere",
     "peak_memory": "bytes",
 }
 METRICS = tuple(GOALS)
@@ -130,8 +133,8 @@ def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sampl
         found["in_step_loss"].append(quotient(*lost))
         pairs = sum(row.layout.padded_cells for row in rows[1])
         found["attention_padding"].append(quotient(pairs - sum(row.layout.useful_cells for row in rows[1]), pairs))
-        turns = sides.packed_rows(sides.by_turn(trajectories), 1, MICRO_BATCH_TOKENS, PAIR_COST)
-        found["prefix_sharing"].append(quotient(sides.num_tokens(rows[1]), sides.num_tokens(turns)))
+        of_turns = sum(trajectory.num_tokens for trajectory in sides.by_turn(trajectories))
+        found["prefix_sharing"].append(quotient(sides.num_tokens(rows[1]), of_turns))
     return found
 
 
@@ -151,7 +154,7 @@ def records(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
 
 def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
     """Updates of our learner and of the padded ones, in turns."""
-    if not wanted & _UPDATES:
+    if not wanted & {*_UPDATES, "vs_whole"}:
         return {}
     policy_dir = write_policy(directory / "policy", SHAPE)
     config = sides.make_config(MICRO_BATCH_TOKENS // SCALE)
@@ -167,10 +170,17 @@ def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
     found: Samples = {metric: [] for metric in others}
     for learner in (ours, *others.values()):
         sides.clock(learner, groups[:1])
-    for _ in range(repeats):
+    for _ in range(repeats if others else 0):
         our_rate = _rate("packed", ours, groups)
         for metric, other in others.items():
             found[metric].append(quotient(our_rate, _rate(metric, other, groups)))
+    if "vs_whole" in wanted:
+        branches = sides.draw_branches(lengths[:: sides.GROUP_SIZE], SHAPE.vocab_size, seed=0)
+        found["vs_whole"] = []
+        for _ in range(repeats):
+            our_rate = _rate("shared", ours, branches)
+            with sides.every_trajectory_whole():
+                found["vs_whole"].append(quotient(our_rate, _rate("whole", ours, branches)))
     return found
 
 

@@ -12,7 +12,8 @@ import gc
 import math
 import time
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -24,11 +25,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from learners import packing
 from learners.advantages import group_advantages
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.segments import segment
 from learners.deepspeed.deepspeed_engine import init_distributed
-from learners.packing import MicroBatch, flatten, pack, plan
+from learners.packing import Bundle, MicroBatch, bundle, flatten, pack, plan
 from learners.train_batch import make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
@@ -92,6 +94,34 @@ def _draw_trajectory(rng: np.random.Generator, length: int, vocab_size: int, num
     )
 
 
+def draw_branches(lengths: Sequence[int], vocab_size: int, seed: int, group_size: int = 8) -> list[TrajectoryGroup]:
+    """Draw groups, one for each length, whose members leave the first one at a token anywhere behind the prompt."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number, length in enumerate(lengths):
+        first = _draw_trajectory(rng, length, vocab_size, number * group_size)
+        num_prompt = int((first.kinds == TokenKind.PROMPT).sum())
+        members = [first]
+        for member in range(1, group_size):
+            token_ids = first.token_ids.copy()
+            cut = int(rng.integers(num_prompt, length))
+            token_ids[cut:] = rng.integers(0, vocab_size, length - cut)
+            name = str(number * group_size + member)
+            members.append(replace(first, trajectory_id=name, token_ids=token_ids, reward=float(member % 2)))
+        groups.append(TrajectoryGroup(first.task, tuple(members)))
+    return groups
+
+
+@contextmanager
+def every_trajectory_whole() -> Iterator[None]:
+    """Learners compute the tokens with which trajectories begin alike once per trajectory."""
+    least, packing.MIN_SHARED = packing.MIN_SHARED, math.inf
+    try:
+        yield
+    finally:
+        packing.MIN_SHARED = least
+
+
 def with_passages(groups: Sequence[TrajectoryGroup], num_searches: int = 3, k: int = 3) -> list[TrajectoryGroup]:
     """Add ``num_searches`` searches to every trajectory, each with ``k`` passages of 600 characters."""
     passages = [f"{number:04d} " * 120 for number in range(1000)]
@@ -148,7 +178,8 @@ def packed_rows(
 ) -> list[MicroBatch]:
     """The rows of all ranks."""
     flat = flatten(trajectories)
-    shares = plan(flat.lengths, range(len(flat.lengths)), num_ranks, max_tokens, pair_cost)
+    bundles = bundle(flat, range(len(flat.lengths)), num_ranks, max_tokens)
+    shares = plan(flat.lengths, bundles, num_ranks, max_tokens, pair_cost)
     return [pack(flat, micro_batch) for share in shares for micro_batch in share]
 
 
@@ -162,7 +193,8 @@ def in_step_loss(lengths: Sequence[int], num_ranks: int, max_tokens: int, pair_c
 
     By cost with ``pair_cost``; the plan is balanced with the pair cost ``balance``, of which 0 is by tokens.
     """
-    shares = plan(lengths, range(len(lengths)), num_ranks, max_tokens, balance)
+    bundles = [Bundle((index,), length, length) for index, length in enumerate(lengths)]
+    shares = plan(lengths, bundles, num_ranks, max_tokens, balance)
     costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in one) for one in share] for share in shares]
     return sum(map(max, zip(*costs, strict=True))) / (sum(map(sum, costs)) / num_ranks) - 1
 

@@ -10,6 +10,10 @@ Elsewhere the sequences of one ``Block`` are stacked (padded to the longest of t
     block 0         a a a a a       padding follows a sequence, where causal attention never looks
                     b b b b .
 
+Where sequences begin alike, the row holds their common tokens once (``SharedTokens``). Queries, keys and values are
+copied to whole sequences before attention, and the first copy of every token is taken after it: linear layers run once
+per token, attention once per sequence.
+
 No tensor of size T x T exists: transformers builds no mask for an attention function without a mask function.
 
 Notation: T tokens of the row, S sequences of a block, L longest of a block, H heads, D head dimension.
@@ -61,12 +65,18 @@ def packed_attention(
             "plain causal attention; take another model"
         )
     assert attention_mask is None, "a packed row has no mask: the layout holds the ends of the sequences"
-    query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    parts_THD = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    shared = packing.shared
+    if shared is not None:
+        parts_THD = tuple(part.index_select(0, shared.spread) for part in parts_THD)
     if takes_rows(query.device, query.dtype):
-        return flash_attention(query_THD, key_THD, value_THD, packing, scaling).unsqueeze(0), None
-    # a module in training mode is computed again in the backward pass, so that nothing of it is kept
-    keeps_small = not module.training
-    return block_attention(query_THD, key_THD, value_THD, packing, scaling, keeps_small=keeps_small).unsqueeze(0), None
+        output_THD = flash_attention(*parts_THD, packing, scaling)
+    else:
+        # a module in training mode is computed again in the backward pass, so that nothing of it is kept
+        output_THD = block_attention(*parts_THD, packing, scaling, keeps_small=not module.training)
+    if shared is not None:
+        output_THD = output_THD.index_select(0, shared.origin)
+    return output_THD.unsqueeze(0), None
 
 
 def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
