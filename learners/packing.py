@@ -73,15 +73,29 @@ class FlatTrajectories:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences of similar length, which block attention pads to the longest of them."""
+    """Neighbouring sequences with as many queries and keys, about, which block attention pads to the largest of them.
+
+    The queries of a sequence are its tokens in the row, its keys all its tokens.
+    """
 
     start: int
     """First token in the row."""
     stop: int
     num_seqs: int
-    max_len: int
+    num_queries: int
+    """Of the sequence with the most."""
+    num_keys: int
     slots: torch.Tensor | None  # [stop - start] of int64
-    """Position of every token in the padded ``[num_seqs * max_len]``; None where all sequences have the same length."""
+    """Position of every token in the padded ``[num_seqs * num_queries]``; None where nothing is padded."""
+    keys: torch.Tensor | None = None  # [num_seqs * num_keys] of int64
+    """Position in the row of every key, 0 in the padding; None where all sequences are whole in the row."""
+    mask: torch.Tensor | None = None  # [num_seqs, 1, num_queries, num_keys] of bool
+    """Which keys a query attends to; None with ``keys``, where attention is causal."""
+
+    def to(self, device: torch.device) -> Block:
+        """Copy to ``device``."""
+        slots, keys, mask = (None if x is None else x.to(device) for x in (self.slots, self.keys, self.mask))
+        return replace(self, slots=slots, keys=keys, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -100,11 +114,11 @@ class SharedTokens:
     """How the row, which holds every token once, relates to its sequences, one after another and each whole.
 
     The sequences ``[a b c]`` and ``[a b d]`` are the row ``[a b c d]``: ``spread`` is ``[0, 1, 2, 0, 1, 3]`` and
-    ``origin`` is ``[0, 1, 2, 5]``.
+    ``origin`` is ``[0, 1, 2, 5]``. In the row the second sequence is ``[d]``.
     """
 
     spread: torch.Tensor  # [E] of int64, for every token of the sequences its position in the row
-    origin: torch.Tensor  # [T] of int64, for every token of the row its first position in the sequences
+    origin: torch.Tensor  # [T] of int64, for every token of the row its position in the sequence that it belongs to
 
     def to(self, device: torch.device) -> SharedTokens:
         """Copy to ``device``."""
@@ -113,14 +127,11 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of a packed row lie; the attention function receives it as the keyword ``packing``.
-
-    Blocks and boundaries count the tokens of whole sequences, also where ``shared`` says that the row has fewer.
-    """
+    """Where the sequences of a packed row lie; the attention function receives it as the keyword ``packing``."""
 
     blocks: tuple[Block, ...]
     boundaries: torch.Tensor  # [num_seqs + 1] of int32
-    """Where each sequence begins, and where the last one ends: ``[0, 5, 9, 11, 13]``."""
+    """Where each sequence begins, and where the last one ends, all of them whole: ``[0, 5, 9, 11, 13]``."""
     max_len: int
     padded_cells: int
     """Query-key pairs of all blocks, padding included."""
@@ -133,9 +144,9 @@ class PackedLayout:
 
     def to(self, device: torch.device) -> PackedLayout:
         """Copy to ``device``."""
-        blocks = (replace(b, slots=None if b.slots is None else b.slots.to(device)) for b in self.blocks)
         shared = None if self.shared is None else self.shared.to(device)
-        return replace(self, blocks=tuple(blocks), boundaries=self.boundaries.to(device), shared=shared)
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return replace(self, blocks=blocks, boundaries=self.boundaries.to(device), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -144,17 +155,24 @@ class MicroBatch:
 
     token_ids: torch.Tensor  # [T] of int64
     position_ids: torch.Tensor  # [T] of int64, the position of every token in its sequence
-    predict_positions: torch.Tensor  # [M] of int64, position in the row whose hidden state predicts each MODEL token
-    target_ids: torch.Tensor  # [M] of int64
+    predict_positions: torch.Tensor  # [P] of int64, positions in the row whose hidden state predicts a MODEL token
+    target_ids: torch.Tensor  # [P] of int64, the predicted tokens
     column_index: torch.Tensor  # [M] of int64, index of each MODEL token in ``TokenColumns``; always on the host
     layout: PackedLayout
     weight: float
     """1; 0 for a dummy, which a rank runs because ZeRO-3's collectives need equally many passes on every rank."""
+    predicted_by: torch.Tensor | None = None  # [M] of int64
+    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Trajectories with the same token
+    after the same tokens have one entry: P is at most M."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the row, T."""
         return len(self.token_ids)
+
+    def per_model_token(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return the values of predictions for every MODEL token: ``[P]`` to ``[M]``."""
+        return values_P if self.predicted_by is None else values_P.index_select(0, self.predicted_by)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to ``device``; return ``self`` if it is there already.
@@ -292,49 +310,68 @@ def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) ->
 
 
 def pack(flat: FlatTrajectories, indices: Sequence[int]) -> MicroBatch:
-    """Pack the trajectories ``indices`` into one row; without any, return a dummy of weight 0."""
-    chosen = np.asarray(indices if len(indices) else [int(np.diff(flat.offsets).argmin())])
-    starts, lengths = flat.offsets[chosen], np.diff(flat.offsets)[chosen]
+    """Pack the trajectories ``indices`` into one row; without any, return a dummy of weight 0.
+
+    The row has the trajectories in the order of ``indices`` where it holds them whole, else by the number of their own
+    tokens in it.
+    """
+    chosen = list(indices) if len(indices) else [int(np.diff(flat.offsets).argmin())]
+    num_common = _num_common(flat, chosen)
+    if sum(num_common.values()) < MIN_SHARED * sum(flat.lengths[index] for index in chosen):
+        num_common = dict.fromkeys(chosen, 0)
+    else:
+        chosen.sort(key=lambda index: (num_common[index] - flat.lengths[index], -flat.lengths[index], index))
+    order = np.asarray(chosen)
+    starts, lengths = flat.offsets[order], np.diff(flat.offsets)[order]
     sequence_starts = np.cumsum(lengths) - lengths
-    num_models = np.diff(flat.model_offsets)[chosen]
-    column_index = _ranges(flat.model_offsets[chosen], num_models)
+    num_models = np.diff(flat.model_offsets)[order]
+    column_index = _ranges(flat.model_offsets[order], num_models)
     in_sequences = flat.model_positions[column_index] + np.repeat(sequence_starts - starts, num_models)
     token_ids = flat.token_ids[_ranges(starts, lengths)]
     position_ids = _ranges(np.zeros_like(starts), lengths)
-    layout, target_ids, predicting = packed_layout(lengths.tolist()), token_ids[in_sequences], in_sequences - 1
-    shared = _share(flat, chosen.tolist())
-    if shared is not None:
-        layout = replace(layout, shared=shared)
+    target_ids, predicting, shared, predicted_by = token_ids[in_sequences], in_sequences - 1, None, None
+    if any(num_common.values()):
+        shared = _share(flat, chosen, num_common)
         origin = shared.origin.numpy()
         token_ids, position_ids = token_ids[origin], position_ids[origin]
-        predicting = shared.spread.numpy()[predicting]
+        pairs = np.stack([shared.spread.numpy()[predicting], target_ids])
+        (predicting, target_ids), entries = np.unique(pairs, axis=1, return_inverse=True)
+        predicted_by = torch.from_numpy(entries)
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(position_ids),
         predict_positions=torch.from_numpy(predicting),
         target_ids=torch.from_numpy(target_ids),
         column_index=torch.from_numpy(column_index),
-        layout=layout,
+        layout=packed_layout(lengths.tolist(), [num_common[index] for index in chosen], shared),
         weight=1.0 if len(indices) else 0.0,
+        predicted_by=predicted_by,
     )
 
 
-def _share(flat: FlatTrajectories, chosen: list[int]) -> SharedTokens | None:
-    """Find the tokens of the trajectories that come after the same tokens; None where they are few."""
-    nodes: dict[int, NDArray[np.int64]] = {}  # per trajectory and token: equal numbers come after equal tokens
-    num_nodes, before = 0, -1
-    for index in _sorted_by_tokens(flat, chosen):
-        common = _common(flat, before, index) if before >= 0 else 0
-        new = np.arange(num_nodes, num_nodes + flat.lengths[index] - common)
-        nodes[index] = np.concatenate([nodes[before][:common], new]) if common else new
-        num_nodes, before = num_nodes + len(new), index
-    in_sequences = np.concatenate([nodes[index] for index in chosen])
-    if num_nodes > (1 - MIN_SHARED) * len(in_sequences):
-        return None
-    _, first, node_of = np.unique(in_sequences, return_index=True, return_inverse=True)
-    place = np.empty(num_nodes, np.int64)
-    place[np.argsort(first)] = np.arange(num_nodes)  # the row has the tokens in the order in which they come first
-    return SharedTokens(spread=torch.from_numpy(place[node_of]), origin=torch.from_numpy(np.sort(first)))
+def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int]:
+    """Return for every trajectory how many tokens it begins with that the one before it has, sorted by tokens."""
+    found, before = {}, -1
+    for index in _sorted_by_tokens(flat, indices):
+        found[index] = _common(flat, before, index) if before >= 0 else 0
+        before = index
+    return found
+
+
+def _share(flat: FlatTrajectories, chosen: list[int], num_common: dict[int, int]) -> SharedTokens:
+    """Give every token that trajectories have in common to the first of them, sorted by tokens: ``num_common``."""
+    lengths = flat.lengths
+    own = [lengths[index] - num_common[index] for index in chosen]
+    row_starts = dict(zip(chosen, accumulate(own[:-1], initial=0), strict=True))
+    in_row: dict[int, NDArray[np.int64]] = {}
+    before = -1
+    for index, common in num_common.items():
+        new = row_starts[index] + np.arange(lengths[index] - common)
+        in_row[index] = np.concatenate([in_row[before][:common], new]) if common else new
+        before = index
+    ends = np.cumsum([lengths[index] for index in chosen])
+    origin = _ranges(ends - own, np.asarray(own))
+    return SharedTokens(torch.from_numpy(np.concatenate([in_row[index] for index in chosen])), torch.from_numpy(origin))
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -344,30 +381,61 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
     return ranges
 
 
-def packed_layout(lengths: Sequence[int]) -> PackedLayout:
-    """Group neighbouring sequences into blocks. Sorted lengths give the fewest blocks; the result is the same."""
-    blocks: list[Block] = []
-    first, start, longest, used = 0, 0, 0, 0
-    for index, length in enumerate(lengths):
-        padded = (index - first + 1) * max(longest, length)
-        if index > first and padded - used - length > MAX_BLOCK_PADDING * padded:
-            blocks.append(_block(start, lengths[first:index]))
-            first, start, longest, used = index, start + used, 0, 0
-        longest, used = max(longest, length), used + length
-    blocks.append(_block(start, lengths[first:]))
+def packed_layout(
+    lengths: Sequence[int], num_common: Sequence[int] | None = None, shared: SharedTokens | None = None
+) -> PackedLayout:
+    """Group neighbouring sequences into blocks. Sorted lengths give the fewest blocks; the result is the same.
+
+    ``num_common`` counts, per sequence, the tokens at its beginning that belong to another one, as ``shared`` says.
+    """
+    common = [0] * len(lengths) if num_common is None else num_common
+    own = [length - count for length, count in zip(lengths, common, strict=True)]
+    parts: list[tuple[int, int]] = []
+    first = 0
+    for stop in range(1, len(lengths) + 1):
+        if stop - first > 1 and any(_padding(counts[first:stop]) > MAX_BLOCK_PADDING for counts in (own, lengths)):
+            parts.append((first, stop - 1))
+            first = stop - 1
+    parts.append((first, len(lengths)))
+    row_starts, starts = ([*accumulate(counts, initial=0)] for counts in (own, lengths))
+    blocks = []
+    for first, stop in parts:
+        block = _block(row_starts[first], own[first:stop], lengths[first:stop])
+        if shared is not None and block is not None and any(common[first:stop]):
+            block = _with_keys(block, common[first:stop], lengths[first:stop], shared.spread[starts[first] :])
+        blocks += [block] if block is not None else []
     return PackedLayout(
         tuple(blocks),
-        boundaries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        boundaries=torch.tensor(starts, dtype=torch.int32),
         max_len=max(lengths),
-        padded_cells=sum(block.num_seqs * block.max_len**2 for block in blocks),
-        useful_cells=sum(length**2 for length in lengths),
+        padded_cells=sum(block.num_seqs * block.num_queries * block.num_keys for block in blocks),
+        useful_cells=sum(count * length for count, length in zip(own, lengths, strict=True)),
         num_tokens=sum(lengths),
+        shared=shared,
     )
 
 
-def _block(start: int, lengths: Sequence[int]) -> Block:
-    used, longest = sum(lengths), max(lengths)
+def _padding(counts: Sequence[int]) -> float:
+    padded = len(counts) * max(counts)
+    return 1 - sum(counts) / padded if padded else 0.0
+
+
+def _block(start: int, own: Sequence[int], lengths: Sequence[int]) -> Block | None:
+    """Return the block of sequences; None where none of them has a token in the row."""
+    used, num_queries = sum(own), max(own)
+    if not used:
+        return None
     slots = None
-    if used != len(lengths) * longest:
-        slots = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])
-    return Block(start, start + used, len(lengths), longest, slots)
+    if used != len(own) * num_queries:
+        slots = torch.cat([torch.arange(count) + row * num_queries for row, count in enumerate(own)])
+    return Block(start, start + used, len(own), num_queries, max(lengths), slots)
+
+
+def _with_keys(block: Block, common: Sequence[int], lengths: Sequence[int], spread: torch.Tensor) -> Block:
+    """Return the block with the keys of its sequences; ``spread`` begins with their positions in the row."""
+    keys = torch.zeros(block.num_seqs, block.num_keys, dtype=torch.int64)
+    for row, part in enumerate(spread[: sum(lengths)].split(list(lengths))):
+        keys[row, : len(part)] = part
+    last_key = torch.tensor(common)[:, None] + torch.arange(block.num_queries)
+    mask = torch.arange(block.num_keys) <= last_key[:, None, :, None]
+    return replace(block, keys=keys.flatten(), mask=mask)

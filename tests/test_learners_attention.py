@@ -41,16 +41,17 @@ def test_packed_equals_unpacked(tmp_path: Path, kv_heads: int, begins_alike: boo
     outputs = policy(micro_batch)
     outputs.logprobs.sum().backward()
 
-    expected, entropy = [], []
+    expected, entropy = (torch.full((len(flat.model_positions),), torch.nan) for _ in range(2))
     for index in order:
         ids = torch.from_numpy(trajectories[index].token_ids).long()
         logprobs = (eager(ids[None]).logits[0] / 0.7).log_softmax(-1)
         at = torch.from_numpy(trajectories[index].kinds == 1).nonzero()[:, 0]
-        expected.append(logprobs[at - 1, ids[at]])
-        entropy.append(-(logprobs[at - 1].exp() * logprobs[at - 1]).sum(-1))
-    torch.cat(expected).sum().backward()
-    torch.testing.assert_close(outputs.logprobs, torch.cat(expected), atol=1e-5, rtol=0)
-    torch.testing.assert_close(outputs.entropy, torch.cat(entropy), atol=1e-5, rtol=0)
+        columns = slice(*flat.model_offsets[index : index + 2].tolist())
+        expected[columns] = logprobs[at - 1, ids[at]]
+        entropy[columns] = -(logprobs[at - 1].exp() * logprobs[at - 1]).sum(-1)
+    expected[micro_batch.column_index].sum().backward()
+    torch.testing.assert_close(outputs.logprobs, expected[micro_batch.column_index], atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs.entropy, entropy[micro_batch.column_index], atol=1e-5, rtol=0)
     for (name, ours), theirs in zip(policy.model.named_parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         scale = theirs.grad.abs().max().clamp(min=1)
@@ -90,7 +91,7 @@ def test_blocks_cover_the_row_and_waste_little() -> None:
     edges = [block.start for block in layout.blocks] + [sum(lengths)]
     assert [block.stop for block in layout.blocks] == edges[1:]
     assert sum(block.num_seqs for block in layout.blocks) == len(lengths)
-    assert all(block.num_seqs * block.max_len * 0.875 <= block.stop - block.start for block in layout.blocks)
+    assert all(block.num_seqs * block.num_queries * 0.875 <= block.stop - block.start for block in layout.blocks)
     assert packed_layout([5, 5, 5]).blocks[0].slots is None, "equal lengths need no scatter"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -142,24 +143,41 @@ def test_a_row_has_a_token_once_for_all_trajectories_that_begin_alike(
     sequences: list[list[int]], data: st.DataObject
 ) -> None:
     chosen = data.draw(st.permutations(range(len(sequences))))
-    micro_batch = pack(make_flat(sequences), chosen)
-    beginnings = [tuple(sequences[index][: at + 1]) for index in chosen for at in range(len(sequences[index]))]
-    distinct = list(dict.fromkeys(beginnings))
-    shared = micro_batch.layout.shared
-    assert micro_batch.layout.num_tokens == len(beginnings)
-    if len(distinct) > 0.875 * len(beginnings):
-        assert shared is None
-        distinct, spread = beginnings, list(range(len(beginnings)))
+    flat = make_flat(sequences)
+    micro_batch = pack(flat, chosen)
+    layout = micro_batch.layout
+    beginnings = [tuple(sequence[: at + 1]) for sequence in sequences for at in range(len(sequence))]
+    num_distinct = len(set(beginnings))
+    assert layout.num_tokens == len(beginnings)
+    if num_distinct > 0.875 * len(beginnings):
+        assert layout.shared is None
+        spread = origin = np.arange(len(beginnings))
     else:
-        assert shared is not None
-        spread = [distinct.index(one) for one in beginnings]
-        assert shared.spread.tolist() == spread
-        assert shared.origin.tolist() == [beginnings.index(one) for one in distinct]
-    assert micro_batch.token_ids.tolist() == [one[-1] for one in distinct]
-    assert micro_batch.position_ids.tolist() == [len(one) - 1 for one in distinct]
-    model = [at for at, one in enumerate(beginnings) if len(one) > 1]
-    assert micro_batch.predict_positions.tolist() == [spread[at - 1] for at in model]
-    assert micro_batch.target_ids.tolist() == [beginnings[at][-1] for at in model]
+        assert layout.shared is not None
+        spread, origin = layout.shared.spread.numpy(), layout.shared.origin.numpy()
+    assert len(micro_batch.token_ids) == len(set(spread.tolist())) == micro_batch.num_tokens
+    np.testing.assert_array_equal(spread[origin], np.arange(micro_batch.num_tokens))
+    begins: dict[int, set[tuple[int, ...]]] = {place: set() for place in spread.tolist()}
+    read = []
+    for start, stop in pairwise(layout.boundaries.tolist()):
+        places = spread[start:stop].tolist()
+        read.append(micro_batch.token_ids[places].tolist())
+        assert micro_batch.position_ids[places].tolist() == list(range(stop - start))
+        for at, place in enumerate(places):
+            begins[place].add(tuple(read[-1][: at + 1]))
+    assert sorted(read) == sorted(sequences)
+    assert all(len(found) == 1 for found in begins.values()), "a token has one past"
+    if layout.shared is not None:
+        assert micro_batch.num_tokens == num_distinct
+    model = [(sequence, at) for sequence in sequences for at in range(1, len(sequence))]
+    assert sorted(micro_batch.column_index.tolist()) == list(range(len(model)))
+    predictions = (micro_batch.per_model_token(x) for x in (micro_batch.predict_positions, micro_batch.target_ids))
+    tensors = (micro_batch.column_index, *predictions)
+    for column, place, target in zip(*(tensor.tolist() for tensor in tensors), strict=True):
+        sequence, at = model[column]
+        assert (begins[place], target) == ({tuple(sequence[:at])}, sequence[at])
+    if layout.shared is not None:
+        assert len(micro_batch.target_ids) == len({tuple(sequence[: at + 1]) for sequence, at in model})
 
 
 @given(sequences=SEQUENCES, num_ranks=st.integers(1, 3), max_tokens=st.integers(4, 60), data=st.data())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners_common import VOCAB, make_groups, make_policy, make_trajectory
+from learners_common import VOCAB, make_branches, make_groups, make_policy, make_trajectory
 from transformers import (
     AutoModelForCausalLM,
     GraniteConfig,
@@ -82,15 +82,19 @@ def test_checkpointing_keeps_one_hidden_state_per_layer(tmp_path: Path, model: t
     assert kept[True] < 0.5 * kept[False]
 
 
-def test_a_value_is_read_before_its_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin_alike", [False, True])
+def test_a_value_is_read_before_its_token(tmp_path: Path, begin_alike: bool) -> None:
     rng = np.random.default_rng(0)
-    trajectories = [make_trajectory(rng) for _ in range(3)]
+    trajectories = make_branches(0)[:3] if begin_alike else [make_trajectory(rng) for _ in range(3)]
     critic = ValueModel(make_policy(tmp_path), torch.float32, False)
     torch.nn.init.normal_(critic.head.weight)
     backbone = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").get_decoder()
     expected: list[float] = []
     with torch.no_grad():
-        values = critic(pack(flatten(trajectories), range(3)))
+        micro_batch = pack(flatten(trajectories), range(3))
+        assert (micro_batch.layout.shared is not None) == begin_alike
+        values = torch.zeros(len(micro_batch.column_index))
+        values[micro_batch.column_index] = critic(micro_batch)
         for trajectory in trajectories:
             hidden = backbone(torch.from_numpy(trajectory.token_ids).long()[None]).last_hidden_state[0]
             before = np.flatnonzero(trajectory.kinds == TokenKind.MODEL) - 1

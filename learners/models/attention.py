@@ -10,9 +10,16 @@ Elsewhere the sequences of one ``Block`` are stacked (padded to the longest of t
     block 0         a a a a a       padding follows a sequence, where causal attention never looks
                     b b b b .
 
-Where sequences begin alike, the row holds their common tokens once (``SharedTokens``). Queries, keys and values are
-copied to whole sequences before attention, and the first copy of every token is taken after it: linear layers run once
-per token, attention once per sequence.
+Where sequences begin alike, the row holds their common tokens once (``SharedTokens``), and linear layers run once per
+token. So do the queries of blocks: those of a sequence are its own tokens in the row, and its keys are copied from
+wherever the row has them::
+
+    sequences       [ a b c d ] [ a b e ]
+    packed row      [ a b c d e ]
+    queries, keys   a b c d, a b c d;   e, a b e
+
+Flash attention takes whole sequences: queries, too, are copied before it, and the tokens of the row are taken from its
+output.
 
 No tensor of size T x T exists: transformers builds no mask for an attention function without a mask function.
 
@@ -66,17 +73,10 @@ def packed_attention(
         )
     assert attention_mask is None, "a packed row has no mask: the layout holds the ends of the sequences"
     parts_THD = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    shared = packing.shared
-    if shared is not None:
-        parts_THD = tuple(part.index_select(0, shared.spread) for part in parts_THD)
     if takes_rows(query.device, query.dtype):
-        output_THD = flash_attention(*parts_THD, packing, scaling)
-    else:
-        # a module in training mode is computed again in the backward pass, so that nothing of it is kept
-        output_THD = block_attention(*parts_THD, packing, scaling, keeps_small=not module.training)
-    if shared is not None:
-        output_THD = output_THD.index_select(0, shared.origin)
-    return output_THD.unsqueeze(0), None
+        return flash_attention(*parts_THD, packing, scaling).unsqueeze(0), None
+    # a module in training mode is computed again in the backward pass, so that nothing of it is kept
+    return block_attention(*parts_THD, packing, scaling, keeps_small=not module.training).unsqueeze(0), None
 
 
 def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -84,10 +84,11 @@ def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-class _Repeated(NamedTuple):
-    """A tensor that is ``origin`` with every head repeated."""
+class _Copied(NamedTuple):
+    """The keys or values of a block, which are copied from ``packed_THD`` with every head repeated."""
 
-    origin: torch.Tensor
+    packed_THD: torch.Tensor
+    block: Block
     groups: int
 
 
@@ -99,6 +100,11 @@ def flash_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """Run flash attention over the boundaries of the sequences: one kernel per layer, no padding; ``[T, H, D]``."""
+    shared = packing.shared
+    if shared is not None:
+        query_THD, key_THD, value_THD = (
+            part.index_select(0, shared.spread) for part in (query_THD, key_THD, value_THD)
+        )
     output_THD: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with other arguments
         query_THD,
         key_THD,
@@ -111,7 +117,7 @@ def flash_attention(
         window_size=(-1, 0),  # causal
         enable_gqa=key_THD.shape[1] != query_THD.shape[1],
     )
-    return output_THD
+    return output_THD if shared is None else output_THD.index_select(0, shared.origin)
 
 
 def block_attention(
@@ -125,41 +131,58 @@ def block_attention(
 ) -> torch.Tensor:
     """Run attention block by block, on any device and in any dtype; ``[T, H, D]``.
 
-    With ``keeps_small`` the backward pass repeats keys and values again for the heads of a group.
+    With ``keeps_small`` the backward pass copies keys and values again, and repeats them for the heads of a group.
     """
     groups = query_THD.shape[1] // key_THD.shape[1]
     outputs = []
     for block in packing.blocks:
-        query_SHLD, *small = (_spread(packed, block) for packed in (query_THD, key_THD, value_THD))
-        key_SHLD, value_SHLD = (tensor.repeat_interleave(groups, dim=1) for tensor in small) if groups > 1 else small
-        with _keeping(small, (key_SHLD, value_SHLD), groups) if keeps_small and groups > 1 else nullcontext():
-            output_SHLD = scaled_dot_product_attention(query_SHLD, key_SHLD, value_SHLD, is_causal=True, scale=scaling)
+        query_SHLD = _spread(query_THD, block)
+        key_SHLD, value_SHLD = (_copies(packed_THD, block, groups) for packed_THD in (key_THD, value_THD))
+        copied = ((key_THD, key_SHLD), (value_THD, value_SHLD)) if groups > 1 or block.keys is not None else ()
+        with _keeping(copied, block, groups) if keeps_small and copied else nullcontext():
+            output_SHLD = scaled_dot_product_attention(
+                query_SHLD,
+                key_SHLD,
+                value_SHLD,
+                attn_mask=block.mask,
+                is_causal=block.mask is None,
+                scale=scaling,
+            )
         flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
         outputs.append(flat if block.slots is None else flat.index_select(0, block.slots))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _keeping(small: Sequence[torch.Tensor], repeated: Sequence[torch.Tensor], groups: int) -> saved_tensors_hooks:
-    """Return a context in which autograd keeps ``small`` for tensors that are ``repeated`` from them: bit for bit."""
-    origins = {tensor.data_ptr(): origin.detach() for tensor, origin in zip(repeated, small, strict=True)}
+def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, groups: int) -> saved_tensors_hooks:
+    """Return a context in which autograd keeps, of pairs of a tensor and its copies, the tensor: bit for bit."""
+    origins = {copies.data_ptr(): _Copied(packed_THD.detach(), block, groups) for packed_THD, copies in copied}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Repeated:
-        origin = origins.get(tensor.data_ptr())
-        return tensor if origin is None else _Repeated(origin, groups)
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Copied:
+        return origins.get(tensor.data_ptr(), tensor)
 
-    def unpack(kept: torch.Tensor | _Repeated) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept.origin.repeat_interleave(kept.groups, dim=1)
+    def unpack(kept: torch.Tensor | _Copied) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else _copies(*kept)
 
     return saved_tensors_hooks(pack, unpack)
 
 
+def _copies(packed_THD: torch.Tensor, block: Block, groups: int) -> torch.Tensor:
+    """Copy the keys of a block, or its values, and repeat every head ``groups`` times: ``[S, H, L, D]``."""
+    if block.keys is None:
+        spread_SHLD = _spread(packed_THD, block)
+    else:
+        tokens = packed_THD.index_select(0, block.keys)
+        spread_SHLD = tokens.view(block.num_seqs, block.num_keys, *tokens.shape[1:]).transpose(1, 2)
+    return spread_SHLD.repeat_interleave(groups, dim=1) if groups > 1 else spread_SHLD
+
+
 def _spread(packed_THD: torch.Tensor, block: Block) -> torch.Tensor:
-    """Stack the sequences of a block: ``[T, H, D]`` to ``[S, H, L, D]``."""
+    """Stack the tokens that the sequences of a block have in the row: ``[T, H, D]`` to ``[S, H, L, D]``."""
     tokens = packed_THD[block.start : block.stop]
     if block.slots is not None:
-        padded = tokens.new_zeros(block.num_seqs * block.max_len, *tokens.shape[1:])
+        padded = tokens.new_zeros(block.num_seqs * block.num_queries, *tokens.shape[1:])
         tokens = padded.index_copy(0, block.slots, tokens)
-    return tokens.view(block.num_seqs, block.max_len, *tokens.shape[1:]).transpose(1, 2)
+    return tokens.view(block.num_seqs, block.num_queries, *tokens.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

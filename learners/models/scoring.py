@@ -3,7 +3,8 @@
 Both take a packed row. Only the hidden states that predict a MODEL token go through the language-model head, a
 ``ScoringHead``: no tensor of all tokens by the whole vocabulary exists.
 
-Notation: T tokens of the row, M MODEL tokens, C hidden size.
+Notation: T tokens of the row, M MODEL tokens of its sequences, P predictions of the row, C hidden size. Sequences that
+begin alike have MODEL tokens in common, which are predicted once: P is at most M.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class PolicyModel(nn.Module):
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens of a packed row."""
         hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
-        hidden_MC = hidden_TC.index_select(0, batch.predict_positions)
-        return TokenOutputs(*self.model.get_output_embeddings()(hidden_MC, batch.target_ids, self.temperature))
+        hidden_PC = hidden_TC.index_select(0, batch.predict_positions)
+        outputs = self.model.get_output_embeddings()(hidden_PC, batch.target_ids, self.temperature)
+        return TokenOutputs(*(batch.per_model_token(values_P) for values_P in outputs))
 
 
 class ValueModel(nn.Module):
@@ -73,8 +75,8 @@ class ValueModel(nn.Module):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the values, ``[M]`` of float32."""
         hidden_TC = packed_hidden_states(self.backbone, batch)
-        values: torch.Tensor = self.head(hidden_TC.index_select(0, batch.predict_positions)).squeeze(-1).float()
-        return values
+        values_P: torch.Tensor = self.head(hidden_TC.index_select(0, batch.predict_positions)).squeeze(-1).float()
+        return batch.per_model_token(values_P)
 
 
 def load_causal_lm(
