@@ -127,6 +127,8 @@ def adopt_index(
     ids = opened.ids()
     if opened.is_l2 and opened.keeps_lengths:  # before minutes are spent on a corpus
         some = opened.vectors(_spread(np.arange(opened.count) if ids is None else ids))
+        if not np.isfinite(some).all():
+            raise opened.not_finite()
         _check_lengths(opened, np.linalg.norm(some, axis=1), _LENGTH_ERROR)
     name = encoder_name(encoder)
     loaded = Encoder.load(name)
@@ -159,6 +161,8 @@ class _Adopting:
         row_ids = self._row_ids(corpus)
         match = compare(self.file, corpus, empty, row_ids, self.encoder)
         self._check(match)
+        with bar("reading vectors", self.file.count, hidden=not self.progress) as advance:
+            self.file.check_finite(advance)
         names = [self._save(EMPTY_FILE, empty)] if empty.size else []
         if row_ids is not None:
             order = np.argsort(row_ids)
@@ -231,14 +235,20 @@ class _Adopting:
         source = self.file.path.resolve()  # a link to a symbolic link would break with it
         if copy:
             write_file(target, lambda writing: shutil.copyfile(source, writing))
-            return
-        try:
-            os.link(source, target)
-        except OSError as error:
+        else:
+            try:
+                os.link(source, target)
+            except OSError as error:
+                raise DataError(
+                    f"{source} cannot have a second name in {self.directory.parent} ({error.strerror}); add --copy, or "
+                    "choose an --out on its file system"
+                ) from error
+        if not self.file.is_still(source if copy else target):
+            target.unlink()
             raise DataError(
-                f"{source} cannot have a second name in {self.directory.parent} ({error.strerror}); add --copy, or "
-                "choose an --out on its file system"
-            ) from error
+                f"{source} was changed or replaced while it was compared with the corpus; wait until it is whole, and "
+                "adopt it again"
+            )
 
     def _describe(self, names: list[str], layout: str, report: CorpusReport | None) -> Manifest:
         index_type = self.file.index_type(ids_are_rows=self.ids is None)
@@ -280,10 +290,14 @@ def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, 
     passages = corpus.take(rows.tolist())
     vectors = file.vectors(rows if row_ids is None else row_ids[rows])
     if not np.isfinite(vectors).all():
-        raise DataError(f"{file.path}: its vectors hold NaN or infinity; make the file again")
-    matches = [
-        _match(file.transformed(encoder.encode_passages(passages, layout)), vectors, layout) for layout in LAYOUTS
-    ]
+        raise file.not_finite()
+    expected = {layout: file.transformed(encoder.encode_passages(passages, layout)) for layout in LAYOUTS}
+    if not all(np.isfinite(each).all() for each in expected.values()):
+        raise DataError(
+            f"{file.path}: its {file.kind} makes NaN or infinity of the vectors of encoder {encoder.name!r}; make the "
+            "file again"
+        )
+    matches = [_match(each, vectors, layout) for layout, each in expected.items()]
     return max(matches, key=lambda match: match.cosine)
 
 

@@ -103,11 +103,14 @@ def _add_trainers(found: dict[str, Any]) -> None:
     truth = rule.get("ground_truth")
     if truth is None:
         truth = _for_the_tool(extra)
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):  # the object, written as text
+        with suppress(ValueError, RecursionError):
+            truth = json.loads(truth)
     if isinstance(truth, dict):
         truth = truth.get("target")
-    if truth is not None:
-        found.setdefault("golden_answers", truth)
-    if "question" not in found and truth is not None:
+    if truth is not None and found.get("golden_answers") is None:
+        found["golden_answers"] = truth
+    if found.get("question") is None and truth is not None:
         question = extra.get("question") or _asked(found.get("prompt"))
         if question:
             found["question"] = question
@@ -128,9 +131,9 @@ def _for_the_tool(extra: dict[str, Any]) -> Any:
 
 
 def _asked(prompt: Any) -> str:
-    """Return what the last message of a chat has behind ``Question:``, or nothing."""
+    """Return what a prompt, or the last message of a chat, has behind ``Question:``, or nothing."""
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    content = last.get("content") if isinstance(last, dict) else None
+    content = last.get("content") if isinstance(last, dict) else prompt
     return content.rpartition("Question:")[2].strip() if isinstance(content, str) and "Question:" in content else ""
 
 

@@ -174,8 +174,10 @@ class PolicyTokenizer:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 raise
             return None  # a template may refuse this chat; ``prompt_ids`` says whether it refuses the prompt
-        behind = text.rpartition(_CONTENT)[2]
-        found = [i for i, content in self._added.items() if content.strip() and behind.startswith(content)]
+        _, content, behind = text.rpartition(_CONTENT)
+        if not content:  # it leaves an assistant's turns out: what it begins with ends none
+            return None
+        found = [i for i, token in self._added.items() if token.strip() and behind.startswith(token)]
         return max(found, key=lambda i: len(self._added[i]), default=None)
 
     @cached_property
