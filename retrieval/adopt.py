@@ -97,6 +97,7 @@ def adopt_index(
     encoder: str,
     copy: bool = False,
     progress: bool = True,
+    restart: bool = False,
 ) -> Adoption:
     """Make an index of a FAISS file and its passages in ``out_dir``, which appears only once it is whole.
 
@@ -107,6 +108,7 @@ def adopt_index(
         encoder: that made the vectors: a folder or hub name.
         copy: copy the file. Else it gets a second name, a hard link, on the same file system.
         progress: show a bar on a terminal.
+        restart: remove what an earlier call left unfinished.
 
     Raises:
         DataError: no FAISS index, one of an unknown kind or metric, vectors that are not of these passages by this
@@ -138,7 +140,8 @@ def adopt_index(
             f"{loaded.dimension}; name the encoder that the file was made with"
         )
     try:
-        with work_directory(out_dir, {"adopted": str(opened.path.resolve()), "encoder": name}) as directory:
+        arguments = {"adopted": str(opened.path.resolve()), "encoder": name}
+        with work_directory(out_dir, arguments, restart) as directory:
             return _Adopting(directory, opened, ids, loaded, progress).run(passages, copy=copy)
     except OSError as error:
         raise as_user_error(error, out_dir) from error

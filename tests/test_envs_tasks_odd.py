@@ -28,10 +28,10 @@ def tasks_of(path: Path, *records: dict[str, Any]) -> tuple[Task, ...]:
 @pytest.mark.parametrize("name", ["t.jsonl", "t.parquet"])
 def test_ids_that_other_rows_lack(name: str, tmp_path: Path) -> None:
     """A column of whole numbers becomes one of floats where a row has none."""
-    rows = [{"id": number, "question": f"Q{row}?", "answer": "a"} for row, number in enumerate((7.0, None, 9.0))]
+    rows = [{"id": number, "question": f"Q{row}?", "answer": "Riga"} for row, number in enumerate((7.0, None, 9.0))]
     assert [task.task_id for task in tasks_of(tmp_path / name, *rows)] == ["t/7", "t/1", "t/9"]
     with pytest.raises(DataError, match=r"got id 1\.5, expected text or a whole number"):
-        tasks_of(tmp_path / name, {"id": 1.5, "question": "Q?", "answer": "a"})
+        tasks_of(tmp_path / name, {"id": 1.5, "question": "Q?", "answer": "Riga"})
 
 
 def test_rows_of_two_shapes_in_one_table(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_rows_of_two_shapes_in_one_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("truth", ['{"target": ["Riga", "Rigan"]}', " {\"target\": \"['Riga', 'Rigan']\"}"])
 def test_a_ground_truth_written_as_text(truth: str, tmp_path: Path) -> None:
     (task,) = tasks_of(
-        tmp_path / "t.jsonl", {"prompt": "Answer it. Question: Where?", "reward_model": {"ground_truth": truth}}
+        tmp_path / "t.jsonl", {"extra_info": {"question": "Where?"}, "reward_model": {"ground_truth": truth}}
     )
     assert (task.question, task.golden_answers) == ("Where?", ("Riga", "Rigan"))
 
@@ -70,7 +70,7 @@ def test_an_empty_answer_hides_none(empty: Any, tmp_path: Path) -> None:
     [(b"Riga", "\"b'Riga'\""), (datetime.date(1981, 2, 3), '"1981-02-03"'), (Decimal("1.50"), '"1.50"')],
 )
 def test_other_types_of_a_table_are_shown(value: Any, shown: str, tmp_path: Path) -> None:
-    for key, record in (("answer", {"question": "Q?"}), ("question", {"answer": "a"})):
+    for key, record in (("answer", {"question": "Q?"}), ("question", {"answer": "Riga"})):
         with pytest.raises(DataError) as caught:
             tasks_of(tmp_path / "t.parquet", record | {key: value})
         assert f"row 1: got {key} {shown}, expected text" in str(caught.value)
@@ -79,12 +79,12 @@ def test_other_types_of_a_table_are_shown(value: Any, shown: str, tmp_path: Path
 def test_evidence_by_numbers(tmp_path: Path) -> None:
     found = tasks_of(
         tmp_path / "t.jsonl",
-        {"question": "A?", "answer": "a", "supporting_ids": [12, 15]},
-        {"question": "B?", "answer": "a", "supporting_ids": ["12"], "supporting_facts": None},
+        {"question": "A?", "answer": "Riga", "supporting_ids": [12, 15]},
+        {"question": "B?", "answer": "Riga", "supporting_ids": ["12"], "supporting_facts": None},
     )
     assert [task.supporting_ids for task in found] == [("12", "15"), ("12",)]
     with pytest.raises(DataError, match=r"got supporting facts \[true\]"):
-        tasks_of(tmp_path / "t.jsonl", {"question": "A?", "answer": "a", "supporting_ids": [True]})
+        tasks_of(tmp_path / "t.jsonl", {"question": "A?", "answer": "Riga", "supporting_ids": [True]})
 
 
 def test_one_object_over_several_lines(tmp_path: Path) -> None:

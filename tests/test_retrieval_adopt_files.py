@@ -285,6 +285,8 @@ def test_after_an_interruption_the_same_call_goes_on(encoder: Path, flat: Path, 
     (unfinished / "arguments.json").write_text("{}")
     with pytest.raises(DataError, match="is of an unfinished build with other arguments"):
         adopt(flat, tmp_path / "built", encoder)
+    adopt(flat, tmp_path / "built", encoder, restart=True)
+    assert index_info(tmp_path / "built")["count"] == COUNT
 
 
 def test_what_a_killed_process_was_writing_does_not_stay(encoder: Path, flat: Path, tmp_path: Path) -> None:

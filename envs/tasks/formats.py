@@ -131,9 +131,9 @@ def _for_the_tool(extra: dict[str, Any]) -> Any:
 
 
 def _asked(prompt: Any) -> str:
-    """Return what a prompt, or the last message of a chat, has behind ``Question:``, or nothing."""
+    """Return what the last message of a chat has behind ``Question:``, or nothing."""
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    content = last.get("content") if isinstance(last, dict) else prompt
+    content = last.get("content") if isinstance(last, dict) else None
     return content.rpartition("Question:")[2].strip() if isinstance(content, str) and "Question:" in content else ""
 
 
