@@ -479,10 +479,11 @@ def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
 
 def _clear_unfinished(directory: Path) -> None:
     """Remove what a process that was killed was writing: it would become a part of the index."""
-    for path in directory.glob(f"{SPILL_PREFIX}*"):
-        shutil.rmtree(path)
-    for path in directory.glob(f"{WRITING}*"):
-        path.unlink()
+    for path in (*directory.glob(f"{SPILL_PREFIX}*"), *directory.glob(f"{WRITING}*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _begin(directory: Path, arguments: Mapping[str, Any]) -> None:

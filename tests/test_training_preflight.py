@@ -259,6 +259,9 @@ def test_a_chat_template_that_fails_is_named_with_its_file(policy: Path, *, in_c
         ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
         ("{{ raise_exception('a system message first') }}", "a system message first"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ '{x}'.format(y=1) }}", "KeyError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     ):
         put(template)
         with pytest.raises(ConfigError) as caught:

@@ -12,7 +12,6 @@ A vector's id is what a search returns for it. The file is mapped, and read by f
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -392,9 +391,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what differs once a file was written to, or another has its name."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    """Return what differs once a file was written to, or another has its name.
+
+    Not its number: in a container a link may be the first copy of a file of the image.
+    """
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _check_start(path: Path) -> None:

@@ -31,6 +31,8 @@ from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message,
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
 _THOUGHT_AT_END = re.compile(r"<think>\s*\Z")
+_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What Python raises in a chat template, beside Jinja's own: it may compute, look up and call."""
 _MOST_TOKENS_OF_START = 32
 """A prompt's last tokens that ``<think>`` and the white space behind it are looked for in."""
 WakeTag = Literal["weights", "kv_cache"]
@@ -219,7 +221,7 @@ class PolicyTokenizer:
         try:
             # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
             return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ConfigError(
                 f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
                 f"({type(error).__name__}: {one_line(error)}); correct it, or take another model"
