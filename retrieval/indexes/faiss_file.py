@@ -50,8 +50,8 @@ _KINDS = (*_WRAPPERS, *_CODES, *_GRAPHS, *_LISTS)
 _HALVES = (faiss.ScalarQuantizer.QT_fp16, faiss.ScalarQuantizer.QT_bf16)
 _SCALAR_TYPES = {faiss.ScalarQuantizer.QT_fp16: "fp16", faiss.ScalarQuantizer.QT_8bit: "sq8"}
 _METRICS = (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2)
-_FLOAT32 = (np.uint32, 0x7F800000)
-_EXPONENTS = {
+_FLOAT32: tuple[Any, int] = (np.uint32, 0x7F800000)
+_EXPONENTS: dict[int, tuple[Any, int]] = {
     faiss.ScalarQuantizer.QT_fp16: (np.uint16, 0x7C00),
     faiss.ScalarQuantizer.QT_bf16: (np.uint16, 0x7F80),
 }
@@ -280,7 +280,7 @@ class FaissFile:
         is_half = isinstance(keeper, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer)
         dtype, exponent = _EXPONENTS[keeper.sq.qtype] if is_half else _FLOAT32
         for codes in _code_blocks(keeper):
-            numbers = codes.view(dtype)
+            numbers: NDArray[Any] = codes.view(dtype)
             if np.any(numbers & dtype(exponent) == exponent):
                 raise self.not_finite()
             advance(len(codes))
