@@ -5,13 +5,31 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
 from rich.table import Table
 
 from ragr1_actors.core.errors import UserError
+
+
+def run_script(main: Callable[..., None], folders: str) -> None:
+    """Call ``main`` with the paths of the command line, and end with one sentence where it cannot go on.
+
+    ``folders`` names them for people; those in brackets may be left out: ``"SOURCE [TARGET]"``.
+    """
+    given, expected = sys.argv[1:], folders.split()
+    if not sum("[" not in name for name in expected) <= len(given) <= len(expected):
+        sys.exit(f"got {len(given)} arguments, expected: {folders}")
+    try:
+        main(*map(Path, given))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; the same command starts again", file=sys.stderr)
+        sys.exit(130)
 
 
 @dataclass(frozen=True, slots=True)

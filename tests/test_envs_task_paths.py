@@ -14,6 +14,7 @@ from envs.tasks.files import load_tasks
 from envs.tasks.paths import TaskFile, task_files
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from retrieval.corpora.readers import read_passages
 
 
 def write(path: Path, *numbers: int) -> Path:
@@ -121,3 +122,37 @@ def test_a_recipe_takes_a_list_and_refuses_what_is_none() -> None:
             ConfigError, match=r"^environment\.tasks: got .*expected the path of a task file, or a list"
         ):
             AlgorithmConfig().environment(tasks=wrong).freeze()
+
+
+def test_a_folder_with_files_for_evaluation_is_of_two_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", 0)
+    write(tmp_path / "eval.jsonl", 1)
+    with pytest.raises(DataError, match="has files of the splits eval, train"):
+        task_files(tmp_path)
+
+
+def test_no_file_at_all_is_refused() -> None:
+    with pytest.raises(DataError, match="got nothing, expected a task file"):
+        load_tasks([])
+
+
+FOREIGN = {
+    "a Git LFS pointer .* `git lfs pull`": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 64\n",
+    "compressed with zstd": b"\x28\xb5\x2f\xfd\0\xff",
+    "a zip archive": b"PK\x03\x04\x14\xff",
+    "an Arrow file": b"ARROW1\0\0\xff",
+    "a stream of Arrow": b"\xff\xff\xff\xff\x10\0",
+    "text in UTF-16; save it as UTF-8": '[{"question": "Who?"}]'.encode("utf-16"),
+    "a Parquet table that is compressed as a whole": gzip.compress(b"PAR1 and so on"),
+}
+
+
+@pytest.mark.parametrize("problem", FOREIGN)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "tsv"])
+def test_what_no_reader_knows_is_named_by_its_first_bytes(ending: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / f"train.{ending}"
+    path.write_bytes(FOREIGN[problem])
+    with pytest.raises(DataError, match=problem):
+        load_tasks(path)
+    with pytest.raises(DataError, match=problem):
+        list(read_passages(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -21,11 +22,11 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.types import Task
 from retrieval.adopt import adopt_index
 from retrieval.base import Passage
-from retrieval.build import build_index, building_dir, index_info
+from retrieval.build import ARGUMENTS_FILE, as_user_error, build_index, building_dir, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import evaluate_index
 from retrieval.fleet.group import RetrieverGroup
@@ -134,6 +135,96 @@ def test_a_missing_file_and_an_index_directory_are_refused(encoder: Path, flat: 
         adopt(flat, tmp_path / "full", encoder)
 
 
+@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
+def test_an_index_without_vectors_is_refused(metric: int, encoder: Path, tmp_path: Path) -> None:
+    file = write(faiss.index_factory(DIMENSION, "Flat", metric), tmp_path / "made.index")
+    with pytest.raises(DataError, match=r"IndexFlat\w* holds no vectors; give the file that they were added to"):
+        adopt(file, tmp_path / "index", encoder)
+
+
+HOLDS_NAN = r"made\.index: its vectors hold NaN or infinity; make the file again"
+
+
+def test_l2_over_nan_is_named(encoder: Path, vectors: NDArray[np.float32], tmp_path: Path) -> None:
+    made = vectors.copy()
+    made[0, 3] = np.nan
+    with pytest.raises(DataError, match=HOLDS_NAN):
+        adopt(write(make_index(made, metric=faiss.METRIC_L2), tmp_path / "made.index"), tmp_path / "index", encoder)
+
+
+@pytest.mark.parametrize("key", ["Flat", "SQfp16", "SQbf16", "HNSW8", "IVF8,Flat", "IVF8,SQfp16", "PQ16x4np,RFlat"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_in_a_vector_that_is_not_compared_is_found(
+    key: str, bad: float, vectors: NDArray[np.float32], tmp_path: Path
+) -> None:
+    made, seen = make_index(vectors, key), list[int]()
+    FaissFile.open(write(made, tmp_path / "whole.index")).check_finite(seen.append)
+    assert sum(seen) == COUNT
+    inner = faiss.downcast_index(made.refine_index) if "RFlat" in key else made
+    kept = faiss.downcast_index(inner.storage) if key == "HNSW8" else inner
+    number = np.array([bad], "f4").view(np.uint8)
+    if "16" in key and "RFlat" not in key:
+        number = np.array([bad], "f2").view(np.uint8) if "fp16" in key else number[2:]  # bfloat16 is its upper half
+    lists = kept.invlists if "IVF" in key else None
+    size = kept.code_size * (lists.list_size(5) if lists else COUNT)
+    codes = faiss.rev_swig_ptr(lists.get_codes(5) if lists else kept.codes.data(), size)
+    codes[-len(number) :] = number  # the last number of a vector
+    file = FaissFile.open(write(made, tmp_path / "made.index"))
+    with pytest.raises(DataError, match=HOLDS_NAN):
+        file.check_finite(seen.append)
+
+
+def test_nan_anywhere_is_refused(encoder: Path, vectors: NDArray[np.float32], tmp_path: Path) -> None:
+    """A full scan would take the NaN of one failed batch for the best scores."""
+    made = vectors.copy()
+    made[2] = np.nan  # of 400 vectors 256 are compared, the third not
+    with pytest.raises(DataError, match=HOLDS_NAN):
+        adopt(write(make_index(made), tmp_path / "made.index"), tmp_path / "index", encoder)
+    assert not building_dir(tmp_path / "index").exists()
+
+
+def test_a_transformation_that_makes_nan_is_refused(
+    encoder: Path, vectors: NDArray[np.float32], tmp_path: Path
+) -> None:
+    index = make_index(vectors, "RR32,Flat")
+    rotation = faiss.downcast_VectorTransform(index.chain.at(0))
+    faiss.copy_array_to_vector(np.full(DIMENSION * DIMENSION, np.nan, np.float32), rotation.A)
+    with pytest.raises(DataError, match="IndexPreTransform of IndexFlatIP makes NaN or infinity of the vectors of enc"):
+        adopt(write(index, tmp_path / "made.index"), tmp_path / "index", encoder)
+
+
+def test_paths_that_the_system_refuses_are_one_sentence(encoder: Path, flat: Path, tmp_path: Path) -> None:
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long\); give a file that this user may read"):
+        adopt(too_long, tmp_path / "index", encoder)
+    with pytest.raises(UserError, match=r"could not be written to .* \(File name too long\)"):
+        adopt(flat, too_long, encoder)
+    denied = as_user_error(OSError(errno.EROFS, "Read-only file system"), tmp_path)
+    assert "(Read-only file system); choose another directory, one that this user may write to" in str(denied)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("how", ["written to", "replaced"])
+def test_a_file_that_changes_while_it_is_compared_is_refused(
+    how: str, copy: bool, encoder: Path, flat: Path, vectors: NDArray[np.float32], tmp_path: Path
+) -> None:
+    other = write(make_index(np.roll(vectors, 1, axis=0)), tmp_path / "other.index")
+
+    def changing() -> Iterator[Passage]:
+        yield from TOWNS
+        if how == "replaced":
+            other.replace(flat)
+        else:
+            with flat.open("r+b") as file:
+                file.write(other.read_bytes()[:4])  # the same bytes
+            os.utime(flat, ns=(1, 1))
+
+    out = tmp_path / "index"
+    with pytest.raises(DataError, match="was changed or replaced while it was compared with the corpus; wait"):
+        adopt_index(flat, changing(), out, encoder=str(encoder), copy=copy, progress=False)
+    assert not building_dir(out).exists()
+
+
 # Links and copies
 
 
@@ -194,6 +285,44 @@ def test_after_an_interruption_the_same_call_goes_on(encoder: Path, flat: Path, 
     (unfinished / "arguments.json").write_text("{}")
     with pytest.raises(DataError, match="is of an unfinished build with other arguments"):
         adopt(flat, tmp_path / "built", encoder)
+    adopt(flat, tmp_path / "built", encoder, restart=True)
+    assert index_info(tmp_path / "built")["count"] == COUNT
+
+
+def test_what_a_killed_process_was_writing_does_not_stay(encoder: Path, flat: Path, tmp_path: Path) -> None:
+    out = tmp_path / "index"
+    directory = building_dir(out)
+    adopt(flat, tmp_path / "first", encoder)
+    directory.mkdir()
+    arguments = {"adopted": str(flat.resolve()), "encoder": str(encoder)}
+    (directory / ARGUMENTS_FILE).write_text(json.dumps(arguments))
+    (directory / ".corpus-a1b2").mkdir()  # as SIGKILL leaves it
+    (directory / ".corpus-a1b2/text.data").write_text("half")
+    (directory / ".writing_a1b2_shard-0000.faiss").write_text("half")
+    adopt(flat, out, encoder)
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (tmp_path / "first", out)]
+    assert names[0] == names[1]
+
+
+def test_a_link_to_a_directory_is_followed(encoder: Path, flat: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk/indexes").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/indexes")
+    adopt(flat, tmp_path / "link", encoder)
+    assert (tmp_path / "link").is_symlink()
+    assert LocalRetriever(tmp_path / "disk/indexes").search_batch(["town 3"], 1)
+    (tmp_path / "new").symlink_to("disk/new")
+    build_index(TOWNS[:5], tmp_path / "new", index_type="bm25", progress=False)
+    assert index_info(tmp_path / "disk/new")["count"] == 5
+
+
+def test_a_mounted_directory_is_refused_before_the_work(
+    encoder: Path, flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    (tmp_path / "volume").mkdir()
+    with pytest.raises(DataError, match=r"volume is where a file system is mounted.*; choose a new directory in it"):
+        adopt(flat, tmp_path / "volume", encoder)
+    adopt(flat, tmp_path / "volume/index", encoder)
 
 
 # Empty passages

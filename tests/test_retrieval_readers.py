@@ -372,3 +372,10 @@ def test_the_paragraphs_of_real_questions_are_their_corpus() -> None:
 def test_real_questions_without_paragraphs_are_no_corpus() -> None:
     with pytest.raises(DataError, match=r"entry 1: got keys \['golden_answers', 'question'\], expected"):
         list(read_passages(DATA / "ragr1_mq_test_351.json"))
+
+
+def test_ids_that_other_rows_lack_are_whole_numbers(tmp_path: Path) -> None:
+    rows = [{"id": number, "title": f"T{row}", "text": "x"} for row, number in enumerate((7.0, None))]
+    assert [passage.id for passage in read(tmp_path, lines(*rows))] == ["7", "T1"]
+    with pytest.raises(DataError, match=r"the id is 1\.5, expected a string or a whole number"):
+        read(tmp_path, lines({"id": 1.5, "title": "T", "text": "x"}))

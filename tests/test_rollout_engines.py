@@ -190,6 +190,7 @@ def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(policy_dir: Path
     for text in (
         "{% for m in messages %}{{ m.content }}\n{% endfor %}",  # a newline ends no turn
         "{{ raise_exception('roles') }}",
+        "<|im_start|>{{ messages[0].content }}",  # without the assistant's turn
     ):
         template.write_text(text)
         assert PolicyTokenizer(folder).eos_token_ids == {ids[0]}

@@ -219,6 +219,26 @@ def test_a_control_token_beyond_the_embeddings_is_refused_where_it_is_used(
         check_names(model.environment(prompt=prompt).freeze())
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+    ],
+)
+@pytest.mark.engine
+def test_a_chat_template_that_leaves_the_prompt_out_is_refused(policy: Path, content: str) -> None:
+    """Jinja takes a text for a list of characters, and says nothing of what those lack."""
+    model = AlgorithmConfig().policy(model=str(policy)).environment(env="search")
+    template = policy / "chat_template.jinja"
+    template.write_text(f"{{% for message in messages %}}<|im_start|>{{{{ message.role }}}} {content}{{% endfor %}}")
+    with pytest.raises(ConfigError, match="its chat template leaves out what the user says"):
+        check_names(model.freeze())
+    template.write_text("")
+    with pytest.raises(ConfigError, match="its chat template leaves out what the user says"):
+        check_names(model.freeze())
+
+
 @pytest.mark.parametrize("in_config", [False, True])
 @pytest.mark.engine
 def test_a_chat_template_that_fails_is_named_with_its_file(policy: Path, *, in_config: bool) -> None:
@@ -239,6 +259,9 @@ def test_a_chat_template_that_fails_is_named_with_its_file(policy: Path, *, in_c
         ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
         ("{{ raise_exception('a system message first') }}", "a system message first"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ '{x}'.format(y=1) }}", "KeyError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     ):
         put(template)
         with pytest.raises(ConfigError) as caught:

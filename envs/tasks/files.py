@@ -296,7 +296,10 @@ def _read(path: Path) -> str:
 
 
 def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
-    """Return the entries of an object with a list ``Data`` (TriviaQA's) or ``data`` (SQuAD's); None for other files."""
+    """Return the entries of an object with a list ``Data`` (TriviaQA's) or ``data`` (SQuAD's), or one of several lines.
+
+    None for other files.
+    """
     try:
         first, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):
@@ -304,7 +307,8 @@ def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
     key = "data" if isinstance(first, dict) and isinstance(first.get("data"), list) else "Data"
     data = first.get(key) if isinstance(first, dict) else None
     if not isinstance(data, list):
-        return None
+        is_whole = "\n" in text[:end].strip() and not text[end:].strip()
+        return iter([(first, f"{path}, its one object")]) if is_whole else None
     _check_end(text, end, path)
     places = ((entry, f"entry {number} of {key}") for number, entry in enumerate(data, start=1))
     return ((found, f"{path}, {place}") for entry, where in places for found, place in _questions(entry, where))
@@ -379,9 +383,11 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
         raise DataError(f"{record.where}: got the keys {', '.join(map(str, fields))}, expected a question")
     if not isinstance(question, str):
         raise DataError(f"{record.where}: got question {_shown(question)}, expected text")
-    local_id = next((fields[key] for key in _ID_KEYS if key in fields), position)
+    local_id = next((fields[key] for key in _ID_KEYS if fields.get(key) is not None), position)
+    if isinstance(local_id, float) and local_id.is_integer():  # of a table in which another row has none
+        local_id = int(local_id)
     if not isinstance(local_id, str | int):
-        raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a number")
+        raise DataError(f"{record.where}: got id {_shown(local_id)}, expected text or a whole number")
     category = next((fields[key] for key in _CATEGORY_KEYS if isinstance(fields.get(key), str)), "")
     titles = supporting_ids(record)
     task = Task(
@@ -408,7 +414,7 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
         raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(ANSWER_KEYS)}")
     if record.fields.get("answerable") is False:  # MuSiQue's; the answer of such a record is a guess
         return ()
-    given.sort(key=lambda value: value in ([], "", None))  # an empty list hides no answer
+    given.sort(key=lambda value: all(one in ("", None) for one in _as_list(value)))  # what is empty hides no answer
     aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
     values = [*_items(given[0]), *_items(aliases)]
     answers: dict[str, None] = {}
@@ -425,7 +431,8 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
 
 def supporting_ids(record: Record) -> tuple[str, ...]:
     """Titles of the supporting facts: the passage ids of a corpus keyed by title; ``record`` has ``plain_fields``."""
-    facts = record.fields.get("supporting_facts", record.fields.get("supporting_ids"))
+    facts = record.fields.get("supporting_facts")
+    facts = record.fields.get("supporting_ids") if facts is None else facts
     if facts is None:
         paragraphs = record.fields.get("paragraphs")  # MuSiQue's
         paragraphs = [p for p in paragraphs if isinstance(p, dict)] if isinstance(paragraphs, list) else []
@@ -434,6 +441,7 @@ def supporting_ids(record: Record) -> tuple[str, ...]:
         facts = facts.get("title")
     if isinstance(facts, list):
         titles = [fact[0] if isinstance(fact, list) and fact else fact for fact in facts]
+        titles = [str(title) if type(title) is int else title for title in titles]  # ids that are numbers
         if all(isinstance(title, str) for title in titles):
             return tuple(dict.fromkeys(titles))
     raise DataError(f"{record.where}: got supporting facts {_shown(facts)}, expected [[title, sentence number], ...]")
@@ -470,7 +478,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, default=str)  # Parquet has dates, bytes and decimals
     except RecursionError:
         return "brackets nested deeply"
     return shortened(text, 60)

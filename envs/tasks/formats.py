@@ -103,11 +103,14 @@ def _add_trainers(found: dict[str, Any]) -> None:
     truth = rule.get("ground_truth")
     if truth is None:
         truth = _for_the_tool(extra)
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):  # the object, written as text
+        with suppress(ValueError, RecursionError):
+            truth = json.loads(truth)
     if isinstance(truth, dict):
         truth = truth.get("target")
-    if truth is not None:
-        found.setdefault("golden_answers", truth)
-    if "question" not in found and truth is not None:
+    if truth is not None and found.get("golden_answers") is None:
+        found["golden_answers"] = truth
+    if found.get("question") is None and truth is not None:
         question = extra.get("question") or _asked(found.get("prompt"))
         if question:
             found["question"] = question

@@ -28,7 +28,16 @@ ENDINGS = (".json", ".jsonl", *TABLES, PARQUET)
 _EXPECTED = (
     "a task file (JSON, JSONL, CSV, TSV or Parquet), a folder of them, or a pattern such as data/train-*.parquet"
 )
-_SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "valid": "dev", "val": "dev", "test": "test"}
+_SPLITS = {
+    "train": "train",
+    "dev": "dev",
+    "validation": "dev",
+    "valid": "dev",
+    "val": "dev",
+    "eval": "eval",
+    "evaluation": "eval",
+    "test": "test",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ def task_files(named: NamedTasks, *words: str) -> list[TaskFile]:
     Raises:
         DataError: a file is missing or named twice, a folder or a pattern has none or those of several splits.
     """
-    paths = [path for one in as_list(named) for path in _paths(one, words)]
+    paths = [path for one in as_list(named) or [""] for path in _paths(one, words)]
     absolute = [Path(os.path.abspath(path)) for path in paths]  # not resolved: a hub's cache is of links
     if len(set(absolute)) < len(paths):
         again = next(path for index, path in enumerate(absolute) if path in absolute[:index])

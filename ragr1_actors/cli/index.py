@@ -117,6 +117,9 @@ def adopt(
     out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
     corpus_format: FormatOption = "auto",
     copy: Annotated[bool, typer.Option("--copy", help="Copy the file; else it gets a hard link.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete what a call left unfinished, start again.")
+    ] = False,
 ) -> None:
     """Make an index of a FAISS file that was made elsewhere; some hundred passages are compared with its vectors."""
     from retrieval.adopt import adopt_index
@@ -124,7 +127,7 @@ def adopt(
     from retrieval.corpora.readers import read_passages
 
     passages = read_passages(corpus, corpus_format=corpus_format)
-    adoption = adopt_index(file, passages, out, encoder=encoder, copy=copy)
+    adoption = adopt_index(file, passages, out, encoder=encoder, copy=copy, restart=restart)
     print_line(str(passages.report))
     match, info = adoption.match, index_info(out)
     print_line(

@@ -273,24 +273,37 @@ _PACKED: dict[bytes, tuple[str, Callable[[BinaryIO], Any]]] = {
     b"BZh": ("bzip2", bz2.BZ2File),
     b"\xfd7zXZ\x00": ("xz", lzma.LZMAFile),
 }
+_FOREIGN = {
+    b"version https://git-lfs": "a Git LFS pointer in place of the file; fetch the file with `git lfs pull`",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; decompress it, or compress it with gzip",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"ARROW1\0\0": "an Arrow file; write it as Parquet or JSON lines",
+    b"\xff\xff\xff\xff": "a stream of Arrow, as save_to_disk writes it; write it as Parquet or JSON lines",
+    b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it as UTF-8",
+}
+"""How files begin that no reader of tasks or passages knows, and what to do about each."""
 _PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _PARQUET = b"PAR1"
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed where its first bytes say gzip, bzip2 or xz.
+    """Open text or a Parquet table for reading bytes, decompressed where the first bytes say gzip, bzip2 or xz.
 
     Raises:
-        DataError: it cannot be read, also in the block, or what is compressed ends too early or is damaged.
+        DataError: it cannot be read, also in the block, what is compressed ends too early or is damaged, or its first
+            bytes say that it is something else.
     """
     try:
         file: BinaryIO = path.open("rb")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     with file:
-        start = file.read(6)
+        start = file.read(32)
         file.seek(0)
+        if known := next((what for magic, what in _FOREIGN.items() if start.startswith(magic)), ""):
+            raise DataError(f"{path}: {known}")
         name, unpack = next((found for magic, found in _PACKED.items() if start.startswith(magic)), ("", None))
         if unpack is None:
             yield file
@@ -321,6 +334,9 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa  # a quarter of a second that other readers of this module need not wait
     import pyarrow.parquet as pq
 
+    with opened(path) as content:
+        if isinstance(content, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile):
+            raise DataError(f"{path}: a Parquet table that is compressed as a whole; decompress it")
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(1024):

@@ -29,6 +29,8 @@ SCHEMA = pa.schema([("id", pa.large_string()), ("title", pa.large_string()), ("t
 _TAKE_FROM = 50
 """Rows from which Arrow's ``take`` beats one scalar access a row."""
 
+SPILL_PREFIX = ".corpus-"
+"""Of the folder that a corpus is written in; one that is there later was left by a process that was killed."""
 _BLOCK = 4096
 _PARTS = ("offsets", "data")
 _HASH = np.dtype("<u8")
@@ -49,7 +51,7 @@ def write_corpus(passages: Iterable[Passage], directory: str | Path) -> int:
     """
     directory = Path(directory)
     # Here and not in the temporary directory of the system, which may be small, or memory.
-    spill = Path(tempfile.mkdtemp(prefix=".corpus-", dir=directory))
+    spill = Path(tempfile.mkdtemp(prefix=SPILL_PREFIX, dir=directory))
     try:
         count = _spill(passages, spill)
         if count == 0:

@@ -211,6 +211,8 @@ def _passage(record: Record, title: str, text: str, namer: Namer) -> Passage:
     if key is None:
         return Passage(namer.name(title), title, valid_unicode(text))
     given = record[key]
+    if isinstance(given, float) and given.is_integer():  # of a table in which another row has none
+        given = int(given)
     if isinstance(given, bool) or not isinstance(given, str | int):
         raise RecordError(f"the id is {_shown(given)}, expected a string or a whole number")
     passage_id = valid_unicode(str(given))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError, one_line
-from retrieval.indexes.faiss_build import Floats, usual_probes
+from retrieval.indexes.faiss_build import Floats, codes_of, usual_probes
 from retrieval.indexes.manifest import FLAT, FOREIGN, FOREIGN_OPTIONS
 
 Ids = NDArray[np.int64]
@@ -50,6 +50,13 @@ _KINDS = (*_WRAPPERS, *_CODES, *_GRAPHS, *_LISTS)
 _HALVES = (faiss.ScalarQuantizer.QT_fp16, faiss.ScalarQuantizer.QT_bf16)
 _SCALAR_TYPES = {faiss.ScalarQuantizer.QT_fp16: "fp16", faiss.ScalarQuantizer.QT_8bit: "sq8"}
 _METRICS = (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2)
+_FLOAT32: tuple[Any, int] = (np.uint32, 0x7F800000)
+_EXPONENTS: dict[int, tuple[Any, int]] = {
+    faiss.ScalarQuantizer.QT_fp16: (np.uint16, 0x7C00),
+    faiss.ScalarQuantizer.QT_bf16: (np.uint16, 0x7F80),
+}
+"""A number that is not finite has all of these bits."""
+_SCANNED_ROWS = 8192
 
 _FAISS_PROBES, _FAISS_EF_SEARCH, _FAISS_FACTOR = 1, 16, 1
 """Values of a file whose maker has set none."""
@@ -108,16 +115,23 @@ class FaissFile:
     """As faiss read it."""
     mapped: NDArray[np.uint8]
     """The file. ``index`` has views of it."""
+    stamp: tuple[int, ...]
+    """Of the file when it was mapped."""
 
     @classmethod
     def open(cls, path: Path) -> FaissFile:
         """Map a file, and check its kind and metric; nothing of it is changed.
 
         Raises:
-            DataError: it is missing or cut off, something else than a FAISS index, or of another kind or metric.
+            DataError: it is missing, closed to this user or cut off, something else than a FAISS index, or one without
+                vectors or of another kind or metric.
         """
-        _check_start(path)
-        mapped = np.memmap(path, np.uint8, "r")
+        try:
+            _check_start(path)
+            stamp = _stamp(path)
+            mapped = np.memmap(path, np.uint8, "r")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); give a file that this user may read") from error
         # Faiss's own mapping of files, which opens built indexes, reads beyond the end of one that is cut off.
         reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(mapped), len(mapped))  # type: ignore[attr-defined]
         try:
@@ -132,8 +146,10 @@ class FaissFile:
                 f"{path}: got {len(mapped):,} bytes, but the FAISS index in it has {reader.rp_:,}; fetch it again, and "
                 "join all of its parts in order"
             )
-        file = cls(path, index, mapped)
+        file = cls(path, index, mapped, stamp)
         file._check_kind()
+        if not file.count:
+            raise DataError(f"{path}: {file.kind} holds no vectors; give the file that they were added to")
         return file
 
     @property
@@ -159,13 +175,18 @@ class FaissFile:
     @property
     def is_lossless(self) -> bool:
         """Whether ``vectors`` are what ``transformed`` returned, or that in half precision."""
+        keeper = self._keeper
+        if isinstance(keeper, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer):
+            return keeper.sq.qtype in _HALVES
+        return isinstance(keeper, faiss.IndexFlat | faiss.IndexIVFFlat)
+
+    @property
+    def _keeper(self) -> Any:
+        """The part that ``vectors`` reads."""
         parts = parts_of(self.index)
         refined = [part for part in parts if isinstance(part, faiss.IndexRefine)]
         last = faiss.downcast_index(refined[0].refine_index) if refined else parts[-1]
-        last = faiss.downcast_index(last.storage) if isinstance(last, faiss.IndexHNSW) else last
-        if isinstance(last, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer):
-            return last.sq.qtype in _HALVES
-        return isinstance(last, faiss.IndexFlat | faiss.IndexIVFFlat)
+        return faiss.downcast_index(last.storage) if isinstance(last, faiss.IndexHNSW) else last
 
     @property
     def keeps_lengths(self) -> bool:
@@ -245,6 +266,33 @@ class FaissFile:
         """
         return _vectors(self.index, ids)
 
+    def check_finite(self, advance: Callable[[int], None]) -> None:
+        """Look at every vector that is kept without loss; ``advance`` is told how many were.
+
+        An encoder in half precision may overflow in one batch of thousands, and a scan takes NaN for the best score.
+
+        Raises:
+            DataError: one holds NaN or infinity.
+        """
+        if not self.is_lossless:
+            return
+        keeper = self._keeper
+        is_half = isinstance(keeper, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer)
+        dtype, exponent = _EXPONENTS[keeper.sq.qtype] if is_half else _FLOAT32
+        for codes in _code_blocks(keeper):
+            numbers: NDArray[Any] = codes.view(dtype)
+            if np.any(numbers & dtype(exponent) == exponent):
+                raise self.not_finite()
+            advance(len(codes))
+
+    def not_finite(self) -> DataError:
+        """Return what to say of vectors that no search can order."""
+        return DataError(f"{self.path}: its vectors hold NaN or infinity; make the file again")
+
+    def is_still(self, path: Path) -> bool:
+        """Whether this name is of the file that was mapped, and nobody has written to it since."""
+        return _stamp(path) == self.stamp
+
     def transformed(self, vectors: Floats) -> Floats:
         """Return what the file would keep of vectors, but for its rounding: ``[n, dimension]`` to ``[n, width]``."""
         for part in parts_of(self.index):
@@ -300,6 +348,18 @@ def _vectors(index: Any, ids: Ids) -> Floats:
     return np.stack([index.reconstruct(int(number)) for number in ids])
 
 
+def _code_blocks(index: Any) -> Iterator[NDArray[np.uint8]]:
+    """Yield the codes of an index, uint8 ``[n, code_size]``."""
+    if type(index) not in _LISTS:
+        codes = codes_of(index)
+        yield from (codes[start : start + _SCANNED_ROWS] for start in range(0, len(codes), _SCANNED_ROWS))
+        return
+    lists, width = index.invlists, index.code_size
+    for number in range(index.nlist):
+        if size := lists.list_size(number):
+            yield faiss.rev_swig_ptr(lists.get_codes(number), size * width).reshape(size, width)
+
+
 def _places(all_ids: Ids, ids: Ids) -> Ids:
     """Return where each of some ids is among all."""
     found = np.flatnonzero(np.isin(all_ids, ids))
@@ -328,6 +388,15 @@ def _names(parts: Iterable[Any]) -> str:
 def _cause(error: BaseException) -> str:
     """Return what faiss says is wrong, without the place in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: ", "", one_line(error))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what differs once a file was written to, or another has its name.
+
+    Not its number: in a container a link may be the first copy of a file of the image.
+    """
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _check_start(path: Path) -> None:

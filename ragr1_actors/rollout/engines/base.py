@@ -31,6 +31,8 @@ from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message,
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
 _THOUGHT_AT_END = re.compile(r"<think>\s*\Z")
+_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What Python raises in a chat template, beside Jinja's own: it may compute, look up and call."""
 _MOST_TOKENS_OF_START = 32
 """A prompt's last tokens that ``<think>`` and the white space behind it are looked for in."""
 WakeTag = Literal["weights", "kv_cache"]
@@ -174,8 +176,10 @@ class PolicyTokenizer:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 raise
             return None  # a template may refuse this chat; ``prompt_ids`` says whether it refuses the prompt
-        behind = text.rpartition(_CONTENT)[2]
-        found = [i for i, content in self._added.items() if content.strip() and behind.startswith(content)]
+        _, content, behind = text.rpartition(_CONTENT)
+        if not content:  # it leaves an assistant's turns out: what it begins with ends none
+            return None
+        found = [i for i, token in self._added.items() if token.strip() and behind.startswith(token)]
         return max(found, key=lambda i: len(self._added[i]), default=None)
 
     @cached_property
@@ -217,7 +221,7 @@ class PolicyTokenizer:
         try:
             # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
             return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ConfigError(
                 f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
                 f"({type(error).__name__}: {one_line(error)}); correct it, or take another model"

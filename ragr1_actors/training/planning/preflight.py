@@ -209,7 +209,8 @@ def check_tokenizer(config: SamplerConfig) -> None:
     it is named in a warning.
 
     Raises:
-        ConfigError: the tokenizer cannot be used, the template refuses the prompt, or the embeddings lack a token.
+        ConfigError: the tokenizer cannot be used, the template refuses the prompt or leaves it out, or the embeddings
+            lack a token.
     """
     folder = named_folder(config.policy.model)
     if folder is None or config.policy.trust_remote_code:  # the packages of its code may be on the actors' nodes only
@@ -221,6 +222,12 @@ def check_tokenizer(config: SamplerConfig) -> None:
         if config.environment.env in ENVS:
             raise
         prompt_ids = []  # a prompt of other roles may be what the template wants
+    other = [Message("user", f"{config.environment.prompt} Riga")]
+    if config.environment.env in ENVS and prompt_ids == tokenizer.prompt_ids(other):
+        raise ConfigError(
+            f"{folder}: its chat template leaves out what the user says, as one for a list of texts and images does; "
+            "have it write message['content'], or take another model"
+        )
     model = read_json(folder / "config.json")
     num_embeddings = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
     if not isinstance(num_embeddings, int):
