@@ -162,8 +162,8 @@ class MicroBatch:
     weight: float
     """1; 0 for a dummy, which a rank runs because ZeRO-3's collectives need equally many passes on every rank."""
     predicted_by: torch.Tensor | None = None  # [M] of int64
-    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Trajectories with the same token
-    after the same tokens have one entry: P is at most M."""
+    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Trajectories with the same
+    token after the same tokens have one entry: P is at most M."""
 
     @property
     def num_tokens(self) -> int:
@@ -362,6 +362,7 @@ def _share(flat: FlatTrajectories, chosen: list[int], num_common: dict[int, int]
     """Give every token that trajectories have in common to the first of them, sorted by tokens: ``num_common``."""
     lengths = flat.lengths
     own = [lengths[index] - num_common[index] for index in chosen]
+    own_lengths = np.array(own, np.int64)
     row_starts = dict(zip(chosen, accumulate(own[:-1], initial=0), strict=True))
     in_row: dict[int, NDArray[np.int64]] = {}
     before = -1
@@ -370,7 +371,7 @@ def _share(flat: FlatTrajectories, chosen: list[int], num_common: dict[int, int]
         in_row[index] = np.concatenate([in_row[before][:common], new]) if common else new
         before = index
     ends = np.cumsum([lengths[index] for index in chosen])
-    origin = _ranges(ends - own, np.asarray(own))
+    origin = _ranges(ends - own_lengths, own_lengths)
     return SharedTokens(torch.from_numpy(np.concatenate([in_row[index] for index in chosen])), torch.from_numpy(origin))
 
 
