@@ -28,10 +28,11 @@ def main(names: Sequence[str], root: Path = ROOT) -> None:
     for name, runs in found.items():
         minutes = fmean(one.report["wall_s"] for one in runs) / 60
         peak = max(one.report["peak_rss_bytes"] for one in runs) / 1e9
-        print(f"\n### {name}: {len(runs)} seeds, {minutes:.0f} minutes each, {peak:.1f} GB at the peak\n")
+        seeds = ", ".join(str(one.seed) for one in runs)
+        print(f"\n### {name}: seeds {seeds}, {minutes:.0f} minutes each, {peak:.1f} GB at the peak\n")
         print(HEADING)
         for stage in [one["stage"] for one in runs[0].report["stages"]]:
-            print("\n".join(rows(stage, [one.scores(stage) for one in runs])))
+            print("\n".join(rows(stage, [answered for one in runs for answered in one.answers(stage)])))
     if len(found) == 2:
         first, second = found.values()
         print(f"\n{names[1]} less {names[0]}, after RL:")
@@ -63,11 +64,11 @@ def _row(stage: str, category: str, scores: Sequence[TaskScore]) -> str:
 
 def paired(first: Sequence[FinishedRun], second: Sequence[FinishedRun]) -> dict[str, Interval]:
     """The differences of the second to the first over the questions that both answered with the same seed."""
-    pairs: list[tuple[TaskScore, TaskScore]] = []
-    for one, other in zip(first, second, strict=False):
-        theirs = {answered.score.task_id: answered.score for answered in other.answers("rl")}
-        ours = [answered.score for answered in one.answers("rl")]
-        pairs += [(score, theirs[score.task_id]) for score in ours if score.task_id in theirs]
+    ours, theirs = (
+        {(run.seed, one.score.task_id): one.score for run in runs for one in run.answers("rl")}
+        for runs in (first, second)
+    )
+    pairs = [(score, theirs[key]) for key, score in ours.items() if key in theirs]
     return {
         name: bootstrap(np.asarray([getattr(b, name) - getattr(a, name) for a, b in pairs], np.float64))
         for name in MEASURES

@@ -35,6 +35,11 @@ class FinishedRun:
     """The run directory of a run that ended."""
 
     path: Path
+    """``NAME_seed0``."""
+
+    @property
+    def seed(self) -> int:
+        return int(self.path.name.rpartition("_seed")[2])
 
     @cached_property
     def report(self) -> dict[str, Any]:

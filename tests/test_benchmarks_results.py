@@ -1,0 +1,75 @@
+"""The tables of the runs with a real model, from what the runs wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.real import results
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
+from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+
+GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge", "Oslo")}
+
+
+def answered(name: str, answer: str, num_rounds: int) -> TrajectoryGroup:
+    category, gold = GOLD[name]
+    task = Task(name, f"{name}?", (gold,), category=category)
+    turns = [Turn("<search>x</search>", 1, "search", ("x", "y"))] * num_rounds + [Turn("<answer>", 1, "answer")]
+    kinds = np.array([TokenKind.PROMPT] + [TokenKind.MODEL] * len(turns), np.uint8)
+    trajectory = Trajectory(
+        trajectory_id=f"{name}/0",
+        task=task,
+        token_ids=np.arange(len(kinds), dtype=np.int32),
+        kinds=kinds,
+        logprobs=np.zeros(len(kinds), np.float32),
+        policy_versions=np.zeros(len(kinds), np.int32),
+        turns=tuple(turns),
+        stop_reason=StopReason.ANSWERED,
+        reward=0.0,
+        answer=answer,
+    )
+    return TrajectoryGroup(task, (trajectory,))
+
+
+def write_run(root: Path, name: str, groups: list[TrajectoryGroup], minutes: float = 30) -> None:
+    """A run directory with what the tables read."""
+    (root / name / "trajectories").mkdir(parents=True)
+    report = {"wall_s": 60 * minutes, "peak_rss_bytes": 9_000_000_000, "stages": [{"stage": "rl"}]}
+    (root / name / "report.json").write_text(json.dumps(report))
+    write_trajectories(root / name / "trajectories" / "eval_rl.arrow", [groups_to_record_batch(groups)])
+
+
+def test_the_tables_hold_all_seeds_by_type_and_the_paired_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "several_seed0", [answered("a", "Riga", 1), answered("b", "no", 1), answered("c", "Oslo", 2)])
+    write_run(tmp_path, "several_seed2", [answered("a", "Bonn", 1)], minutes=50)
+    write_run(tmp_path, "one_seed1", [answered("a", "Riga", 2)])
+    write_run(tmp_path, "one_seed2", [answered("a", "Riga", 3), answered("c", "Oslo", 4)])
+    results.main(["several", "one"], tmp_path)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == "### several: seeds 0, 2, 40 minutes each, 9.0 GB at the peak"
+    rows = {tuple(part.strip() for part in line.split("|")[1:4]): line for line in printed[3:11] if "| rl |" in line}
+    assert list(rows) == [
+        ("rl", "bridge", "1"),
+        ("rl", "comparison", "3"),
+        ("rl", "all", "4"),
+        ("rl", "all but yes and no", "3"),
+    ]
+    assert "| 0.333 (0.000 to 1.000) |" in rows["rl", "comparison", "3"]
+    assert "| 0.500 (" in rows["rl", "all", "4"]
+    assert "| 1.250 (" in rows["rl", "all", "4"] and "| 2.500 (" in rows["rl", "all", "4"], "rounds and queries"
+    assert "| 0.667 (" in rows["rl", "all but yes and no", "3"]
+    assert "one less several, after RL:" in printed
+    assert "- em: +1.000 (+1.000 to +1.000)" in printed, "of seed 2 alone, and of the question that both answered"
+    assert "- rounds: +2.000 (+2.000 to +2.000)" in printed
+
+
+def test_a_name_without_a_finished_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no run .*several_seed. has ended; train it with: ragr1 bench real"):
+        results.main(["several"], tmp_path)
