@@ -11,7 +11,7 @@ import pytest
 from benchmarks.real import results
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 
 GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge", "Oslo")}
 
@@ -19,7 +19,9 @@ GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge",
 def answered(name: str, answer: str, num_rounds: int) -> TrajectoryGroup:
     category, gold = GOLD[name]
     task = Task(name, f"{name}?", (gold,), category=category)
-    turns = [Turn("<search>x</search>", 1, "search", ("x", "y"))] * num_rounds + [Turn("<answer>", 1, "answer")]
+    record = RetrievalRecord("x", 1, ("p",), (1.0,), ("P",), ("It lies in Riga, not in Oslo.",), 0.1)
+    search = Turn("<search>x</search>", 1, "search", ("x", "y"), (record,), "P: It lies in Riga")
+    turns = [search] * num_rounds + [Turn("<answer>", 1, "answer")]
     kinds = np.array([TokenKind.PROMPT] + [TokenKind.MODEL] * len(turns), np.uint8)
     trajectory = Trajectory(
         trajectory_id=f"{name}/0",
@@ -61,6 +63,8 @@ def test_the_tables_hold_all_seeds_by_type_and_the_paired_difference(
         ("rl", "all", "4"),
         ("rl", "all but yes and no", "3"),
     ]
+    assert "| comparison | 3 | 2 | 2 |" in rows["rl", "comparison", "3"], "Riga is found and read, yes is not"
+    assert "| bridge | 1 | 1 | 0 |" in rows["rl", "bridge", "1"], "Oslo is cut off"
     assert "| 0.333 (0.000 to 1.000) |" in rows["rl", "comparison", "3"]
     assert "| 0.500 (" in rows["rl", "all", "4"]
     assert "| 1.250 (" in rows["rl", "all", "4"] and "| 2.500 (" in rows["rl", "all", "4"], "rounds and queries"

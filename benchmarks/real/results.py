@@ -1,8 +1,9 @@
 """Markdown tables of the runs ``runs/real/NAME_seed*``: ``python -m benchmarks.real.results NAME ...``.
 
 Of every stage and type of question: exact match, F1, search rounds and queries, with 95 % intervals of the bootstrap
-over the answers of all seeds. With two names, the paired difference of the second to the first after RL, question by
-question and seed by seed.
+over the answers of all seeds. ``found`` counts answers that are in a passage that was found, ``read`` those in an
+observation, which has room for a part of the passages and repeats the queries; yes and no are hardly there. With two
+names, the paired difference of the second to the first after RL, question by question and seed by seed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import numpy as np
 
 from benchmarks.real.runs import ROOT, Answered, FinishedRun
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.runs.scores import Interval, TaskScore, bootstrap
+from ragr1_actors.runs.scores import Interval, bootstrap
 
 MEASURES = ("em", "f1", "rounds", "queries")
-HEADING = "| stage | type | answers | EM | F1 | rounds | queries |\n|---|---|---|---|---|---|---|"
+HEADING = (
+    "| stage | type | answers | found | read | EM | F1 | rounds | queries |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def main(names: Sequence[str], root: Path = ROOT) -> None:
@@ -54,12 +57,13 @@ def rows(stage: str, answers: Sequence[Answered]) -> list[str]:
     parts["all"] = list(answers)
     if any(one.is_yes_no for one in answers):
         parts["all but yes and no"] = [one for one in answers if not one.is_yes_no]
-    return [_row(stage, name, [one.score for one in part]) for name, part in parts.items()]
+    return [_row(stage, name, part) for name, part in parts.items()]
 
 
-def _row(stage: str, category: str, scores: Sequence[TaskScore]) -> str:
-    intervals = [bootstrap(np.asarray([getattr(one, name) for one in scores], np.float64)) for name in MEASURES]
-    return f"| {stage} | {category} | {len(scores)} | " + " | ".join(map(shown, intervals)) + " |"
+def _row(stage: str, category: str, answers: Sequence[Answered]) -> str:
+    intervals = [bootstrap(np.asarray([getattr(one.score, name) for one in answers], np.float64)) for name in MEASURES]
+    counts = len(answers), sum(one.is_found for one in answers), sum(one.is_shown for one in answers)
+    return f"| {stage} | {category} | " + " | ".join([*map(str, counts), *map(shown, intervals)]) + " |"
 
 
 def paired(first: Sequence[FinishedRun], second: Sequence[FinishedRun]) -> dict[str, Interval]:

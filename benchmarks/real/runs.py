@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.measurement import log
 from benchmarks.real.two_wiki import is_yes_no
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.types import Trajectory
 from ragr1_actors.runs.scores import TaskScore, score
 
 ROOT = Path("runs/real")
@@ -27,6 +29,10 @@ class Answered:
     category: str
     is_yes_no: bool
     """Whether the answer is yes or no."""
+    is_found: bool
+    """Whether a passage that was found has the answer in it."""
+    is_shown: bool
+    """Whether the policy has read the answer: observations have room for a part of the passages only."""
     score: TaskScore
 
 
@@ -48,15 +54,24 @@ class FinishedRun:
     def answers(self, stage: str) -> list[Answered]:
         """What the evaluation after a stage, ``start``, ``sft`` or ``rl``, answered."""
         groups = read_trajectories(self.path / "trajectories" / f"eval_{stage}.arrow")
-        return [
-            Answered(one.task.category, is_yes_no(one.task.golden_answers[0]), score(one))
-            for group in groups
-            for one in group.trajectories
-        ]
+        return [answered(one) for group in groups for one in group.trajectories]
 
     def evaluated(self, stage: str, measure: str) -> float:
         """The mean of a measure after a stage: ``evaluated("rl", "em")``."""
         return next(one["eval"][measure] for one in self.report["stages"] if one["stage"] == stage)
+
+
+def answered(trajectory: Trajectory) -> Answered:
+    """Say how a trajectory answered its question."""
+    task, turns = trajectory.task, trajectory.turns
+    passages = [(*record.titles, *record.texts) for turn in turns for record in turn.retrievals]
+    observations = [turn.observation for turn in turns]
+
+    def has_answer(texts: Iterable[str]) -> bool:
+        return any(answer.lower() in text.lower() for text in texts for answer in task.golden_answers)
+
+    is_found, is_shown = has_answer(chain.from_iterable(passages)), has_answer(observations)
+    return Answered(task.category, is_yes_no(task.golden_answers[0]), is_found, is_shown, score(trajectory))
 
 
 def train(recipe: str, name: str, overrides: Sequence[str], seed: int, root: Path = ROOT) -> FinishedRun:
