@@ -36,8 +36,9 @@ MIN_SHARED = 0.125
 """Smallest share of its tokens that a trajectory has in common with another one to be bundled with it, and of a row's
 to be computed once: what shorter beginnings save, the copies before attention cost."""
 _COPIED = 0.125
-"""What a token counts that the row has already, in tokens: its copies in attention. With SmolLM2-135M in bfloat16 they
-take 3.1 KB per layer, and the activations of a token 35 KB."""
+"""What a token counts that the row has already, in tokens: its copies in attention. With SmolLM2-135M in bfloat16 flash
+attention keeps 3.1 KB of them per layer: query, output, and three heads of keys and values. The activations of a token
+take ten times as much."""
 _BUNDLES_PER_RANK = 4
 """At least, of trajectories that begin alike: larger bundles would leave the ranks with unequal work."""
 
@@ -89,13 +90,27 @@ class Block:
     """Position of every token in the padded ``[num_seqs * num_queries]``; None where nothing is padded."""
     keys: torch.Tensor | None = None  # [num_seqs * num_keys] of int64
     """Position in the row of every key, 0 in the padding; None where all sequences are whole in the row."""
-    mask: torch.Tensor | None = None  # [num_seqs, 1, num_queries, num_keys] of bool
-    """Which keys a query attends to; None with ``keys``, where attention is causal."""
+    num_common: torch.Tensor | None = None  # [num_seqs] of int64
+    """Keys of each sequence before that of its first query; None with ``keys``."""
+
+    @cached_property
+    def mask(self) -> torch.Tensor | None:
+        """Which keys a query attends to, ``[num_seqs, 1, num_queries, num_keys]``; None where attention is causal.
+
+        Made when block attention first asks: flash attention needs none, and it grows with the square of the length.
+        """
+        if self.num_common is None:
+            return None
+        device = self.num_common.device
+        last_key = self.num_common[:, None] + torch.arange(self.num_queries, device=device)
+        return torch.arange(self.num_keys, device=device) <= last_key[:, None, :, None]
 
     def to(self, device: torch.device) -> Block:
         """Copy to ``device``."""
-        slots, keys, mask = (None if x is None else x.to(device) for x in (self.slots, self.keys, self.mask))
-        return replace(self, slots=slots, keys=keys, mask=mask)
+        slots, keys, num_common = (
+            None if x is None else x.to(device) for x in (self.slots, self.keys, self.num_common)
+        )
+        return replace(self, slots=slots, keys=keys, num_common=num_common)
 
 
 @dataclass(frozen=True)
@@ -239,14 +254,17 @@ def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_t
 
 def _sorted_by_tokens(flat: FlatTrajectories, indices: Sequence[int]) -> list[int]:
     """Sort trajectories as texts are sorted: of two the one with the smaller token where they first differ."""
-    keys = flat.token_ids.astype(">u8")  # bytes compare as the numbers do
-    return sorted(indices, key=lambda index: keys[flat.offsets[index] : flat.offsets[index + 1]].tobytes())
+
+    def key(index: int) -> bytes:  # big-endian bytes compare as the numbers do
+        return flat.token_ids[flat.offsets[index] : flat.offsets[index + 1]].astype(">u8").tobytes()
+
+    return sorted(indices, key=key)
 
 
 def _common(flat: FlatTrajectories, one: int, two: int) -> int:
     """Return the number of tokens with which both trajectories begin."""
-    count = min(flat.lengths[one], flat.lengths[two])
-    starts = flat.offsets[one], flat.offsets[two]
+    starts = flat.offsets[[one, two]]
+    count = int((flat.offsets[[one + 1, two + 1]] - starts).min())
     is_equal = np.equal(*(flat.token_ids[start : start + count] for start in starts))
     return count if is_equal.all() else int(is_equal.argmin())
 
@@ -334,8 +352,8 @@ def pack(flat: FlatTrajectories, indices: Sequence[int]) -> MicroBatch:
         shared = _share(flat, chosen, num_common)
         origin = shared.origin.numpy()
         token_ids, position_ids = token_ids[origin], position_ids[origin]
-        pairs = np.stack([shared.spread.numpy()[predicting], target_ids])
-        (predicting, target_ids), entries = np.unique(pairs, axis=1, return_inverse=True)
+        pairs, entries = np.unique(shared.spread.numpy()[predicting] << 32 | target_ids, return_inverse=True)
+        predicting, target_ids = pairs >> 32, pairs & (2**32 - 1)
         predicted_by = torch.from_numpy(entries)
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids),
@@ -437,6 +455,4 @@ def _with_keys(block: Block, common: Sequence[int], lengths: Sequence[int], spre
     keys = torch.zeros(block.num_seqs, block.num_keys, dtype=torch.int64)
     for row, part in enumerate(spread[: sum(lengths)].split(list(lengths))):
         keys[row, : len(part)] = part
-    last_key = torch.tensor(common)[:, None] + torch.arange(block.num_queries)
-    mask = torch.arange(block.num_keys) <= last_key[:, None, :, None]
-    return replace(block, keys=keys.flatten(), mask=mask)
+    return replace(block, keys=keys.flatten(), num_common=torch.tensor(common))

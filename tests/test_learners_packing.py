@@ -229,6 +229,16 @@ def test_a_row_on_a_device_selects_columns_of_the_host() -> None:
     assert shared.spread.device.type == shared.origin.device.type == "meta"
 
 
+def test_only_block_attention_makes_a_mask() -> None:
+    """A mask grows with the square of the length, and flash attention takes none."""
+    layout = pack(flatten(make_branches(0)), range(6)).layout
+    (block, *_) = [block for block in layout.blocks if block.keys is not None]
+    assert "mask" not in vars(block) and block.num_common is not None
+    assert block.mask is block.mask, "made once for all layers"
+    assert block.mask is not None
+    assert block.mask[0, 0].sum(-1).tolist() == [int(block.num_common[0]) + n + 1 for n in range(block.num_queries)]
+
+
 def test_a_trajectory_without_prompt_is_refused() -> None:
     trajectory = make_trajectory(np.random.default_rng(0))
     trajectory.kinds[0] = TokenKind.MODEL
