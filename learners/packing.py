@@ -7,9 +7,9 @@
                   ──plan────► [rank][micro-batch]   indices of trajectories; every rank computes the same plan
                   ──pack────► MicroBatch            one row [T], and where it predicts its MODEL tokens
 
-Trajectories of a group begin with the same prompt, and often with the same searches and passages. A token whose
-trajectory has the same tokens up to it as another one of the row is in the row once: under causal attention both have
-the same hidden states, and its gradient is the sum over both.
+Trajectories of a group begin with the same prompt, and often with the same searches and passages. A row holds such a
+common beginning once. Under causal attention its tokens have the same hidden states in every trajectory, and their
+gradients add up over the trajectories.
 
 What a loss reads per MODEL token (advantages, old log-probs) is in ``TokenColumns`` of length M;
 ``MicroBatch.column_index`` selects the entries of a micro-batch.
@@ -84,8 +84,9 @@ class Block:
     stop: int
     num_seqs: int
     num_queries: int
-    """Of the sequence with the most."""
+    """Largest number of queries of a sequence."""
     num_keys: int
+    """Largest number of keys of a sequence."""
     slots: torch.Tensor | None  # [stop - start] of int64
     """Position of every token in the padded ``[num_seqs * num_queries]``; None where nothing is padded."""
     keys: torch.Tensor | None = None  # [num_seqs * num_keys] of int64
@@ -153,7 +154,7 @@ class PackedLayout:
     useful_cells: int
     """Query-key pairs of the sequences alone."""
     num_tokens: int
-    """Of all sequences, each whole."""
+    """Tokens of all sequences; those in common count once per sequence."""
     shared: SharedTokens | None = None
     """None where every token of the sequences is in the row."""
 
@@ -238,17 +239,14 @@ def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_t
     if num_ranks > 1:
         limit = min(limit, sum(lengths[index] for index in indices) / (num_ranks * _BUNDLES_PER_RANK))
     bundles: list[Bundle] = []
-    before = -1
-    for index in _sorted_by_tokens(flat, indices):
+    for index, common in _num_common(flat, indices).items():
         length = lengths[index]
-        common = _common(flat, before, index) if before >= 0 else 0
         size = length - common + _COPIED * common
         if common >= MIN_SHARED * length and bundles[-1].size + size <= limit:
             last = bundles[-1]
             bundles[-1] = Bundle((*last.members, index), last.num_computed + length - common, last.size + size)
         else:
             bundles.append(Bundle((index,), length, length))
-        before = index
     return bundles
 
 

@@ -135,7 +135,7 @@ def make_flat(sequences: list[list[int]]) -> FlatTrajectories:
 
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1) | st.just(300), min_size=1, max_size=12), min_size=1, max_size=12)
-"""Of few tokens, so that many begin alike; 300 and 1 have other bytes in another order."""
+"""Three different tokens, so that many sequences begin alike. 300 needs two bytes: its order depends on theirs."""
 
 
 @given(sequences=SEQUENCES, data=st.data())

@@ -9,7 +9,7 @@
 
 A third of the set's training answers are yes or no, a twelfth of its test answers. A policy that is trained on all of
 them answers "no" to what it cannot find, so at most a tenth of them are kept. RL trains on questions that SFT has not
-seen: SFT learns the answers of its own by heart, and they teach RL nothing about searching.
+seen: SFT learns the answers to its questions by heart, and then RL has nothing to learn from them.
 
 A demonstration searches for the evidence round by round, several queries per turn or one, and its thoughts repeat the
 ``evidences`` that the passages hold::

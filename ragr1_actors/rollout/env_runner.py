@@ -81,7 +81,7 @@ class GroupSummary:
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Values whose histograms are drawn: per trajectory that did not fail, and per turn that searched."""
     num_sampled_tokens: int = 0
-    """Of all trajectories, also of those that failed."""
+    """Sum over all trajectories, failed ones included."""
 
 
 class EnvRunner:

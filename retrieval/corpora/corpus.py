@@ -30,7 +30,7 @@ _TAKE_FROM = 50
 """Rows from which Arrow's ``take`` beats one scalar access a row."""
 
 SPILL_PREFIX = ".corpus-"
-"""Of the folder that a corpus is written in; one that is there later was left by a process that was killed."""
+"""The corpus is written in a folder whose name begins so. A process that was killed leaves its folder behind."""
 _BLOCK = 4096
 _PARTS = ("offsets", "data")
 _HASH = np.dtype("<u8")

@@ -116,7 +116,7 @@ class FaissFile:
     mapped: NDArray[np.uint8]
     """The file. ``index`` has views of it."""
     stamp: tuple[int, ...]
-    """Of the file when it was mapped."""
+    """``_stamp`` of the file, read when it was mapped."""
 
     @classmethod
     def open(cls, path: Path) -> FaissFile:
@@ -290,7 +290,7 @@ class FaissFile:
         return DataError(f"{self.path}: its vectors hold NaN or infinity; make the file again")
 
     def is_still(self, path: Path) -> bool:
-        """Whether this name is of the file that was mapped, and nobody has written to it since."""
+        """Return whether ``path`` names the file that was mapped, unchanged since then."""
         return _stamp(path) == self.stamp
 
     def transformed(self, vectors: Floats) -> Floats:
