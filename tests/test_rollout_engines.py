@@ -577,7 +577,7 @@ async def test_the_cache_has_room_for_the_most_rows_at_most_and_goes_with_the_la
     bytes_per_column = layers * 2 * heads * head_dim * 4
     engine = TransformersEngine(policy_dir, tokenizer, EngineSettings(5, 100))
     prompts = [tokenizer.encode(" Ana" * 40)] * 5
-    for number, prompt in enumerate(prompts):  # 1, 2, 4 rows, then 5 and not 8
+    for number, prompt in enumerate(prompts):  # never more than 5
         await engine.generate(prompt, Sampling(50, seed=number), request_id=str(number))
     assert engine.cache_bytes == 5 * (100 + 1) * bytes_per_column  # and the scratch column
     for number in range(5):
