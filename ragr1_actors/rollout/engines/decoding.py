@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ragr1_actors.core.models.freed_memory import release_cache
 from ragr1_actors.core.models.huggingface import Cache, CacheLayerMixin, PretrainedConfig
 from ragr1_actors.core.types import Completion, OnText, Sampling
 
@@ -85,8 +86,9 @@ class RowCache(Cache):
             self._data[index] = new
 
     def clear(self) -> None:
-        """Drop all rows and free their memory."""
+        """Drop all rows; their memory, and that of the forward passes, is free for other processes."""
         self._data = self._allocate_all(0, 0)
+        release_cache(self._device)
 
     def swap(self, row_a: int, row_b: int, length: int) -> None:
         """Exchange the first ``length`` columns of two rows."""
