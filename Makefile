@@ -39,7 +39,7 @@ test: .venv/.installed-dev
 unit: .venv/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not ray and not engine and not integration and not slow and not vllm" $(ARGS) \
-		$$(grep -LE '^pytestmark = .*mark\.(ray|engine|integration|slow|vllm)' tests/test_*.py)
+		$$(grep -lE '^pytestmark = .*mark\.(ray|engine|integration|slow|vllm)' tests/test_*.py | sed 's/^/--ignore=/')
 
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed
