@@ -35,9 +35,11 @@ real: .venv/.installed-real
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
+# Files that a marker leaves out as a whole are not imported: each process would do so for itself.
 unit: .venv/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not ray and not engine and not integration and not slow and not vllm" $(ARGS)
+		-m "not ray and not engine and not integration and not slow and not vllm" $(ARGS) \
+		$$(grep -lE '^pytestmark = .*mark\.(ray|engine|integration|slow|vllm)' tests/test_*.py | sed 's/^/--ignore=/')
 
 # vLLM's objects raise warnings when the interpreter destroys them at exit.
 test-vllm: .venv-vllm/.installed

@@ -44,7 +44,6 @@ from learners.deepspeed.deepspeed_engine import (
     init_distributed,
     shared_loading,
 )
-from learners.deepspeed.resting import trim_heap
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter, RatioRecord
 from learners.models.attention import takes_rows
@@ -57,6 +56,7 @@ from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_
 from ragr1_actors.core.config import RunConfig, read_lora
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import Part, Tensors
+from ragr1_actors.core.models.freed_memory import trim_heap
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 

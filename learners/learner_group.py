@@ -467,7 +467,7 @@ class LearnerWorker:
     def close(self) -> None:
         """Close the learner of this stage; a checkpoint that is being written is a copy, and continues."""
         if self._learner is not None:
-            from learners.deepspeed.resting import release_cache
+            from ragr1_actors.core.models.freed_memory import release_cache
 
             device = self._learner.device
             self._learner.close()

@@ -29,6 +29,7 @@ def test_a_row_predicts_the_end_of_every_sequence() -> None:
     assert row.position_ids.tolist() == [*range(10), *range(20)]
 
 
+@pytest.mark.engine
 def test_what_a_cpu_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SMALL", replace(SHAPE, vocab_size=128))
     monkeypatch.setattr(gpu, "NUM_VECTORS_QUICK", 2000)
@@ -40,6 +41,7 @@ def test_what_a_cpu_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["search_recall"].ratio == 1
 
 
+@pytest.mark.engine
 def test_an_engine_that_sampled_other_tokens_has_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SMALL", replace(SHAPE, vocab_size=128))
     right = gpu.make_scored_row
@@ -49,6 +51,7 @@ def test_an_engine_that_sampled_other_tokens_has_a_gap(tmp_path: Path, monkeypat
     assert not measurement.met
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("name", "family"), [("135m", "llama"), ("1.5b", "qwen2"), ("0.6b", "qwen3")])
 def test_a_written_policy_has_the_shape(tmp_path: Path, name: str, family: str) -> None:
     shape = replace(shapes.SHAPES[name], num_layers=1, vocab_size=512)

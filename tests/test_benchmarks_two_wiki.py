@@ -46,7 +46,8 @@ SINGLE = (
 
 
 def write(folder: Path, train: list[dict[str, object]]) -> None:
-    for name, content in {"train_5": train, "test_1": train[:1], "corpus_2": [{"title": "Salt", "text": "A"}]}.items():
+    corpus = [{"title": title, "text": "A"} for title in ("Salt", "Riga")]
+    for name, content in {"train_5": train, "test_1": train[:1], "corpus_2": corpus}.items():
         (folder / f"2wiki_{name}.json").write_text(json.dumps(content))
 
 
@@ -83,6 +84,7 @@ def test_the_files_of_the_recipe(tmp_path: Path) -> None:
         others = {one["question"] for one in read["train.json"]}
         assert (len(demonstrated), len(others), len(demonstrated | others)) == (3, 7, 10)
     assert [one["answer"] for one in read["train.json"] + read["demonstrations.json"]].count("Riga") == 9
+    assert read["evidence.json"] == [{"title": "Salt", "text": "A"}]
     assert (tmp_path / "out" / "test.json").read_bytes() == (tmp_path / "2wiki_test_1.json").read_bytes()
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.deepspeed.memory import rank_memory
-from learners.deepspeed.resting import trim_heap
+from ragr1_actors.core.models.freed_memory import trim_heap
 from ragr1_actors.core.models.model_shape import ModelShape
 
 pytestmark = pytest.mark.engine

@@ -202,6 +202,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see private memory")
 @pytest.mark.parametrize(
     ("kind", "few", "many", "most_mb"),
@@ -224,6 +225,7 @@ def test_private_memory_does_not_grow_with_the_corpus(
     assert grown[1] - grown[0] < most_mb
 
 
+@pytest.mark.integration
 def test_an_open_corpus_costs_no_memory_per_passage(tmp_path: Path) -> None:
     write_corpus(numbered(50_000), tmp_path)
     private_mb = run_python(

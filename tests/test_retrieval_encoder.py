@@ -65,6 +65,7 @@ def test_vectors_are_float32_of_length_one(encoder: Encoder) -> None:
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.integration
 def test_a_folder_is_one_of_sentence_transformers_which_is_not_loaded(folder: Path) -> None:
     script = f"""
         import sys

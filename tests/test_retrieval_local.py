@@ -187,6 +187,7 @@ def test_a_reranker_orders_anew_what_was_found(index_dirs: dict[str, Path], tmp_
             assert pickle.loads(pickle.dumps(retriever)).search_batch(NAMES, 2) == found[:5]
 
 
+@pytest.mark.integration
 def test_importing_the_retriever_is_light() -> None:
     script = (
         "import sys, retrieval.local\n"

@@ -320,6 +320,7 @@ def test_queries_that_cannot_be_written_to_are_searched_without_a_warning(
     assert np.array_equal(found.rows, expected.rows)
 
 
+@pytest.mark.integration
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
     """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""
     script = """

@@ -31,6 +31,7 @@ from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling, Task, TokenKind
+from ragr1_actors.rollout.engines import decoding
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
@@ -571,18 +572,21 @@ def test_uniforms_are_uniform_and_repeat() -> None:
 
 @pytest.mark.engine
 async def test_the_cache_has_room_for_the_most_rows_at_most_and_goes_with_the_last_trajectory(
-    policy_dir: Path, tokenizer: PolicyTokenizer
+    policy_dir: Path, tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given_back: list[torch.device] = []
+    monkeypatch.setattr(decoding, "release_cache", given_back.append)
     layers, heads, head_dim = 2, 2, 16
     bytes_per_column = layers * 2 * heads * head_dim * 4
     engine = TransformersEngine(policy_dir, tokenizer, EngineSettings(5, 100))
     prompts = [tokenizer.encode(" Ana" * 40)] * 5
-    for number, prompt in enumerate(prompts):  # 1, 2, 4 rows, then 5 and not 8
+    for number, prompt in enumerate(prompts):  # never more than 5
         await engine.generate(prompt, Sampling(50, seed=number), request_id=str(number))
     assert engine.cache_bytes == 5 * (100 + 1) * bytes_per_column  # and the scratch column
     for number in range(5):
-        assert engine.cache_bytes
+        assert engine.cache_bytes and not given_back
         engine.release(str(number))
     assert engine.cache_bytes == 0
+    assert given_back == [torch.device("cpu")]
     found = await engine.generate(prompts[0], Sampling(50, seed=0), request_id="0")
     assert found.token_ids

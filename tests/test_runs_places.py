@@ -59,7 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGR1_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.integration)])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "folder":
         return f"file://{tmp_path / 'stored' / 'run'}"

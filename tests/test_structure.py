@@ -72,10 +72,12 @@ def test_there_are_recipes() -> None:
     assert {"quickstart", "quickstart_sq", "hotpotqa_small"} <= set(recipe_names())
 
 
+@pytest.mark.integration
 def test_import_is_light() -> None:
     assert run_python(f"import sys, ragr1_actors, envs; print([m for m in {HEAVY} if m in sys.modules])") == "[]\n"
 
 
+@pytest.mark.integration
 def test_a_recipe_is_checked_without_heavy_imports() -> None:
     modules = "ragr1_actors.training.planning.preflight, ragr1_actors.cli.main"
     assert run_python(f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])") == "[]\n"
@@ -142,6 +144,7 @@ def test_what_would_run_code_of_a_file_is_found(line: str) -> None:
     assert not unsafe_loads("np.load(path, mmap_mode='r')\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)")
 
 
+@pytest.mark.integration
 def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
     """scikit-learn and SciPy are a fifth of the time until an actor can load a policy."""
     program = (

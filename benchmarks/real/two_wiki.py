@@ -6,6 +6,7 @@
                                                     ──► demonstrations.json, demonstrations_single.json: for SFT
     *test*.json    the same, or *dev*.json          ──► test.json    unchanged
     *corpus*.json  passages; the largest file       ──► corpus.json  unchanged
+                                                    ──► evidence.json: those that test questions need, and no other
 
 A third of the set's training answers are yes or no, a twelfth of its test answers. A policy that is trained on all of
 them answers "no" to what it cannot find, so at most a tenth of them are kept. RL trains on questions that SFT has not
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,17 @@ def main(source: Path, target: Path = Path("data/2wiki")) -> None:
     """Write the files, each of them whole; ``DataError`` if one of the set is missing or damaged: then none."""
     test, corpus = _file(source, "*test*.json", "*dev*.json"), _file(source, "*corpus*.json")
     train = read_train(_file(source, "*train*.json"))
-    load_tasks(test, whole=True)
-    deque(read_passages(corpus), maxlen=0)  # a corpus that is cut off would be copied
+    needed = {title for task in load_tasks(test, whole=True).tasks for title in task.supporting_ids}
+    # read to its end, as a corpus that is cut off would be copied
+    evidence = [
+        {"title": passage.title, "text": passage.text}
+        for passage in read_passages(corpus)
+        if needed & {passage.id, passage.title}
+    ]
     rng = random.Random(0)
     kept = subsample(train, rng)
     demonstrated, others = split(kept, rng)
-    made: dict[str, list[dict[str, Any]]] = {"train.json": others}
+    made: dict[str, list[dict[str, Any]]] = {"train.json": others, "evidence.json": evidence}
     for name, query_format in DEMONSTRATIONS.items():
         made[name] = [demonstration(record, query_format) for record in demonstrated]
     files = {name: json.dumps(records, ensure_ascii=False).encode() for name, records in made.items()}

@@ -6,11 +6,11 @@ again, such as a parameter that is a slice of ZeRO's flat buffer.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 
 import torch
+
+from ragr1_actors.core.models.freed_memory import release_cache
 
 BLOCK_BYTES = 2**28
 """Host memory is taken in blocks of this size: torch rounds page-locked memory up to a power of two."""
@@ -95,31 +95,6 @@ class Resting:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def release_cache(device: torch.device) -> None:
-    """Give memory that this process holds without using it to other processes: torch's on a GPU, and the heap's."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    trim_heap()
-
-
-def trim_heap() -> None:
-    """Give the free memory of the heap back to the system, where the C library is glibc.
-
-    It keeps blocks of up to 32 MiB, most of a micro-batch's activations, for later: ``docs/decisions/heap.md``.
-    """
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # musl, macOS; Windows has no such library
-        return None
-    return found
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

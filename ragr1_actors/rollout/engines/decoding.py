@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ragr1_actors.core.models.freed_memory import release_cache
 from ragr1_actors.core.models.huggingface import Cache, CacheLayerMixin, PretrainedConfig
 from ragr1_actors.core.types import Completion, OnText, Sampling
 
 _BLOCK = 64
 """Tokens of the vocabulary whose probabilities are added up together."""
+_MIN_COLUMNS = 64
+"""Tokens that the shortest row of a cache has room for."""
 
 
 class RowCache(Cache):
-    """Keys and values of all resident trajectories, ``[layers, 2, rows, kv_heads, length, head_dim]``.
+    """Keys and values of all resident trajectories: per layer ``[2, rows, kv_heads, length, head_dim]``.
 
     Before a forward pass the caller selects the rows to run and the column of each new token. The model then calls
     ``update`` once per layer. Active rows are kept in front (``swap``), so that a decoding step reads a view and copies
@@ -35,56 +38,64 @@ class RowCache(Cache):
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, most_rows: int, most_tokens: int
     ) -> None:
-        """Make an empty cache for a model; it grows on demand, to ``most_rows`` of ``most_tokens`` by doubling."""
+        """Make an empty cache for a model; it grows on demand, to ``most_rows`` of ``most_tokens``."""
+        self._num_layers = config.num_hidden_layers
         self._shape = (
-            config.num_hidden_layers,
-            2,
             config.num_key_value_heads,
             config.head_dim if "head_dim" in config.to_dict() else config.hidden_size // config.num_attention_heads,
         )
         self._dtype, self._device = dtype, device
         self._most_rows, self._most_tokens = most_rows, most_tokens
-        self._data = self._allocate(0, 0)
+        self._data = self._allocate_all(0, 0)
         self._rows: slice | Tensor = slice(0, 0)
         self._row_index = self._positions = torch.zeros(0, dtype=torch.long)
         self.length = 0
         """Columns that the next forward pass reads."""
-        super().__init__(layers=[_RowLayer(self, index) for index in range(config.num_hidden_layers)])
+        super().__init__(layers=[_RowLayer(self, index) for index in range(self._num_layers)])
 
     def _allocate(self, rows: int, length: int) -> Tensor:
-        layers, two, heads, head_dim = self._shape
-        return torch.zeros((layers, two, rows, heads, length, head_dim), dtype=self._dtype, device=self._device)
+        heads, head_dim = self._shape
+        return torch.zeros((2, rows, heads, length, head_dim), dtype=self._dtype, device=self._device)
+
+    def _allocate_all(self, rows: int, length: int) -> list[Tensor]:
+        return [self._allocate(rows, length) for _ in range(self._num_layers)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        return self._data.nbytes
+        return sum(layer.nbytes for layer in self._data)
 
     @property
     def scratch(self) -> int:
         """The column that padding is written to."""
-        return self._data.shape[4] - 1
+        return self._data[0].shape[3] - 1
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow to at least ``rows`` rows of ``length`` tokens, by doubling up to the most that it was made for."""
-        old_rows, old_length = self._data.shape[2], max(0, self.scratch)
+        """Grow to at least ``rows`` rows of ``length`` tokens, by a quarter at a time.
+
+        Layer by layer: all of them at once would have the old and the new cache in memory together.
+        """
+        old_rows, old_length = self._data[0].shape[1], max(0, self.scratch)
         if rows <= old_rows and length <= old_length:
             return
         new_rows = _grown(old_rows, rows, self._most_rows)
-        new_length = _grown(old_length, max(length, 64), self._most_tokens)
-        data = self._allocate(new_rows, new_length + 1)
-        data[:, :, :old_rows, :, :old_length] = self._data[:, :, :, :, :old_length]
-        self._data = data
+        new_length = _grown(old_length, max(length, _MIN_COLUMNS), self._most_tokens)
+        for index, old in enumerate(self._data):
+            new = self._allocate(new_rows, new_length + 1)
+            new[:, :old_rows, :, :old_length] = old[:, :, :, :old_length]
+            self._data[index] = new
 
     def clear(self) -> None:
-        """Drop all rows and free their memory."""
-        self._data = self._allocate(0, 0)
+        """Drop all rows; their memory, and that of the forward passes, is free for other processes."""
+        self._data = self._allocate_all(0, 0)
+        release_cache(self._device)
 
     def swap(self, row_a: int, row_b: int, length: int) -> None:
         """Exchange the first ``length`` columns of two rows."""
         if row_a != row_b and length:
-            used = self._data[:, :, :, :, :length]
-            used[:, :, [row_a, row_b]] = used[:, :, [row_b, row_a]]
+            for layer in self._data:
+                used = layer[:, :, :, :length]
+                used[:, [row_a, row_b]] = used[:, [row_b, row_a]]
 
     def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
         """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns, a slice without a copy.
@@ -104,8 +115,8 @@ class RowCache(Cache):
 
 
 def _grown(size: int, needed: int, most: int) -> int:
-    """``size`` if it is enough, else twice as much within ``most``; at least ``needed``."""
-    return size if needed <= size else max(needed, min(2 * size, most))
+    """``size`` if it is enough, else a quarter more within ``most``; at least ``needed``."""
+    return size if needed <= size else max(needed, min(size + size // 4, most))
 
 
 class _RowLayer(CacheLayerMixin):
