@@ -334,7 +334,7 @@ class Learner(ABC):
         """Return this rank's micro-batches of the trajectories ``indices``."""
         bundles = bundle(flat, indices, self.world_size, self.row_tokens)
         shares = plan(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
-        return [pack(flat, share).to(self.device) for share in shares[self.rank]]
+        return [pack(flat, share, self.row_tokens).to(self.device) for share in shares[self.rank]]
 
     def score(
         self,

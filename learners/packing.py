@@ -18,6 +18,7 @@ What a loss reads per MODEL token (advantages, old log-probs) is in ``TokenColum
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,17 +95,24 @@ class Block:
     num_common: torch.Tensor | None = None  # [num_seqs] of int64
     """Keys of each sequence before that of its first query; None with ``keys``."""
 
-    @cached_property
-    def mask(self) -> torch.Tensor | None:
-        """Which keys a query attends to, ``[num_seqs, 1, num_queries, num_keys]``; None where attention is causal.
+    def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What is added to the scores, 0 or -inf, ``[num_seqs, 1, num_queries, num_keys]``; None where all is causal.
 
         Made when block attention first asks: flash attention needs none, and it grows with the square of the length.
+        All layers have the same one: of a mask of booleans torch would make one per layer, and keep it.
         """
         if self.num_common is None:
             return None
-        device = self.num_common.device
-        last_key = self.num_common[:, None] + torch.arange(self.num_queries, device=device)
-        return torch.arange(self.num_keys, device=device) <= last_key[:, None, :, None]
+        if dtype not in self._biases:
+            last_key = self.num_common[:, None] + torch.arange(self.num_queries, device=self.num_common.device)
+            is_hidden = torch.arange(self.num_keys, device=last_key.device) > last_key[:, None, :, None]
+            bias = torch.zeros(is_hidden.shape, dtype=dtype, device=last_key.device)
+            self._biases[dtype] = bias.masked_fill_(is_hidden, -torch.inf)
+        return self._biases[dtype]
+
+    @cached_property
+    def _biases(self) -> dict[torch.dtype, torch.Tensor]:
+        return {}
 
     def to(self, device: torch.device) -> Block:
         """Copy to ``device``."""
@@ -157,6 +165,10 @@ class PackedLayout:
     """Tokens of all sequences; those in common count once per sequence."""
     shared: SharedTokens | None = None
     """None where every token of the sequences is in the row."""
+
+    def for_one_pass(self) -> PackedLayout:
+        """Return a copy whose blocks have no bias yet: what a pass makes is gone with it."""
+        return replace(self, blocks=tuple(replace(block) for block in self.blocks))
 
     def to(self, device: torch.device) -> PackedLayout:
         """Copy to ``device``."""
@@ -325,18 +337,20 @@ def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) ->
     return micro_batches
 
 
-def pack(flat: FlatTrajectories, indices: Sequence[int]) -> MicroBatch:
+def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = math.inf) -> MicroBatch:
     """Pack the trajectories ``indices`` into one row; without any, return a dummy of weight 0.
 
     The row has the trajectories in the order of ``indices`` where it holds them whole, else by the number of their own
-    tokens in it.
+    tokens in it. It holds them whole where they have less than ``MIN_SHARED`` in common, and fit into ``max_tokens``:
+    bundles are planned as if every beginning in common were computed once.
     """
     chosen = list(indices) if len(indices) else [int(np.diff(flat.offsets).argmin())]
-    num_common = _num_common(flat, chosen)
-    if sum(num_common.values()) < MIN_SHARED * sum(flat.lengths[index] for index in chosen):
+    num_common, lengths_N = _num_common(flat, chosen), flat.lengths
+    num_tokens = sum(lengths_N[index] for index in chosen)
+    if num_tokens <= max_tokens and sum(num_common.values()) < MIN_SHARED * num_tokens:
         num_common = dict.fromkeys(chosen, 0)
     else:
-        chosen.sort(key=lambda index: (num_common[index] - flat.lengths[index], -flat.lengths[index], index))
+        chosen.sort(key=lambda index: (num_common[index] - lengths_N[index], -lengths_N[index], index))
     order = np.asarray(chosen)
     starts, lengths = flat.offsets[order], np.diff(flat.offsets)[order]
     sequence_starts = np.cumsum(lengths) - lengths

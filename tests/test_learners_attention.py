@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,7 @@ from learners.meter import Meter
 from learners.models import attention
 from learners.models.attention import block_attention, flash_attention, takes_rows
 from learners.models.scoring import PolicyModel, TokenOutputs, packed_hidden_states
-from learners.packing import flatten, pack, packed_layout
+from learners.packing import PackedLayout, flatten, pack, packed_layout
 
 pytestmark = pytest.mark.engine
 
@@ -95,6 +96,26 @@ def test_blocks_cover_the_row_and_waste_little() -> None:
     assert packed_layout([5, 5, 5]).blocks[0].slots is None, "equal lengths need no scatter"
 
 
+def test_blocks_of_what_trajectories_share_waste_little() -> None:
+    """Sequences of a block have about as many queries, and about as many keys."""
+    layout = pack(flatten([*make_branches(2, 15, max_run=60), *make_branches(3, 15, max_run=90)]), range(30)).layout
+    assert layout.shared is not None
+    ends = layout.boundaries[1:]
+    owners = torch.bucketize(layout.shared.origin, ends, right=True)
+    own, lengths = owners.bincount(minlength=30).tolist(), layout.boundaries.diff().tolist()
+    edges = [block.start for block in layout.blocks] + [len(layout.shared.origin)]
+    assert [block.stop for block in layout.blocks] == edges[1:]
+    first = padded = 0
+    for block in layout.blocks:
+        chosen = slice(first, first := first + block.num_seqs)
+        assert (block.num_queries, block.num_keys) == (max(own[chosen]), max(lengths[chosen]))
+        assert block.num_queries * block.num_seqs * 0.875 <= sum(own[chosen]) == block.stop - block.start
+        assert block.num_keys * block.num_seqs * 0.875 <= sum(lengths[chosen])
+        padded += block.num_seqs * block.num_queries * block.num_keys
+    assert layout.useful_cells == sum(count * length for count, length in zip(own, lengths, strict=True))
+    assert layout.padded_cells == padded >= layout.useful_cells
+
+
 def test_boundaries_say_where_sequences_begin_and_end() -> None:
     layout = packed_layout([5, 4, 2, 2])
     assert layout.boundaries.tolist() == [0, 5, 9, 11, 13]
@@ -132,11 +153,17 @@ def plain_varlen(
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_flash_attention_asks_for_what_the_blocks_compute(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [packed_layout([9, 8, 5, 2, 7]), pack(flatten(make_branches(2)), range(6)).layout],
+    ids=["whole", "shared"],
+)
+def test_flash_attention_asks_for_what_the_blocks_compute(
+    monkeypatch: pytest.MonkeyPatch, layout: PackedLayout, kv_heads: int
+) -> None:
     torch.manual_seed(0)
-    lengths = [9, 8, 5, 2, 7]
-    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, kv_heads, kv_heads))
-    layout = packed_layout(lengths)
+    num_tokens = layout.num_tokens if layout.shared is None else len(layout.shared.origin)
+    query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, kv_heads, kv_heads))
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     for scaling in (None, 0.5):
         flash = flash_attention(query, key, value, layout, scaling)
@@ -202,3 +229,58 @@ def test_keys_and_values_are_kept_once_for_the_heads_of_a_group_bit_for_bit() ->
     (small, *ours), (large, *plain) = found
     assert large - small > 4 * 86 * 8 * 2 * (12 - 2) - 1  # float32
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("value_dim", [8, 6])
+@pytest.mark.parametrize("count", [3, 6])
+def test_what_the_backward_pass_copies_again_is_what_the_forward_pass_had(
+    kv_heads: int, value_dim: int, count: int
+) -> None:
+    """Values of another width than keys, as in DeepSeek-V3, take torch's plain kernel, which keeps views of them."""
+    layout, found = pack(flatten(make_branches(4, count)), range(count)).layout, []
+    for keeps_small in (True, False):
+        torch.manual_seed(0)
+        assert layout.shared is not None
+        shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+        query, key, value = (torch.randn(len(layout.shared.origin), *x, requires_grad=True) for x in shapes)
+        output = block_attention(query, key, value, layout, keeps_small=keeps_small)
+        output.square().sum().backward()
+        found.append((output, query.grad, key.grad, value.grad))
+    for ours, plain in zip(*found, strict=True):
+        assert ours is not None and plain is not None and torch.equal(ours, plain)
+
+
+def test_layers_keep_neither_copies_nor_masks_of_what_trajectories_share() -> None:
+    layout = pack(flatten(make_branches(4, 8, max_run=60)), range(8)).layout
+    assert layout.shared is not None
+    row = len(layout.shared.origin)
+    query, key, value = (torch.randn(row, heads, 8, requires_grad=True) for heads in (2, 2, 2))
+    kept = []
+    with TensorBytes(known=(query, key, value)) as made:
+        for _ in range(3):
+            kept.append((made.now, block_attention(query, key, value, layout)))
+        kept.append((made.now, query))
+    first, second, third = (after - before for (before, _), (after, _) in pairwise(kept))
+    num_pairs = sum(one.num_seqs * one.num_queries * one.num_keys for one in layout.blocks if one.keys is not None)
+    assert second == third <= first - 4 * num_pairs, "one mask for all layers"
+    num_queries = sum(block.num_seqs * block.num_queries for block in layout.blocks)
+    assert second <= 4 * 2 * (row * 8 + num_queries * (8 + 8 + 1)), "outputs, padded queries and outputs, and sums"
+
+
+def test_a_pass_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Micro-batches of a step are alive until it ends; a mask grows with the square of the length."""
+    make_policy(tmp_path)
+    flat = flatten(make_branches(1))
+    for checkpointing in (False, True):
+        policy = PolicyModel(tmp_path, torch.float32, 1.0, checkpointing)
+        policy(pack(flat, range(6))).logprobs.sum().backward()  # makes the gradients
+        trained = [tensor for one in policy.parameters() for tensor in (one, one.grad) if tensor is not None]
+        micro_batch = pack(flat, range(6))
+        assert micro_batch.layout.shared is not None
+        parts = (micro_batch, micro_batch.layout.shared, *micro_batch.layout.blocks)
+        packed = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+        with TensorBytes(known=[*packed, *trained, *policy.buffers()]) as made:
+            policy(micro_batch).logprobs.sum().backward()
+            gc.collect()
+        assert made.peak > made.now == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -117,18 +118,16 @@ def test_a_packed_row_holds_what_the_trajectories_hold() -> None:
     assert pack(flat, []).weight == 0.0
 
 
-def make_flat(sequences: list[list[int]]) -> FlatTrajectories:
-    """Trajectories whose first token is the prompt, all others MODEL."""
-    lengths = [len(sequence) for sequence in sequences]
-    offsets = np.cumsum([0, *lengths])
-    response_mask = np.ones(offsets[-1], np.bool_)
-    response_mask[offsets[:-1]] = False
-    num_model = int(response_mask.sum())
+def make_flat(sequences: list[list[int]], is_model: list[list[bool]] | None = None) -> FlatTrajectories:
+    """Trajectories of which ``is_model`` says what is MODEL; by default all but the first token, the prompt."""
+    offsets = np.cumsum([0, *map(len, sequences)])
+    marks = is_model or [[at > 0 for at in range(len(sequence))] for sequence in sequences]
+    num_model = sum(map(sum, marks))
     return FlatTrajectories(
         token_ids=np.concatenate([np.array(sequence, np.int64) for sequence in sequences]),
         offsets=offsets,
-        response_mask=response_mask,
-        model_offsets=offsets - np.arange(len(offsets)),
+        response_mask=np.concatenate([np.array(mark, np.bool_) for mark in marks]),
+        model_offsets=np.cumsum([0, *map(sum, marks)]),
         rollout_logprobs=np.zeros(num_model, np.float32),
         policy_versions=np.zeros(num_model, np.int32),
     )
@@ -143,7 +142,11 @@ def test_a_row_has_a_token_once_for_all_trajectories_that_begin_alike(
     sequences: list[list[int]], data: st.DataObject
 ) -> None:
     chosen = data.draw(st.permutations(range(len(sequences))))
-    flat = make_flat(sequences)
+    is_model = [
+        [False, *data.draw(st.lists(st.booleans(), min_size=len(sequence) - 1, max_size=len(sequence) - 1))]
+        for sequence in sequences
+    ]
+    flat = make_flat(sequences, is_model)
     micro_batch = pack(flat, chosen)
     layout = micro_batch.layout
     beginnings = [tuple(sequence[: at + 1]) for sequence in sequences for at in range(len(sequence))]
@@ -169,7 +172,7 @@ def test_a_row_has_a_token_once_for_all_trajectories_that_begin_alike(
     assert all(len(found) == 1 for found in begins.values()), "a token has one past"
     if layout.shared is not None:
         assert micro_batch.num_tokens == num_distinct
-    model = [(sequence, at) for sequence in sequences for at in range(1, len(sequence))]
+    model = [(one, at) for one, marks in zip(sequences, is_model, strict=True) for at, mark in enumerate(marks) if mark]
     assert sorted(micro_batch.column_index.tolist()) == list(range(len(model)))
     predictions = (micro_batch.per_model_token(x) for x in (micro_batch.predict_positions, micro_batch.target_ids))
     tensors = (micro_batch.column_index, *predictions)
@@ -195,6 +198,36 @@ def test_bundles_hold_every_trajectory_once_and_count_what_a_row_computes(
         assert (one.num_computed, one.size) == (len(tokens), len(tokens) + num_copied / 8)
         if len(one.members) > 1:
             assert one.size <= (max_tokens if num_ranks == 1 else min(max_tokens, total / (4 * num_ranks)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_row_is_larger_than_the_budget(num_ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):  # a trajectory has up to 15 tokens of a trunk, then its own
+        forks = zip(rng.integers(0, 16, 12), rng.integers(20, 60, 12), strict=True)
+        flat = make_flat([[*range(cut), *range(100 * n, 100 * n + own)] for n, (cut, own) in enumerate(forks, start=1)])
+        max_tokens = int(rng.integers(60, 400))
+        bundles = bundle(flat, range(12), num_ranks, max_tokens)
+        for chosen in (row for share in plan(flat.lengths, bundles, num_ranks, max_tokens, 0.001) for row in share):
+            micro_batch = pack(flat, chosen, max_tokens)
+            num_copied = micro_batch.layout.num_tokens - micro_batch.num_tokens
+            assert len(chosen) < 2 or micro_batch.num_tokens + num_copied / 8 <= max_tokens
+
+
+def test_a_row_for_which_the_budget_is_too_small_shares_what_little_there_is() -> None:
+    flat = make_flat([list(range(100)), [*range(13), *range(200, 287)]])
+    assert [one.members for one in bundle(flat, range(2), 1, 190)] == [(0, 1)]
+    rows = {max_tokens: pack(flat, range(2), max_tokens).num_tokens for max_tokens in (190, 199, 200)}
+    assert rows == {190: 187, 199: 187, 200: 200}, "13 of 200 are not worth the copies where there is room for all"
+    assert pack(make_flat([list(range(100))]), [0], 50).layout.shared is None, "longer than the budget, and alone"
+
+
+def test_a_learner_keeps_its_rows_within_its_budget(tmp_path: Path) -> None:
+    learner = GRPOLearner(make_config(learners={"num_learners": 0, "micro_batch_tokens": 62}), make_policy(tmp_path))
+    learner.build()
+    flat = make_flat([list(range(32)), [*range(4), *range(32, 60)]])
+    assert [row.num_tokens for row in learner.share(flat, range(2))] == [60]
+    learner.close()
 
 
 def test_trajectories_that_begin_alike_stay_together() -> None:
@@ -224,19 +257,27 @@ def test_a_row_on_a_device_selects_columns_of_the_host() -> None:
     moved = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), [0, 1]).to(torch.device("meta"))
     assert moved.token_ids.device.type == moved.layout.boundaries.device.type == "meta"
     assert moved.column_index.device.type == "cpu"
-    shared = pack(flatten(make_branches(0)), range(6)).to(torch.device("meta")).layout.shared
-    assert shared is not None
-    assert shared.spread.device.type == shared.origin.device.type == "meta"
+    shared = pack(flatten(make_branches(0)), range(6)).to(torch.device("meta"))
+    assert shared.layout.shared is not None and shared.predicted_by is not None
+    parts = [
+        {**vars(shared), "column_index": None},
+        *map(vars, (shared.layout, shared.layout.shared, *shared.layout.blocks)),
+    ]
+    tensors = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 10 and {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_only_block_attention_makes_a_mask() -> None:
-    """A mask grows with the square of the length, and flash attention takes none."""
+def test_a_query_of_a_block_attends_to_the_keys_up_to_its_own() -> None:
     layout = pack(flatten(make_branches(0)), range(6)).layout
     (block, *_) = [block for block in layout.blocks if block.keys is not None]
-    assert "mask" not in vars(block) and block.num_common is not None
-    assert block.mask is block.mask, "made once for all layers"
-    assert block.mask is not None
-    assert block.mask[0, 0].sum(-1).tolist() == [int(block.num_common[0]) + n + 1 for n in range(block.num_queries)]
+    bias = block.bias(torch.bfloat16)
+    assert bias is not None and bias is block.bias(torch.bfloat16), "made once for all layers"
+    assert bias.dtype == torch.bfloat16 and set(bias.flatten().tolist()) <= {0.0, -math.inf}
+    assert block.num_common is not None
+    for row, num_common in enumerate(block.num_common.tolist()):
+        num_seen = [min(num_common + at + 1, block.num_keys) for at in range(block.num_queries)]
+        assert (bias[row, 0] == 0).sum(-1).tolist() == num_seen
+    assert layout.blocks[0].bias(torch.bfloat16) is None, "the first one is whole, and attention causal"
 
 
 def test_a_trajectory_without_prompt_is_refused() -> None:

@@ -180,7 +180,7 @@ def packed_rows(
     flat = flatten(trajectories)
     bundles = bundle(flat, range(len(flat.lengths)), num_ranks, max_tokens)
     shares = plan(flat.lengths, bundles, num_ranks, max_tokens, pair_cost)
-    return [pack(flat, micro_batch) for share in shares for micro_batch in share]
+    return [pack(flat, micro_batch, max_tokens) for share in shares for micro_batch in share]
 
 
 def num_tokens(rows: Iterable[MicroBatch]) -> int:

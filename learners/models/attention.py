@@ -139,13 +139,14 @@ def block_attention(
         query_SHLD = _spread(query_THD, block)
         key_SHLD, value_SHLD = (_copies(packed_THD, block, groups) for packed_THD in (key_THD, value_THD))
         copied = ((key_THD, key_SHLD), (value_THD, value_SHLD)) if groups > 1 or block.keys is not None else ()
+        bias = block.bias(query_THD.dtype)
         with _keeping(copied, block, groups) if keeps_small and copied else nullcontext():
             output_SHLD = scaled_dot_product_attention(
                 query_SHLD,
                 key_SHLD,
                 value_SHLD,
-                attn_mask=block.mask,
-                is_causal=block.mask is None,
+                attn_mask=bias,
+                is_causal=bias is None,
                 scale=scaling,
             )
         flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
@@ -154,16 +155,24 @@ def block_attention(
 
 
 def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, groups: int) -> saved_tensors_hooks:
-    """Return a context in which autograd keeps, of pairs of a tensor and its copies, the tensor: bit for bit."""
-    origins = {copies.data_ptr(): _Copied(packed_THD.detach(), block, groups) for packed_THD, copies in copied}
+    """Return a context in which autograd keeps, of pairs of a tensor and its copies, the tensor: bit for bit.
+
+    A kernel that keeps the copies in another shape, as torch's plain one does, keeps them.
+    """
+    origins = {_place(copies): _Copied(packed_THD.detach(), block, groups) for packed_THD, copies in copied}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Copied:
-        return origins.get(tensor.data_ptr(), tensor)
+        return origins.get(_place(tensor), tensor)
 
     def unpack(kept: torch.Tensor | _Copied) -> torch.Tensor:
         return kept if isinstance(kept, torch.Tensor) else _copies(*kept)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return what makes a tensor the same as another one: address, shape and strides."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _copies(packed_THD: torch.Tensor, block: Block, groups: int) -> torch.Tensor:

@@ -134,7 +134,7 @@ def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor
         input_ids=batch.token_ids.unsqueeze(0),
         position_ids=batch.position_ids.unsqueeze(0),
         use_cache=False,
-        packing=batch.layout,
+        packing=batch.layout.for_one_pass(),
     )
     hidden_TC: torch.Tensor = output.last_hidden_state[0]
     return hidden_TC
