@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ from ragr1_actors.core.errors import UserError
 def run_script(main: Callable[..., None], folders: str) -> None:
     """Call ``main`` with the paths of the command line, and end with one sentence where it cannot go on.
 
-    ``folders`` names them for people; those in brackets may be left out: ``"SOURCE [TARGET]"``.
+    ``folders`` names them for people; those in brackets may be left out: ``"SOURCE [TARGET]"``. With ``...``
+    at the end there may be more: ``"RUN ..."``.
     """
-    given, expected = sys.argv[1:], folders.split()
-    if not sum("[" not in name for name in expected) <= len(given) <= len(expected):
+    given, expected = sys.argv[1:], folders.removesuffix(" ...").split()
+    at_most = len(expected) if folders.split() == expected else math.inf
+    if not sum("[" not in name for name in expected) <= len(given) <= at_most:
         sys.exit(f"got {len(given)} arguments, expected: {folders}")
     try:
         main(*map(Path, given))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.real import results
-from ragr1_actors.core.errors import DataError
+from benchmarks.real import results, runs
+from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 
 GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge", "Oslo")}
 
@@ -41,8 +42,9 @@ def answered(name: str, answer: str, num_rounds: int) -> TrajectoryGroup:
 def write_run(root: Path, name: str, groups: list[TrajectoryGroup], minutes: float = 30) -> None:
     """A run directory with what the tables read."""
     (root / name / "trajectories").mkdir(parents=True)
-    report = {"wall_s": 60 * minutes, "peak_rss_bytes": 9_000_000_000, "stages": [{"stage": "rl"}]}
-    (root / name / "report.json").write_text(json.dumps(report))
+    means = EvalResult(em=0.5, f1=0.5, rounds=1, queries_per_round=2, queries=2, tokens=3, num_tasks=len(groups))
+    tasks = TaskCounts(issued=1, trained=1, failed=0, lost=0, doubled=0)
+    write_report(root / name, RunReport((StageReport("rl", means, 1.0),), 60 * minutes, 9_000_000_000, tasks))
     write_trajectories(root / name / "trajectories" / "eval_rl.arrow", [groups_to_record_batch(groups)])
 
 
@@ -72,6 +74,44 @@ def test_the_tables_hold_all_seeds_by_type_and_the_paired_difference(
     assert "one less several, after RL:" in printed
     assert "- em: +1.000 (+1.000 to +1.000)" in printed, "of seed 2 alone, and of the question that both answered"
     assert "- rounds: +2.000 (+2.000 to +2.000)" in printed
+
+
+def test_an_attempt_that_the_machinery_failed_is_no_answer(tmp_path: Path) -> None:
+    """Its task was asked again, and both are in the file."""
+    whole = answered("a", "Riga", 1)
+    failed = replace(whole.trajectories[0], stop_reason=StopReason.ENGINE_ERROR, answer="", error="gone")
+    write_run(tmp_path, "one_seed0", [TrajectoryGroup(whole.task, (failed,)), whole])
+    (run,) = results.finished("one", tmp_path)
+    assert [one.score.em for one in run.answers("rl")] == [1.0]
+
+
+def test_runs_are_in_the_order_of_their_seeds_and_other_folders_are_left_alone(tmp_path: Path) -> None:
+    for name in ("one_seed10", "one_seed9", "one_seed9_old", "one_seed", "another_one_seed1"):
+        write_run(tmp_path, name, [answered("a", "Riga", 1)])
+    (tmp_path / "one_seed3").mkdir()  # interrupted
+    assert [run.seed for run in results.finished("one", tmp_path)] == [9, 10]
+
+
+def test_what_a_run_lacks_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "one_seed0", [answered("a", "Riga", 1)])
+    write_run(tmp_path, "other_seed1", [answered("a", "Riga", 1)])
+    write_run(tmp_path, "empty_seed0", [])
+    write_run(tmp_path, "bare_seed0", [])
+    (tmp_path / "bare_seed0" / "trajectories" / "eval_rl.arrow").unlink()
+    write_run(tmp_path, "damaged_seed0", [])
+    (tmp_path / "damaged_seed0" / "report.json").write_text("{")
+    for names, said in (
+        (["one", "other"], r"one_seed0 and .*other_seed1 answered no question with the same seed"),
+        (["empty"], r"empty_seed0.*eval_rl\.arrow has no answers"),
+        (["bare"], r"bare_seed0.*eval_rl\.arrow cannot be read"),
+        (["damaged"], r"damaged_seed0.*report\.json"),
+    ):
+        with pytest.raises(UserError, match=said):
+            results.main(names, tmp_path)
+    run = runs.FinishedRun(tmp_path / "one_seed0")
+    assert run.evaluated("rl", "em") == 0.5
+    with pytest.raises(DataError, match="was evaluated after rl, expected sft too"):
+        run.evaluated("sft", "em")
 
 
 def test_a_name_without_a_finished_run_is_refused(tmp_path: Path) -> None:

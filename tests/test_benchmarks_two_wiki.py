@@ -88,6 +88,14 @@ def test_the_files_of_the_recipe(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "test.json").read_bytes() == (tmp_path / "2wiki_test_1.json").read_bytes()
 
 
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    """JSON can write it, and no file of UTF-8 can hold it."""
+    write(tmp_path, [COMPARISON, COMPARISON | {"evidences": [["Salt", "director", "Ana \ud83d"]]}])
+    with pytest.raises(DataError, match=r"2wiki_train_5\.json, entry 2: half a character"):
+        two_wiki.main(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file of 2WikiMultihopQA like"):
         two_wiki.main(tmp_path, tmp_path / "out")
@@ -144,6 +152,16 @@ def test_a_script_ends_with_a_sentence(
     with pytest.raises(SystemExit) as ended:
         run_script(interrupted, "FOLDER [TARGET]")
     assert ended.value.code == 130
+
+
+def test_a_script_takes_as_many_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Path, ...]] = []
+    monkeypatch.setattr(sys, "argv", ["results", "a", "b", "c"])
+    run_script(lambda *runs: found.append(runs), "RUN ...")
+    assert found == [(Path("a"), Path("b"), Path("c"))]
+    monkeypatch.setattr(sys, "argv", ["results"])
+    with pytest.raises(SystemExit, match=r"got 0 arguments, expected: RUN \.\.\."):
+        run_script(lambda *runs: found.append(runs), "RUN ...")
 
 
 def test_a_folder_of_a_model_is_made_again_if_it_lacks_a_file(

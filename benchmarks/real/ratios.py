@@ -95,8 +95,8 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
 
 def world(runs: Sequence[FinishedRun]) -> dict[str, list[Sample]]:
     """The samples of the metrics of the generated world, one per run."""
-    minutes = [one.report["wall_s"] / 60 for one in runs]
-    num_bytes = [float(one.report["peak_rss_bytes"]) for one in runs]
+    minutes = [one.report.wall_s / 60 for one in runs]
+    num_bytes = [float(one.report.peak_rss_bytes) for one in runs]
     gains = [gain(one) for one in runs]
     return {
         "real_world_em": [Sample(one.ours, one.ours, one.theirs) for one in gains],

@@ -8,14 +8,14 @@ names, the paired difference of the second to the first after RL, question by qu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-from benchmarks.real.runs import ROOT, Answered, FinishedRun
+from benchmarks.measurement import run_script
+from benchmarks.real.runs import ROOT, Answered, FinishedRun, finished_runs
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.runs.scores import Interval, bootstrap
 
@@ -29,12 +29,12 @@ def main(names: Sequence[str], root: Path = ROOT) -> None:
     """Print the tables."""
     found = {name: finished(name, root) for name in names}
     for name, runs in found.items():
-        minutes = fmean(one.report["wall_s"] for one in runs) / 60
-        peak = max(one.report["peak_rss_bytes"] for one in runs) / 1e9
+        minutes = fmean(one.report.wall_s for one in runs) / 60
+        peak = max(one.report.peak_rss_bytes for one in runs) / 1e9
         seeds = ", ".join(str(one.seed) for one in runs)
         print(f"\n### {name}: seeds {seeds}, {minutes:.0f} minutes each, {peak:.1f} GB at the peak\n")
         print(HEADING)
-        for stage in [one["stage"] for one in runs[0].report["stages"]]:
+        for stage in [one.stage for one in runs[0].report.stages]:
             print("\n".join(rows(stage, [answered for one in runs for answered in one.answers(stage)])))
     if len(found) == 2:
         first, second = found.values()
@@ -45,7 +45,7 @@ def main(names: Sequence[str], root: Path = ROOT) -> None:
 
 def finished(name: str, root: Path) -> list[FinishedRun]:
     """The runs of a name that ended, in the order of their seeds; ``DataError`` if there is none."""
-    found = [FinishedRun(path.parent) for path in sorted(root.glob(f"{name}_seed*/report.json"))]
+    found = finished_runs(name, root)
     if not found:
         raise DataError(f"no run {root / name}_seed* has ended; train it with: ragr1 bench real")
     return found
@@ -67,12 +67,22 @@ def _row(stage: str, category: str, answers: Sequence[Answered]) -> str:
 
 
 def paired(first: Sequence[FinishedRun], second: Sequence[FinishedRun]) -> dict[str, Interval]:
-    """The differences of the second to the first over the questions that both answered with the same seed."""
+    """The differences of the second to the first over the questions that both answered with the same seed.
+
+    Raises:
+        DataError: there is no such question.
+    """
     ours, theirs = (
         {(run.seed, one.score.task_id): one.score for run in runs for one in run.answers("rl")}
         for runs in (first, second)
     )
     pairs = [(score, theirs[key]) for key, score in ours.items() if key in theirs]
+    if not pairs:
+        first_path, second_path = first[0].path, second[0].path
+        raise DataError(
+            f"the runs like {first_path} and {second_path} answered no question with the same seed; train both names "
+            "with the same seeds"
+        )
     return {
         name: bootstrap(np.asarray([getattr(b, name) - getattr(a, name) for a, b in pairs], np.float64))
         for name in MEASURES
@@ -86,4 +96,4 @@ def shown(interval: Interval, sign: str = "") -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(lambda *names: main([str(name) for name in names]), "NAME ...")

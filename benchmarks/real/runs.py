@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measurement import log
 from benchmarks.real.two_wiki import is_yes_no
-from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Trajectory
+from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.scores import TaskScore, score
 
 ROOT = Path("runs/real")
@@ -48,17 +48,38 @@ class FinishedRun:
         return int(self.path.name.rpartition("_seed")[2])
 
     @cached_property
-    def report(self) -> dict[str, Any]:
-        return json.loads((self.path / "report.json").read_text())
+    def report(self) -> RunReport:
+        return read_report(self.path)
 
     def answers(self, stage: str) -> list[Answered]:
-        """What the evaluation after a stage, ``start``, ``sft`` or ``rl``, answered."""
-        groups = read_trajectories(self.path / "trajectories" / f"eval_{stage}.arrow")
-        return [answered(one) for group in groups for one in group.trajectories]
+        """What the evaluation after a stage, ``start``, ``sft`` or ``rl``, answered.
+
+        Attempts that the machinery failed are left out, as in the report: their tasks were asked again.
+
+        Raises:
+            DataError: the run kept no trajectories of the evaluation, or its file is damaged.
+        """
+        path = self.path / "trajectories" / f"eval_{stage}.arrow"
+        trajectories = [one for group in read_trajectories(path) for one in group.trajectories]
+        found = [answered(one) for one in trajectories if not one.stop_reason.is_failure]
+        if not found:
+            raise DataError(f"{path} has no answers; train the run again, with checkpointing.keep_trajectories")
+        return found
 
     def evaluated(self, stage: str, measure: str) -> float:
-        """The mean of a measure after a stage: ``evaluated("rl", "em")``."""
-        return next(one["eval"][measure] for one in self.report["stages"] if one["stage"] == stage)
+        """The mean of a measure after a stage: ``evaluated("rl", "em")``; ``DataError`` if there is no such stage."""
+        means = {one.stage: asdict(one.eval) for one in self.report.stages}
+        for name, found in means.items():
+            if name == stage:
+                return float(found[measure])
+        raise DataError(f"{self.path} was evaluated after {', '.join(means)}, expected {stage} too; train it again")
+
+
+def finished_runs(name: str, root: Path = ROOT) -> list[FinishedRun]:
+    """The runs ``NAME_seed0``, ``NAME_seed1`` and so on that ended, in the order of their seeds."""
+    folders = [path.parent for path in root.glob("*/report.json")]
+    found = [FinishedRun(path) for path in folders if re.fullmatch(re.escape(name) + r"_seed\d+", path.name)]
+    return sorted(found, key=lambda run: run.seed)
 
 
 def answered(trajectory: Trajectory) -> Answered:
@@ -71,7 +92,7 @@ def answered(trajectory: Trajectory) -> Answered:
         return any(answer.lower() in text.lower() for text in texts for answer in task.golden_answers)
 
     is_found, is_shown = has_answer(chain.from_iterable(passages)), has_answer(observations)
-    return Answered(task.category, is_yes_no(task.golden_answers[0]), is_found, is_shown, score(trajectory))
+    return Answered(task.category, any(map(is_yes_no, task.golden_answers[:1])), is_found, is_shown, score(trajectory))
 
 
 def train(recipe: str, name: str, overrides: Sequence[str], seed: int, root: Path = ROOT) -> FinishedRun:

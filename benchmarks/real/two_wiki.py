@@ -36,6 +36,7 @@ from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, UserError, one_line
 from ragr1_actors.core.files import opened, write_file
 from retrieval.corpora.readers import read_passages
+from retrieval.corpora.text import valid_unicode
 
 MAX_YES_NO = 0.1
 """Largest share of training answers that are yes or no."""
@@ -93,6 +94,10 @@ def read_train(path: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path}, entry {number}: expected texts as {', '.join(_TEXTS)} and lists as {', '.join(_LISTS)}, none "
                 "of them empty; take the set's own JSON"
+            )
+        if valid_unicode(text := json.dumps(record, ensure_ascii=False)) != text:
+            raise DataError(
+                f"{path}, entry {number}: half a character, a lone \\ud800 escape or the like; mend the text"
             )
     return records
 
