@@ -137,6 +137,12 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
         retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
     elif request.index is not None or (place is not None and needs_index(run.retrieval.type)):
         retrieval["index"] = str(request.index or index_of(run, place))
+        if "retrieval.corpus" in _named(request):
+            corpus = shortened(run.retrieval.corpus)
+            raise ConfigError(
+                f"got retrieval.corpus={corpus}, which has no effect where an index is searched; make one of it, ragr1 "
+                f"index build --corpus {corpus} --out DIR, and name it with --index DIR"
+            )
         if request.index is not None and "retrieval.encoder" not in _named(request):
             retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
     changes["policy"] = {"model": folder} if folder and place is None else {}
