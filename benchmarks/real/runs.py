@@ -69,10 +69,9 @@ class FinishedRun:
     def evaluated(self, stage: str, measure: str) -> float:
         """The mean of a measure after a stage: ``evaluated("rl", "em")``; ``DataError`` if there is no such stage."""
         means = {one.stage: asdict(one.eval) for one in self.report.stages}
-        for name, found in means.items():
-            if name == stage:
-                return float(found[measure])
-        raise DataError(f"{self.path} was evaluated after {', '.join(means)}, expected {stage} too; train it again")
+        if stage not in means:
+            raise DataError(f"{self.path} was evaluated after {', '.join(means)}, expected {stage} too; train it again")
+        return float(means[stage][measure])
 
 
 def finished_runs(name: str, root: Path = ROOT) -> list[FinishedRun]:
