@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,18 +16,18 @@ from rich.table import Table
 from ragr1_actors.core.errors import UserError
 
 
-def run_script(main: Callable[..., None], folders: str) -> None:
+def run_script(main: Callable[..., None], **arguments: str | None) -> None:
     """Call ``main`` with the paths of the command line, and end with one sentence where it cannot go on.
 
-    ``folders`` names them for people; those in brackets may be left out: ``"SOURCE [TARGET]"``. With ``...``
-    at the end there may be more: ``"RUN ..."``.
+    ``arguments`` are the parameters of ``main`` and argparse's ``nargs`` of each: ``source=None, target="?"``. One
+    with ``"?"`` is passed if it is given.
     """
-    given, expected = sys.argv[1:], folders.removesuffix(" ...").split()
-    at_most = len(expected) if folders.split() == expected else math.inf
-    if not sum("[" not in name for name in expected) <= len(given) <= at_most:
-        sys.exit(f"got {len(given)} arguments, expected: {folders}")
+    parser = argparse.ArgumentParser(description=sys.modules[main.__module__].__doc__)
+    for name, nargs in arguments.items():
+        parser.add_argument(name, nargs=nargs, type=Path)
+    given = {name: path for name, path in vars(parser.parse_args()).items() if path is not None}
     try:
-        main(*map(Path, given))
+        main(**given)
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

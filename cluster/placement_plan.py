@@ -145,8 +145,8 @@ def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ..
         Demand(
             "encoders",
             retrieval.num_encoders if num_replicas else 0,
-            retrieval.num_cpus_per_encoder,
-            retrieval.num_gpus_per_encoder,
+            retrieval.encoders.num_cpus,
+            retrieval.encoders.num_gpus,
             retrieval.label_selector,
         ),
     ]

@@ -23,16 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from envs.options import SearchOptions  # noqa: E402
 from learners.options import OPTIONS  # noqa: E402
-from ragr1_actors.core.config import (  # noqa: E402
-    FaultToleranceSettings,
-    GuardSettings,
-    LoraSettings,
-    RetrieverAutoscaling,
-    RunConfig,
-    RunnerAutoscaling,
-    TinySettings,
-)
+from ragr1_actors.core.config import RunConfig  # noqa: E402
+from ragr1_actors.core.section import Section  # noqa: E402
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
 from retrieval.indexes.manifest import (  # noqa: E402
@@ -46,6 +40,23 @@ from retrieval.indexes.manifest import (  # noqa: E402
 OUTPUT = ROOT / "docs" / "configuration.md"
 LONG_DEFAULT = 40
 """Characters. A longer default is shown below the table."""
+FIRST = (
+    *("environment.tasks", "environment.eval_tasks", "environment.prompt", "environment.reward"),
+    *("environment.max_turns", "environment.options", "policy.model", "policy.dtype"),
+    *("env_runners.num_env_runners", "env_runners.num_gpus_per_env_runner", "env_runners.engine"),
+    *("env_runners.max_context_tokens", "env_runners.max_new_tokens_per_turn"),
+    *("retrieval.index", "retrieval.corpus", "retrieval.type", "retrieval.encoder", "retrieval.num_retrievers"),
+    *("sft.num_steps", "sft.demonstrations", "sft.lr"),
+    *(
+        "training.algorithm",
+        "training.num_iterations",
+        "training.train_batch_size",
+        "training.group_size",
+        "training.lr",
+    ),
+    *("learners.num_learners", "learners.num_gpus_per_learner", "learners.zero_stage", "evaluation.num_tasks"),
+)
+"""The keys that most runs set."""
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 _HEAD = """# Configuration
@@ -58,6 +69,9 @@ A configuration has two levels, `section.key`. The names are the same in three p
 - on the command line: `ragr1 train quickstart training.lr=1e-6`
 - in Python: `AlgorithmConfig.from_recipe("quickstart").training(lr=1e-6)`
 
+A key may be a group of keys, such as `training.guard`, or a mapping of options. `training.guard.action=warn` sets one
+of them on the command line and leaves the others; `"training.guard={action: warn}"` sets all.
+
 A value on the command line is read as YAML. Quote it for the shell if it holds spaces or brackets:
 `"retrieval.options={ef_search: 256}"`. An unknown key is an error that names a similar key, or all known
 ones. The resolved configuration, every key with its value, is stored as `config.yaml` in the run directory.
@@ -66,10 +80,14 @@ ones. The resolved configuration, every key with its value, is stored as `config
 
 def page() -> str:
     """Return the text of ``docs/configuration.md``."""
-    parts = [_HEAD]
+    parts = [_HEAD, f"## {len(FIRST)} keys to start with\n\n{_first_table()}"]
     for name, field in RunConfig.model_fields.items():
         section = type(field.default)
         parts.append(f"## {name}\n\n{_prose(inspect.getdoc(section) or '')}\n\n{_model_table([section], f'{name}.')}")
+    parts.append(
+        "## Options of an environment\n\nKeys of `environment.options`, for `search`, `rag` and `direct`.\n\n"
+        f"{_model_table([SearchOptions], '')}"
+    )
     parts.append(_algorithm_options())
     parts.append(
         "## Options of an index\n\nKeys of `retrieval.options`, and of `--option` of `ragr1 index`, by "
@@ -81,16 +99,32 @@ def page() -> str:
         "## Options of retrieval.type=replay\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         "| `run` | text | required | A run directory whose recorded searches are answered again. |\n"
     )
-    parts.append(f"## Keys of policy.tiny\n\n{_model_table([TinySettings], '')}")
-    parts.append(f"## Keys of training.guard\n\n{_model_table([GuardSettings], '')}")
-    parts.append(f"## Keys of learners.lora\n\n{_model_table([LoraSettings], '')}")
-    parts.append(f"## Keys of env_runners.autoscaling\n\n{_model_table([RunnerAutoscaling], '')}")
-    parts.append(
-        "## Keys of retrieval.autoscaling and retrieval.encoder_autoscaling\n\n"
-        f"{_model_table([RetrieverAutoscaling], '')}"
-    )
-    parts.append(f"## Keys of debugging.fault_tolerance\n\n{_model_table([FaultToleranceSettings], '')}")
+    for title, group in _groups().items():
+        parts.append(f"## Keys of {title}\n\n{_prose(inspect.getdoc(group) or '')}\n\n{_model_table([group], '')}")
     return "\n".join(parts)
+
+
+def _first_table() -> str:
+    rows: dict[str, str] = {}
+    for name, field in RunConfig.model_fields.items():
+        lines = _model_table([type(field.default)], f"{name}.").splitlines()
+        rows |= {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(rows[key] for key in FIRST), ""])
+
+
+def _groups() -> dict[str, type[Section]]:
+    """Return the classes of the keys and options that are groups of keys, by the names of all that take one."""
+    owners: dict[type[Section], list[str]] = {}
+    for name, field in RunConfig.model_fields.items():
+        section = type(field.default)
+        for key in section.model_fields:
+            if (group := section.section_in(key)) is not None:
+                owners.setdefault(group, []).append(f"{name}.{key}")
+    for options in OPTIONS.values():
+        for key in options.model_fields:
+            if (group := options.group(key)) is not None:
+                owners.setdefault(group, [f"training.options.{key}"])
+    return {" and ".join(names): group for group, names in owners.items()}
 
 
 def _algorithm_options() -> str:
@@ -190,6 +224,8 @@ def _annotation(annotation: Any) -> str:
         return "mapping"
     if arguments:  # a union
         return " or ".join(_annotation(argument) for argument in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "group of keys"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
     return names.get(annotation, str(annotation))
 
@@ -200,6 +236,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if default is None:
         return "`null`"
+    if isinstance(default, Section):
+        return "its keys' own"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return "empty" if default == "" else f"`{default}`"

@@ -11,7 +11,7 @@ The first ``<search>`` or ``<answer>`` outside ``<think>`` is the action. Text b
 ``<think>`` that is never closed reaches to the end of the turn: the tags in it are text. Everything here takes time
 linear in the text.
 
-``environment.query_format`` says how queries are written inside ``<search>``::
+``environment.options.query_format`` says how queries are written inside ``<search>``::
 
     lines    Ana Bell\n Bo Cole            the default: no character of a query has a second meaning
     comma    Ana Bell, Bo Cole             RAG-R1-mq's checkpoints; a comma inside a query splits it
@@ -24,9 +24,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from envs.base import Action, Answer, Malformed, Search
-from ragr1_actors.core.config import QueryFormat
+from envs.options import QueryFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The policy searches: ``Search(("Ana Bell", "Bo Cole"))``."""
+
+    queries: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The policy answers: ``Answer("Riga")``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """The turn holds no action that the environment understands."""
+
+    reason: str
+
+
+Action = Search | Answer | Malformed
 
 STOP_TAGS = ("</search>", "</answer>")
 THINK = "<think>"
@@ -34,11 +59,6 @@ _OPENING = re.compile(r"<(think|search|answer)>")
 ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _END_OF_THINK = re.compile("</think>")
 _LONGEST_TAG = len("</search>")  # of those that are looked for
-_END_OF_QUERY: dict[QueryFormat, re.Pattern[str]] = {
-    "lines": re.compile(r"\n|</search>"),
-    "comma": re.compile(r",|</search>"),
-    "single": re.compile("</search>"),
-}
 _BLANKS = re.compile(r"\s*+")
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
 # Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
@@ -58,6 +78,25 @@ def parse_action(completion: str, query_format: QueryFormat = "lines") -> Action
     if end < 0:
         return Malformed(f"<{tag}> is never closed")
     return _read_body(tag, completion[opening.end() : end].strip(), query_format)
+
+
+def read_answer(completion: str) -> Answer | Malformed:
+    """Return the text inside the first ``<answer>`` outside thoughts; without the tag, all text behind them.
+
+    It is for turns that can only answer: a model that was never trained on the tags may leave them out.
+    """
+    text = completion[skip_thoughts(completion) :]
+    if text.startswith(THINK):
+        return Malformed("<think> is never closed")
+    _, opening, rest = text.partition("<answer>")
+    body, closing, _ = rest.partition("</answer>")
+    if opening and not closing:
+        return Malformed("<answer> is never closed")
+    answer = (body if opening else text).strip()
+    if not answer:
+        return Malformed("the turn has no answer")
+    inner = ANY_TAG.search(answer)
+    return Malformed(f"{inner[0]} inside the answer") if inner else Answer(answer)
 
 
 def open_thought(turn: str) -> str:
@@ -91,25 +130,8 @@ def _read_body(tag: str, body: str, query_format: QueryFormat) -> Action:
         return Malformed(f"{inner[0]} inside <{tag}>")
     if tag == "answer":
         return Answer(body)
-    match query_format:
-        case "lines":
-            return Search(tuple(body.split("\n")))
-        case "comma":
-            return Search(tuple(body.split(",")))
-        case "json":
-            return _read_json(body)
-        case "single":
-            return Search((body,))
-
-
-def _read_json(body: str) -> Search | Malformed:
-    try:
-        queries = json.loads(body)
-    except (ValueError, RecursionError) as error:  # ten thousand brackets
-        return Malformed(f"<search> holds no JSON: {error}")
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        return Malformed("<search> holds JSON that is not a list of strings")
-    return Search(tuple(queries)) if queries else Malformed("<search> holds an empty list")
+    found = FORMATS[query_format].split(body)
+    return Malformed(f"<search> holds {found}") if isinstance(found, str) else Search(tuple(found))
 
 
 def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") -> str:
@@ -124,16 +146,7 @@ def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") 
     if not queries or (query_format == "single" and len(queries) > 1):
         expected = "exactly one" if query_format == "single" else "at least one"
         raise ValueError(f"got {len(queries)} queries in the format {query_format!r}, expected {expected}")
-    texts = [ANY_TAG.sub(" ", query) for query in queries]
-    match query_format:
-        case "lines":
-            return "\n".join(text.replace("\n", " ") for text in texts)
-        case "comma":
-            return ",".join(text.replace(",", " ") for text in texts)
-        case "json":
-            return json.dumps(texts, ensure_ascii=False)
-        case "single":
-            return texts[0]
+    return FORMATS[query_format].join([ANY_TAG.sub(" ", query) for query in queries])
 
 
 class QueryCleaner:
@@ -186,62 +199,118 @@ class QueryStream:
 
     def __init__(self, query_format: QueryFormat) -> None:
         """Start in front of a turn."""
-        self._end_of_query = _END_OF_QUERY.get(query_format)  # None for JSON
-        self._marks = '["'  # of JSON: what comes before the next string; empty inside one
-        self._state = "outside"  # or think, search, answer, done
+        self._format = FORMATS[query_format]
+        self._state = "outside"  # or think, search, answer
         self._position = 0  # the text before it has been read
-        self._start = 0  # of the query that is being read
+        self._queries: QueryScanner | None = None  # of the search that is being read
 
     def feed(self, partial: str) -> list[str]:
         """Take the turn's whole text so far and return the queries that ended since the last call, not cleaned."""
+        while self._state in ("outside", "think"):
+            pattern = _OPENING if self._state == "outside" else _END_OF_THINK
+            found = pattern.search(partial, self._position)
+            # where there is none, the text may end with the beginning of one
+            self._position = found.end() if found else max(self._position, len(partial) - _LONGEST_TAG + 1)
+            if found is None:
+                return []
+            self._state = found[1] if self._state == "outside" else "outside"
+            if self._state == "search":
+                self._queries = self._format.scanner(self._position)
+        return [] if self._queries is None else self._queries.read_on(partial)
+
+
+# -- formats of the queries inside <search> ----------------------------------------------------------------------------
+
+
+class QueryScanner(Protocol):
+    """Finds the queries of a search that is still being written."""
+
+    def read_on(self, text: str) -> list[str]:
+        """Take the turn's whole text so far; return the queries that are complete, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Separated:
+    """Queries with something between them; without a separator all of the text is one query."""
+
+    separator: str
+    in_words: str
+    """For the prompt."""
+
+    def split(self, body: str) -> list[str] | str:
+        """Return the queries of a whole search; a text says what is wrong with it."""
+        return body.split(self.separator) if self.separator else [body]
+
+    def join(self, queries: Sequence[str]) -> str:
+        """Write queries, with a space for a separator inside one."""
+        return self.separator.join(query.replace(self.separator, " ") if self.separator else query for query in queries)
+
+    def scanner(self, start: int) -> QueryScanner:
+        """Return what reads the queries of a text from ``start`` on."""
+        return _SeparatedScanner("|".join(filter(None, (re.escape(self.separator), "</search>"))), start)
+
+
+class _SeparatedScanner:
+    def __init__(self, end_of_query: str, start: int) -> None:
+        self._end_of_query = re.compile(end_of_query)
+        self._start = self._position = start
+        self._is_done = False
+
+    def read_on(self, text: str) -> list[str]:
         found: list[str] = []
-        while self._read_on(partial, found):
+        while not self._is_done and (end := self._end_of_query.search(text, self._position)):
+            found.append(text[self._start : end.start()])
+            self._start = self._position = end.end()
+            self._is_done = end[0] == "</search>"
+        self._position = max(self._position, len(text) - _LONGEST_TAG + 1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class JsonList:
+    """Queries as a JSON list of strings."""
+
+    in_words: str = "as a JSON list of strings"
+
+    def split(self, body: str) -> list[str] | str:
+        """Return the queries of a whole search; a text says what is wrong with it."""
+        try:
+            queries = json.loads(body)
+        except (ValueError, RecursionError) as error:  # ten thousand brackets
+            return f"no JSON: {error}"
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+            return "JSON that is not a list of strings"
+        return queries or "an empty list"
+
+    def join(self, queries: Sequence[str]) -> str:
+        """Write queries."""
+        return json.dumps(queries, ensure_ascii=False)
+
+    def scanner(self, start: int) -> QueryScanner:
+        """Return what reads the strings of a text from ``start`` on."""
+        return _StringScanner(start)
+
+
+class _StringScanner:
+    def __init__(self, start: int) -> None:
+        self._position = self._start = start
+        self._marks = '["'  # what comes before the next string; empty inside one
+        self._is_done = False
+
+    def read_on(self, text: str) -> list[str]:
+        found: list[str] = []
+        while not self._is_done and self._read_mark(text, found):
             pass
         return found
 
-    def _read_on(self, text: str, found: list[str]) -> bool:
-        """Read up to the next place that matters; False where the text ends before it, or no query can come."""
-        match self._state:
-            case "outside":
-                opening = self._find(_OPENING, text)
-                if opening is not None:
-                    self._state, self._start = opening[1], opening.end()
-                return opening is not None
-            case "think":
-                closing = self._find(_END_OF_THINK, text)
-                if closing is not None:
-                    self._state = "outside"
-                return closing is not None
-            case "search":
-                end = self._end_of_query
-                return self._read_string(text, found) if end is None else self._read_query(end, text, found)
-            case _:  # inside <answer>, or behind the last query
-                return False
-
-    def _find(self, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-        match = pattern.search(text, self._position)
-        # where there is none, the text may end with the beginning of one
-        self._position = match.end() if match else max(self._position, len(text) - _LONGEST_TAG + 1)
-        return match
-
-    def _read_query(self, end_of_query: re.Pattern[str], text: str, found: list[str]) -> bool:
-        end = self._find(end_of_query, text)
-        if end is None:
-            return False
-        found.append(text[self._start : end.start()])
-        self._start = end.end()
-        if end[0] == "</search>":
-            self._state = "done"
-        return True
-
-    def _read_string(self, text: str, found: list[str]) -> bool:
-        """Read up to the next mark, or to the end of a string."""
+    def _read_mark(self, text: str, found: list[str]) -> bool:
+        """Read up to the next mark, or to the end of a string; False where the text ends before it."""
         unread = _BLANKS if self._marks else _IN_STRING
         self._position = unread.match(text, self._position).end()  # type: ignore[union-attr]  # both match nothing, too
         if self._position == len(text):
             return False
         if not text.startswith(self._marks[:1] or '"', self._position):  # no list of strings, or half an escape
-            self._state = "done" if self._marks else self._state
+            self._is_done = bool(self._marks)
             return False
         self._position += 1
         if self._marks:
@@ -251,5 +320,14 @@ class QueryStream:
         try:
             found.append(json.loads(text[self._start : self._position]))
         except ValueError:
-            self._state = "done"
+            self._is_done = True
         return True
+
+
+FORMATS: dict[QueryFormat, Separated | JsonList] = {
+    "lines": Separated("\n", "one a line"),
+    "comma": Separated(",", "separated by commas"),
+    "json": JsonList(),
+    "single": Separated("", "as plain text"),
+}
+"""All that is known of ``environment.options.query_format``."""

@@ -5,10 +5,7 @@ One environment instance runs one trajectory. The loop that drives it, as pseudo
     messages = await env.reset(task)                 # the prompt
     while True:
         completion = await generate(token ids so far)    # env.peek(text so far) meanwhile; on if env.left_open(text)
-        match env.parse(completion.text):
-            case Search(queries):   result = await env.step(queries)
-            case Answer(text):      result = await env.submit(text)
-            case Malformed(reason): result = await env.malformed(reason)
+        result = await env.act(completion)
         if result.terminated or result.truncated: break
         append result.observation and result.notice
     env.close()
@@ -18,38 +15,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
+from envs.measures import MEASURES, Measure
 from envs.observations import defuse
-from ragr1_actors.core.types import DefuseFn, EncodeFn, Message, RetrievalRecord, Task, normalize_answer
+from envs.options import SearchOptions
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.resolve import load_object, named, part_options
+from ragr1_actors.core.section import Section
+from ragr1_actors.core.types import ChatModel, Completion, DefuseFn, EncodeFn, Message, Task, ToolCall, Trajectory
 from retrieval.base import Retriever
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The policy searches: ``Search(("Ana Bell", "Bo Cole"))``."""
-
-    queries: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The policy answers: ``Answer("Riga")``."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """The turn holds no action that the environment understands."""
-
-    reason: str
-
-
-Action = Search | Answer | Malformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +40,56 @@ class StepResult:
     notice: str = ""
     """A message of the environment, after the observation; its tokens become ``TokenKind.NOTICE``."""
     reward: float = 0.0
-    """Summed over the steps of the trajectory."""
+    """The reward of this turn. The trajectory's is the sum over its turns, plus ``environment.reward``."""
     terminated: bool = False
     truncated: bool = False
-    retrievals: tuple[RetrievalRecord, ...] = ()
-    info: dict[str, float] = field(default_factory=dict)
+    action: str = ""
+    """What the turn did, for the record: ``"search"``, ``"answer"``, ``"malformed"``, or a name of your own."""
+    answer: str = ""
+    """The answer that was submitted, where the turn ends with one."""
+    calls: tuple[ToolCall, ...] = ()
+    """What the turn called, as executed, with the results."""
+    restart: tuple[Message, ...] = ()
+    """A conversation that the next turn continues in place of the one so far, as after it was summarised; the turns
+    before stay as they were sampled. Observation and notice are then for the record only."""
+    metrics: dict[str, float] = field(default_factory=dict)
     """Counts, summed over the trajectory and averaged into the iteration's metrics; ``time/...`` holds seconds."""
 
 
-def check_result(result: object, method: str) -> StepResult:
+def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     """Check and return the result of ``method``; a NaN is refused, as it would make the mean of the whole batch NaN.
 
     Raises:
-        TypeError: the result is not a ``StepResult`` with texts.
-        ValueError: the reward, or a value of ``info``, is not a finite number.
+        ConfigError: it is no ``StepResult`` of the right types, or the reward, or one of the ``metrics``, is not a
+            finite number; the message has the file and the line of ``method``.
     """
     if not isinstance(result, StepResult):
-        raise TypeError(f"{method} returned {result!r}, expected a StepResult")
-    for text in (result.observation, result.notice):
+        raise ConfigError(f"{named(method)} returned {shortened(repr(result))}, expected a StepResult")
+    for text in (result.observation, result.notice, result.action, result.answer):
         if not isinstance(text, str):
-            raise TypeError(f"{method} gave {text!r} as observation or notice, expected text")
-    for name, value in result.info.items():
-        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{method} gave info {{{name!r}: {value!r}}}, expected names with finite numbers")
-    if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
-        raise ValueError(
-            f"{method} gave a reward of {result.reward!r}, expected a finite number; fix environment.reward or "
-            "environment.env"
-        )
+            raise ConfigError(f"{named(method)} gave {text!r} as observation, notice, action or answer, expected text")
+    for name, kind in (("calls", ToolCall), ("restart", Message)):
+        given: object = {"calls": result.calls, "restart": result.restart}[name]
+        if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
+            got = shortened(repr(given))
+            raise ConfigError(f"{named(method)} gave {name}={got}, expected a tuple of {kind.__name__}")
+    if not isinstance(result.metrics, Mapping) or not all(isinstance(name, str) for name in result.metrics):
+        raise ConfigError(f"{named(method)} gave metrics={result.metrics!r}, expected numbers by name")
+    for name, value in (
+        ("a reward", result.reward),
+        *((f"a metric {name}", value) for name, value in result.metrics.items()),
+    ):
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"{named(method)} gave {name} of {value!r}, expected a finite number")
     return result
+
+
+def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
+    """Check and return what ``reset`` returned; ``ConfigError``, with its file and line, if it is no prompt."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, Message) for one in messages):
+        got = shortened(repr(messages))
+        raise ConfigError(f"{named(reset)} returned {got}, expected a list of at least one Message")
+    return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,12 @@ class EnvContext:
     """The policy's tokenizer, for token budgets."""
     defuse: DefuseFn = defuse
     """For a document before it is put into a prompt: no tag and no control token of the policy's is left in it."""
+    models: Mapping[str, ChatModel] = field(default_factory=dict)
+    """Those of ``environment.models``, by name."""
+    variant: str = ""
+    """What a rollout strategy plays this trajectory with, such as another prompt; empty: nothing special."""
+    seed: int = 0
+    """Seeds what the environment draws at random; each trajectory has another seed."""
 
 
 class TextEnv(ABC):
@@ -110,105 +116,70 @@ class TextEnv(ABC):
     ``environment.env: my_module:MyEnv``.
     """
 
+    options_class: type[Section] | None = None
+    """What ``settings.options`` are read as, and checked by before a run; None for a class that reads them itself."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn in the engine, such as ``</search>``."""
+    measures: Mapping[str, Measure] = {}
+    """Numbers of a trajectory that has ended, by the name of their metric, beside those of ``envs/measures.py``."""
 
     @abstractmethod
     async def reset(self, task: Task) -> list[Message]:
         """Start with ``task`` and return the prompt."""
 
     @abstractmethod
-    def parse(self, completion: str) -> Action:
-        """Return the action of a turn.
+    async def act(self, turn: Completion) -> StepResult:
+        """Reply to a turn of the policy.
 
-        ``completion`` is the text that the policy sampled in this turn, behind what was open when it began: see
-        ``left_open``.
+        ``turn.text`` is what was sampled in this turn, behind what was open when it began: see ``left_open``.
+        Raises ``RetrievalError`` if a service does not answer.
         """
 
     def left_open(self, text: str) -> str:
         """Return the tag that ``text`` leaves open, such as ``<think>``; by default none is.
 
         ``text`` is a turn that has ended or stopped at one of ``stop``, or what the chat template begins the first turn
-        with. While a tag is open, a stop string does not end the turn. The next turn begins with the tag, for ``parse``
+        with. While a tag is open, a stop string does not end the turn. The next turn begins with the tag, for ``act``
         and ``peek``.
         """
         return ""
 
     def peek(self, partial: str) -> None:  # noqa: B027 - looking is optional
-        """Look at the text of a turn that is still being sampled, to start searches early; it begins as ``parse``'s.
+        """Look at the text of a turn that is still being sampled, to start searches early; it begins as ``act``'s.
 
         Called from the event loop as the text grows, and only if a class overrides it. It must not change the result
-        of ``step``, only the time that ``step`` takes.
+        of ``act``, only the time that ``act`` takes.
         """
-
-    @abstractmethod
-    async def step(self, queries: list[str]) -> StepResult:
-        """Answer a list of queries. Raises ``RetrievalError`` if no replica answers."""
-
-    @abstractmethod
-    async def submit(self, answer: str) -> StepResult:
-        """Take the final answer; the result is terminated and carries the reward."""
-
-    async def malformed(self, reason: str) -> StepResult:
-        """Reply to a turn without an action; by default the trajectory ends without a reward."""
-        return StepResult(truncated=True, info={"malformed": 1.0})
 
     def close(self) -> None:  # noqa: B027 - most environments leave nothing under way
         """Cancel what is still running. Called once, after the trajectory has ended in any way."""
 
 
-ENVS: dict[str, type[TextEnv] | str] = {
-    "search": "envs.search:SearchEnv",
-    "direct": "envs.baselines:DirectEnv",
-    "rag": "envs.baselines:RagEnv",
-}
+def measure(env: TextEnv, ended: Trajectory) -> dict[str, float]:
+    """Return the measures of a trajectory that has ended, by name; ``ConfigError`` if one is not a finite number."""
+    if not isinstance(env.measures, Mapping):
+        raise ConfigError(f"measures of {named(env)} is {env.measures!r}, expected functions by name")
+    found = {name: one(ended) for name, one in {**MEASURES, **env.measures}.items()}
+    for name, value in found.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"the measure {name} of {named(env)} gave {value!r}, expected a finite number")
+    return {name: float(value) for name, value in found.items()}
+
+
+ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv"}
 """Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
 
-RewardFn = Callable[[Task, str], float]
-"""``(task, answer) -> reward``; ``answer`` is empty if the policy gave none."""
 
+def read_options(settings: EnvironmentSettings) -> Section | None:
+    """Return ``environment.options`` as its class reads them; None for a class that reads them itself.
 
-_WHOLE_ANSWERS = {"yes", "no", "noanswer"}
-
-
-def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if there is an answer that, normalised, equals a normalised gold answer, else 0.0."""
-    prediction = normalize_answer(answer)
-    return float(bool(answer.strip()) and any(prediction == normalize_answer(gold) for gold in golden_answers))
-
-
-def token_f1(answer: str, golden_answers: Sequence[str], normalize: Callable[[str], str] = normalize_answer) -> float:
-    """Return the F1 of HotpotQA's official script in [0, 1], for the closest gold answer.
-
-    It is SQuAD's harmonic mean of token precision and recall, but an answer or gold answer yes, no or noanswer counts
-    only if both are equal: "yes no" gets nothing for "yes". An answer without tokens ("The The", "A") gets 0.
-    ``normalize`` is SQuAD's, or another paper's.
+    Raises:
+        ConfigError: there is no such class, or an option is unknown or has a wrong value.
     """
-    prediction = normalize(answer)
-    return max((_f1(prediction, normalize(gold)) for gold in golden_answers), default=0.0)
+    return part_options(load_object(settings.env, ENVS), settings.options, "environment.env", "environment.options")
 
 
-def _f1(prediction: str, gold: str) -> float:
-    if prediction != gold and {prediction, gold} & _WHOLE_ANSWERS:
-        return 0.0
-    tokens, gold_tokens = prediction.split(), gold.split()
-    common = sum((Counter(tokens) & Counter(gold_tokens)).values())
-    if not common:
-        return 0.0
-    # 2 * common / (sum of lengths) is the same number but for its last digit, and figures are compared to that
-    precision, recall = common / len(tokens), common / len(gold_tokens)
-    return (2 * precision * recall) / (precision + recall)
-
-
-def exact_match_reward(task: Task, answer: str) -> float:
-    """Return RAG-R1's reward: exact match."""
-    return exact_match(answer, task.golden_answers)
-
-
-def token_f1_reward(task: Task, answer: str) -> float:
-    """Return token F1 against the closest gold answer."""
-    return token_f1(answer, task.golden_answers)
-
-
-REWARDS: dict[str, RewardFn] = {"exact_match": exact_match_reward, "token_f1": token_f1_reward}
-"""Known values of ``environment.reward``; any other is ``my_module:my_function``."""
+def search_options(settings: EnvironmentSettings) -> SearchOptions:
+    """Return the options of an environment that searches; the defaults for one with others. Raises ``ConfigError``."""
+    options = read_options(settings)
+    return options if isinstance(options, SearchOptions) else SearchOptions()

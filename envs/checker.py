@@ -1,4 +1,6 @@
-"""Checks a custom environment before a run: small episodes over made-up evidence find what would end every trajectory.
+"""Checks a custom environment or task source before a run.
+
+Small episodes over made-up evidence find what would end every trajectory.
 
 ::
 
@@ -9,12 +11,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from envs.base import Answer, EnvContext, Malformed, Search, TextEnv, check_result
+import numpy as np
+
+from envs.actions import Answer, Malformed, Search, parse_action
+from envs.base import EnvContext, TextEnv, check_prompt, check_result, measure, search_options
+from envs.rewards import Reward, RewardContext
+from envs.search import SearchEnv
+from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.types import Message, Task
+from ragr1_actors.core.errors import ConfigError, DataError, shortened
+from ragr1_actors.core.resolve import named, part_options, raised_at
+from ragr1_actors.core.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    TokenKind,
+    Trajectory,
+    Turn,
+)
 from retrieval.base import Passage
 
 ODD_TEXTS = (
@@ -34,9 +57,14 @@ ODD_TEXTS = (
     "<search>" + "a, b\n" * 5_000 + "</search>",
     "<" * 20_000,
 )
-"""Completions of a policy. ``parse`` may return ``Malformed`` for them, and must not raise."""
-_ASYNC = ("reset", "step", "submit", "malformed")
-_PLAIN = ("parse", "peek", "close")
+"""Completions of a policy: malformed ones may end the trajectory, and must raise nothing."""
+_ASYNC = ("reset", "act")
+_PLAIN = ("left_open", "peek", "close")
+_SEARCH_ASYNC = ("step", "submit", "malformed")
+"""Methods of ``SearchEnv`` besides."""
+_SEARCH_PLAIN = ("parse",)
+_NUM_DEMONSTRATED = 20
+"""Tasks of a source whose demonstrations are looked at."""
 _TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
 
 
@@ -61,90 +89,225 @@ async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> 
     """Check the class of an environment; each check makes its own by ``env_class(settings, context)``."""
     trial = _Trial(env_class, settings)
     episodes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("options_class reads environment.options", trial.options),
         ("reset returns the prompt as messages", trial.reset),
-        ("parse reads any text, odd ones too", trial.parse),
         ("peek looks at half a turn", trial.peek),
-        ("step returns a StepResult", trial.step),
-        ("submit ends the episode with a finite reward", trial.submit),
-        ("submit takes an empty answer", trial.submit_nothing),
-        ("malformed returns a StepResult", trial.malformed),
+        ("left_open returns text", trial.left_open),
     ]
+    if issubclass(env_class, SearchEnv):
+        search = _SearchTrial(env_class, settings)
+        episodes += [
+            ("parse reads any text, odd ones too", search.parse),
+            ("step returns a StepResult", search.step),
+            ("submit ends the episode with a finite reward", search.submit),
+            ("submit takes an empty answer", search.submit_nothing),
+            ("malformed returns a StepResult", search.malformed),
+        ]
+    else:
+        episodes += [("act takes any text, odd ones too", trial.act)]
+    if env_class.measures:
+        episodes += [("measures are finite numbers", trial.measures)]
     return [
         Check("its methods are async where they wait, and plain where they do not", _async_problem(env_class)),
         Check("stop is a tuple of texts", _stop_problem(env_class)),
-        *[Check(name, await _problem(play)) for name, play in episodes],
+        *[Check(name, await awaited_problem_of(play, env_class)) for name, play in episodes],
     ]
 
 
+def check_source(name: str, environment: EnvironmentSettings) -> list[Check]:
+    """Check a class ``my_module:MySource``, or a known source: its tasks, passages and demonstrations.
+
+    It has the options of ``environment.tasks``, if that names it, too.
+
+    Raises:
+        ConfigError: there is no such class, it is no ``TaskSource``, or it cannot be made.
+    """
+    source = TaskSources.open(environment.tasks, environment).by_name.get(name) or open_source(name, environment, {})
+
+    def demonstrate() -> None:
+        for task in checked_tasks(source, "train")[:_NUM_DEMONSTRATED]:
+            turns: object = source.demonstrate(task, random.Random(0))
+            of = f"{named(source.demonstrate)} returned {shortened(repr(turns))} for {task.task_id}"
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+                raise DataError(f"{of}, expected a list of turns, each a text")
+            if not isinstance(parse_action(turns[-1], search_options(environment).query_format), Answer):
+                raise DataError(f"{of}, expected an answer in the last turn")
+
+    def same() -> None:
+        if checked_tasks(source, "train") != checked_tasks(source, "train"):
+            raise DataError(f"{named(source.tasks)} returned others the second time, expected the same in each run")
+
+    def train() -> None:
+        if not checked_tasks(source, "train"):
+            raise DataError(f"{named(source.tasks)} returned no training task, expected some")
+
+    checks: list[tuple[str, Callable[[], object]]] = [
+        ("tasks has training tasks, each with its own id", train),
+        ("tasks has evaluation tasks with their own ids, or none", lambda: checked_tasks(source, "eval")),
+        ("tasks returns the same each time", same),
+        ("passages returns passages, or none", lambda: checked_passages(source)),
+        ("demonstrate ends with an answer", demonstrate),
+    ]
+    return [Check(title, problem_of(check, type(source))) for title, check in checks]
+
+
+def problem_of(check: Callable[[], object], called: Any) -> str:
+    """Return what ``check`` raises, with the file and line of ``called``, a part of a user; empty if nothing."""
+    try:
+        check()
+    except Exception as error:  # a user's part may raise anything
+        return raised_at(error, called)
+    return ""
+
+
+async def awaited_problem_of(check: Callable[[], Awaitable[object]], called: Any) -> str:
+    """Return the same of a ``check`` that is async."""
+    try:
+        await check()
+    except Exception as error:  # as above
+        return raised_at(error, called)
+    return ""
+
+
+async def check_reward(environment: EnvironmentSettings) -> list[Check]:
+    """Ask ``environment.reward`` for three made-up trajectories, in training and in an evaluation.
+
+    The models of ``environment.models`` are not asked: each says yes.
+
+    Raises:
+        ConfigError: there is no such reward, or it has another form.
+    """
+    reward, models = Reward(environment), dict.fromkeys(environment.models, _SaysYes())
+
+    async def ask(answer: str) -> None:
+        await reward(made_up(answer), RewardContext("train", models=models))
+        await reward(made_up(answer), RewardContext("eval", 1.0, models=models))
+
+    answers = {"a right answer": "Riga", "an answer that is wrong": "Oslo", "no answer": ""}
+    return [
+        Check(f"the reward of {title}", await awaited_problem_of(partial(ask, answer), reward))
+        for title, answer in answers.items()
+    ]
+
+
+class _SaysYes:
+    async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
+        return "yes"
+
+
+def made_up(answer: str, index: int = 0) -> Trajectory:
+    """Return a trajectory of one turn; without an answer its turns were used up."""
+    ids, kinds = np.arange(2, dtype=np.int32), np.array([TokenKind.PROMPT, TokenKind.MODEL], np.uint8)
+    versions = np.array([-1, 0], np.int32)
+    turn = Turn(f"<answer>{answer}</answer>", 1, "answer" if answer else "malformed")
+    reason = StopReason.ANSWERED if answer else StopReason.MAX_TURNS
+    return Trajectory(
+        f"check/0/{index}", _TASK, ids, kinds, np.zeros(2, np.float32), versions, (turn,), reason, 0.0, answer
+    )
+
+
+E = TypeVar("E", bound=TextEnv)
+
+
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(Generic[E]):
     """The episodes. A method raises if something is wrong."""
 
-    env_class: type[TextEnv]
+    env_class: type[E]
     settings: EnvironmentSettings
 
-    def _make(self) -> TextEnv:
-        make: Callable[..., TextEnv] = self.env_class
+    def make(self) -> E:
+        make: Callable[..., E] = self.env_class
         return make(self.settings, EnvContext(OnePassage(), lambda text: list(text.encode())))
 
-    async def _start(self) -> TextEnv:
-        env = self._make()
+    async def start(self) -> E:
+        env = self.make()
         await env.reset(_TASK)
         return env
 
-    async def reset(self) -> None:
-        messages: object = await self._make().reset(_TASK)
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, Message) for m in messages):
-            raise TypeError(f"reset returned {messages!r}, expected a list of at least one Message")
-        if not any(_TASK.question in message.content for message in messages):
-            raise ValueError("no message holds the question: the policy would never see what to answer")
+    async def options(self) -> None:
+        part_options(self.env_class, self.settings.options, "environment.env", "environment.options")
 
-    async def parse(self) -> None:
-        env = await self._start()
+    async def reset(self) -> None:
+        messages = check_prompt(await self.make().reset(_TASK), self.env_class.reset)
+        if not any(_TASK.question in message.content for message in messages):
+            raise ConfigError(
+                f"{named(self.env_class.reset)} returned {shortened(repr(messages))}, expected the question in one of "
+                "them: else the policy never sees what to answer"
+            )
+
+    async def left_open(self) -> None:
+        env = await self.start()
         for text in ODD_TEXTS:
-            _check_parse(env, text)
+            tag: object = env.left_open(text)
+            if not isinstance(tag, str):
+                raise ConfigError(f"{named(env.left_open)} returned {tag!r} for {_shown(text)}, expected text")
+
+    async def measures(self) -> None:
+        env = await self.start()
+        result = check_result(
+            await env.act(Completion([], [], [], "<answer>Riga</answer>", FinishReason.STOP)), env.act
+        )
+        ended = made_up(result.answer)
+        turns = tuple(replace(turn, action=result.action, calls=result.calls) for turn in ended.turns)
+        measure(env, replace(ended, turns=turns))
+
+    async def act(self) -> None:
+        for text in ODD_TEXTS:
+            env = await self.start()
+            try:
+                result = await env.act(Completion([], [], [], text, FinishReason.STOP))
+            except Exception as error:  # a user's environment may raise anything
+                raise ConfigError(f"act({_shown(text)}) failed at {raised_at(error, env.act)}") from error
+            check_result(result, env.act)
+            env.close()
 
     async def peek(self) -> None:
-        env = await self._start()
+        env = await self.start()
         text = "<search>lamp\nRiga</search>"
         for end in range(0, len(text) + 3, 3):
             env.peek(text[:end])
         env.close()  # a search may be under way
 
+
+class _SearchTrial(_Trial[SearchEnv]):
+    """Episodes of an environment that searches."""
+
+    async def parse(self) -> None:
+        env = await self.start()
+        for text in ODD_TEXTS:
+            _check_parse(env, text)
+
     async def step(self) -> None:
-        env = await self._start()
-        check_result(await env.step(["lamp"]), "step")
+        env = await self.start()
+        check_result(await env.step(["lamp"]), env.step)
 
     async def submit(self) -> None:
-        env = await self._start()
+        env = await self.start()
         await env.step(["lamp"])
-        if not check_result(await env.submit("Riga"), "submit").terminated:
-            raise ValueError("submit returned terminated=False, expected True: an answer ends the trajectory")
+        if not check_result(await env.submit("Riga"), env.submit).terminated:
+            raise ConfigError(
+                f"{named(env.submit)} gave terminated=False, expected True: an answer ends the trajectory"
+            )
         env.close()
 
     async def submit_nothing(self) -> None:
-        check_result(await (await self._start()).submit(""), "submit")
+        env = await self.start()
+        check_result(await env.submit(""), env.submit)
 
     async def malformed(self) -> None:
-        check_result(await (await self._start()).malformed("no tag"), "malformed")
-
-
-async def _problem(play: Callable[[], Awaitable[None]]) -> str:
-    try:
-        await play()
-    except Exception as error:  # a user's environment may raise anything
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return ""
+        env = await self.start()
+        check_result(await env.malformed("no tag"), env.malformed)
 
 
 def _async_problem(env_class: type[TextEnv]) -> str:
-    wrong = [f"{name} is plain, expected async def" for name in _ASYNC if not _is_async(env_class, name)]
-    wrong += [f"{name} is async, expected plain def" for name in _PLAIN if _is_async(env_class, name)]
+    is_search = issubclass(env_class, SearchEnv)
+    waiting, plain = (*_ASYNC, *(_SEARCH_ASYNC * is_search)), (*_PLAIN, *(_SEARCH_PLAIN * is_search))
+    written = {name: inspect.getattr_static(env_class, name) for name in (*waiting, *plain)}
+    is_async = {name for name, method in written.items() if inspect.iscoroutinefunction(method)}
+    wrong = [f"{named(written[name])} is plain, expected async def" for name in waiting if name not in is_async]
+    wrong += [f"{named(written[name])} is async, expected plain def" for name in plain if name in is_async]
     return "; ".join(wrong)
-
-
-def _is_async(env_class: type[TextEnv], name: str) -> bool:
-    return inspect.iscoroutinefunction(inspect.getattr_static(env_class, name))
 
 
 def _stop_problem(env_class: type[TextEnv]) -> str:
@@ -156,11 +319,16 @@ def _stop_problem(env_class: type[TextEnv]) -> str:
     return f"got {stop!r}, expected a tuple of texts that are not empty, such as ('</search>', '</answer>')"
 
 
-def _check_parse(env: TextEnv, text: str) -> None:
-    shown = repr(text if len(text) <= 40 else f"{text[:37]}...")
+def _shown(text: str) -> str:
+    return repr(shortened(text, 40))
+
+
+def _check_parse(env: SearchEnv, text: str) -> None:
+    shown = _shown(text)
     try:
         action: object = env.parse(text)
     except Exception as error:  # as above
-        raise ValueError(f"parse({shown}) raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"parse({shown}) failed at {raised_at(error, env.parse)}") from error
     if not isinstance(action, Search | Answer | Malformed):
-        raise TypeError(f"parse({shown}) returned {action!r}, expected Search, Answer or Malformed")
+        got = f"{named(env.parse)} returned {action!r} for {shown}"
+        raise ConfigError(f"{got}, expected Search, Answer or Malformed")

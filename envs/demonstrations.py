@@ -20,9 +20,9 @@ from enum import StrEnum
 from functools import cached_property
 
 from envs.actions import format_queries
+from envs.options import QueryFormat
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
 from envs.world import YEARS, EntityKind, World
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.types import Task
 
 

@@ -1,6 +1,6 @@
 r"""What the policy reads after a search: passages laid out inside ``<information>``, within token budgets.
 
-The layouts, named in a recipe as ``environment.observation_format``::
+The layouts, named in a recipe as ``environment.options.observation_format``::
 
     grouped      \n<information>\nQuery: Ana Bell\n(1) Ana Bell: Ana Bell was born in Riga.\n</information>\n
     ragr1_json   \n<information>\n{"query": ["Ana Bell"], "documents": ["Doc 1: ..\nDoc 2: .."]}\n</information>\n
@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ragr1_actors.core.config import ObservationFormat
+from envs.options import ObservationFormat
 from ragr1_actors.core.types import DefuseFn, EncodeFn
 from retrieval.base import Passage
 

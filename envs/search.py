@@ -12,59 +12,90 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from envs.actions import STOP_TAGS, QueryCleaner, QueryStream, clean_queries, open_thought, parse_action
-from envs.base import REWARDS, Action, EnvContext, RewardFn, StepResult, TextEnv
+from envs.actions import (
+    FORMATS,
+    STOP_TAGS,
+    Action,
+    Answer,
+    Malformed,
+    QueryCleaner,
+    QueryStream,
+    Search,
+    clean_queries,
+    open_thought,
+    parse_action,
+    read_answer,
+)
+from envs.base import EnvContext, StepResult, TextEnv, check_result
 from envs.observations import format_observation
-from ragr1_actors.core.config import EnvironmentSettings, QueryFormat
-from ragr1_actors.core.resolve import load_object
-from ragr1_actors.core.types import Message, RetrievalRecord, Task
-from retrieval.base import Hits, Passage, Retriever
+from envs.options import SearchOptions
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.resolve import named
+from ragr1_actors.core.types import Completion, Message, Task, ToolCall
+from retrieval.base import SEARCH, Hits, Passage, Retriever
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
 MALFORMED_NOTICE = "\nWrite either <search> queries</search> or <answer> answer</answer>.\n"
-_FORMATS_IN_WORDS: dict[QueryFormat, str] = {
-    "lines": "one a line",
-    "comma": "separated by commas",
-    "json": "as a JSON list of strings",
-    "single": "as plain text",
-}
 
 
-def search_prompt(settings: EnvironmentSettings, task: Task) -> list[Message]:
-    """Return one user message: the recipe's prompt with the question in it."""
-    prompt = settings.prompt.replace("{max_queries}", str(settings.max_queries_per_turn))
-    prompt = prompt.replace("{query_format}", _FORMATS_IN_WORDS[settings.query_format])
+def search_prompt(prompt: str, options: SearchOptions, task: Task) -> list[Message]:
+    """Return one user message: the recipe's ``prompt`` with the question in it."""
+    prompt = prompt.replace("{max_queries}", str(options.max_queries_per_turn))
+    prompt = prompt.replace("{query_format}", FORMATS[options.query_format].in_words)
     return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may hold braces
 
 
 class SearchEnv(TextEnv):
     """Search with a list of queries, then answer. One instance is one trajectory.
 
-    A subclass that parses another grammar than ``environment.query_format``, or retrieves in another way, should
+    A subclass that parses another grammar than ``options.query_format``, or retrieves in another way, should
     override ``peek`` too: a search that ``step`` does not need is cancelled, but was started for nothing.
     """
 
-    stop = STOP_TAGS
+    options_class: type[SearchOptions] = SearchOptions
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Bind the recipe's ``environment`` section and the runner's retriever and tokenizer."""
         self._settings = settings
+        self.options = self.options_class.read(settings.options, "environment.options")
+        """``environment.options``, checked."""
         self._context = context
-        self._reward: RewardFn = load_object(settings.reward, REWARDS)
-        self._turns_left = settings.max_turns
-        self._task: Task | None = None
-        self._searches = _TurnSearches(settings, context.retriever)
+        is_baseline = self.options.mode != "search"
+        self._turns_left = 1 if is_baseline else settings.max_turns
+        self.stop = STOP_TAGS[1:] if is_baseline else STOP_TAGS
+        self._called_before: tuple[ToolCall, ...] = ()
+        self._searches = _TurnSearches(self.options, context.retriever)
 
     async def reset(self, task: Task) -> list[Message]:
-        """Return ``search_prompt``."""
-        self._task = task
-        return search_prompt(self._settings, task)
+        """Return ``search_prompt``, with passages in it where the mode is ``rag``."""
+        if self.options.mode != "rag":
+            return search_prompt(self._settings.prompt, self.options, task)
+        passages = await self._search_question(task.question)
+        before, place, behind = self._settings.prompt.partition("{passages}")
+        parts = (before, behind) if place else (f"{before}\n", "")
+        # the passages are put in last: neither the question nor a passage may be read as a field
+        asked = [search_prompt(part, self.options, task)[0].content for part in parts]
+        return [Message("user", passages.join(asked))]
+
+    async def act(self, turn: Completion) -> StepResult:
+        """Read the turn's one action, and ``step``, ``submit`` or reply that it is ``malformed``."""
+        match action := self.parse(turn.text):
+            case Search(queries):
+                return replace(check_result(await self.step(list(queries)), self.step), action="search")
+            case Answer(text):
+                return replace(check_result(await self.submit(text), self.submit), action="answer", answer=text)
+            case Malformed(reason):
+                return replace(check_result(await self.malformed(reason), self.malformed), action="malformed")
+        raise ConfigError(f"{named(self.parse)} returned {action!r}, expected Search, Answer or Malformed")
 
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""
-        return parse_action(completion, self._settings.query_format)
+        if self.options.mode == "search":
+            return parse_action(completion, self.options.query_format)
+        return read_answer(completion)
 
     def left_open(self, text: str) -> str:
         """Return ``<think>`` inside a thought: the tags in it are text."""
@@ -86,46 +117,59 @@ class SearchEnv(TextEnv):
     async def _search(self, queries: list[str], searches: _TurnSearches) -> StepResult:
         ended = asyncio.get_running_loop().time()
         if self._turns_left == 0:
-            return StepResult(truncated=True, info={"unanswered_search": 1.0})
-        clean = clean_queries(queries, self._settings.max_queries_per_turn)
-        info = {
+            return StepResult(truncated=True, metrics={"unanswered_search": 1.0})
+        clean = clean_queries(queries, self.options.max_queries_per_turn)
+        metrics = {
             "duplicate_queries": float(clean.num_duplicate),
             "empty_queries": float(clean.num_empty),
             "queries_over_limit": float(clean.num_over_limit),
         }
         if not clean.queries:
-            return StepResult(notice=MALFORMED_NOTICE + self._notice(), info={**info, "malformed": 1.0})
+            return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={**metrics, "malformed": 1.0})
         results = await searches.answer(clean.queries)
-        observation = format_observation(
-            clean.queries,
-            [result.passages for result in results],
+        observation = self._laid_out(clean.queries, [result.passages for result in results])
+        calls = tuple(
+            result.call(query, self.options.top_k, ended) for query, result in zip(clean.queries, results, strict=True)
+        )
+        metrics["cached_queries"] = float(sum(call.is_cached for call in calls))
+        metrics["time/retrieval_s"] = sum(call.latency_s for call in calls)
+        metrics["time/retrieval_waited_s"] = max(call.waited_s for call in calls)
+        return StepResult(observation=observation, notice=self._notice(), calls=calls, metrics=metrics)
+
+    async def _search_question(self, question: str) -> str:
+        """Return the passages that the question finds, as an observation has them, and keep their record."""
+        queries, loop = clean_queries([question], 1).queries, asyncio.get_running_loop()
+        asked_s = loop.time()
+        found = await self._context.retriever.search(queries, self.options.top_k) if queries else []
+        waited_s = loop.time() - asked_s
+        self._called_before = tuple(
+            search_call(query, self.options.top_k, passages, latency_s=waited_s, waited_s=waited_s)
+            for query, passages in zip(queries, found, strict=True)
+        )
+        return self._laid_out(queries, found).strip()
+
+    def _laid_out(self, queries: Sequence[str], found: Sequence[Sequence[Passage]]) -> str:
+        return format_observation(
+            queries,
+            found,
             self._context.encode,
-            max_tokens_per_query=self._settings.max_observation_tokens_per_query,
-            max_tokens=self._settings.max_observation_tokens,
-            observation_format=self._settings.observation_format,
+            max_tokens_per_query=self.options.max_observation_tokens_per_query,
+            max_tokens=self.options.max_observation_tokens,
+            observation_format=self.options.observation_format,
             defuse=self._context.defuse,
         )
-        records = tuple(
-            result.record(query, self._settings.top_k, ended)
-            for query, result in zip(clean.queries, results, strict=True)
-        )
-        info["cached_queries"] = float(sum(record.is_cached for record in records))
-        info["time/retrieval_s"] = sum(record.latency_s for record in records)
-        info["time/retrieval_waited_s"] = max(record.waited_s for record in records)
-        return StepResult(observation=observation, notice=self._notice(), retrievals=records, info=info)
 
     async def submit(self, answer: str) -> StepResult:
-        """End the trajectory with its reward."""
-        assert self._task is not None, "submit() before reset()"
+        """End the trajectory, with the search that came before the turn, if there was one."""
         self._end_turn().cancel()
-        return StepResult(reward=self._reward(self._task, answer), terminated=True)
+        return StepResult(terminated=True, calls=self._called_before)
 
     async def malformed(self, reason: str) -> StepResult:
         """Tell the policy the format of a turn; the trajectory continues while turns are left."""
         self._end_turn().cancel()
         if self._turns_left == 0:
-            return StepResult(truncated=True, info={"malformed": 1.0})
-        return StepResult(notice=MALFORMED_NOTICE + self._notice(), info={"malformed": 1.0})
+            return StepResult(truncated=True, calls=self._called_before, metrics={"malformed": 1.0})
+        return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={"malformed": 1.0})
 
     def close(self) -> None:
         """Cancel the searches of a turn that never ended."""
@@ -133,7 +177,7 @@ class SearchEnv(TextEnv):
 
     def _end_turn(self) -> _TurnSearches:
         """Count the turn, prepare the next one and return the searches that this one started."""
-        ended, self._searches = self._searches, _TurnSearches(self._settings, self._context.retriever)
+        ended, self._searches = self._searches, _TurnSearches(self.options, self._context.retriever)
         self._turns_left -= 1
         return ended
 
@@ -150,37 +194,32 @@ class _Result:
     found_at: float
     """By the clock of the event loop."""
 
-    def record(self, query: str, k: int, turn_ended: float) -> RetrievalRecord:
+    def call(self, query: str, k: int, turn_ended: float) -> ToolCall:
         waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
-        return retrieval_record(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
+        return search_call(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
 
 
-def retrieval_record(
-    query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float
-) -> RetrievalRecord:
+def search_call(query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float) -> ToolCall:
     """Return what a trajectory keeps of one query that found ``found``, at most ``k`` passages, best first."""
-    return RetrievalRecord(
-        query=query,
-        k=k,
-        passage_ids=tuple(passage.id for passage in found),
-        scores=tuple(passage.score for passage in found),
-        titles=tuple(passage.title for passage in found),
-        texts=tuple(passage.text for passage in found),
+    return ToolCall(
+        tool=SEARCH,
+        arguments={"query": query, "k": k},
+        records=tuple(found),
         latency_s=latency_s,
         waited_s=waited_s,
         is_cached=found.is_cached if isinstance(found, Hits) else False,
-        index_version=found.index_version if isinstance(found, Hits) else "",
+        version=found.index_version if isinstance(found, Hits) else "",
     )
 
 
 class _TurnSearches:
     """The searches of one turn, started early or in ``step``."""
 
-    def __init__(self, settings: EnvironmentSettings, retriever: Retriever) -> None:
+    def __init__(self, options: SearchOptions, retriever: Retriever) -> None:
         self._retriever = retriever
-        self._top_k = settings.top_k
-        self._stream = QueryStream(settings.query_format)
-        self._cleaner = QueryCleaner(settings.max_queries_per_turn)
+        self._top_k = options.top_k
+        self._stream = QueryStream(options.query_format)
+        self._cleaner = QueryCleaner(options.max_queries_per_turn)
         self._tasks: dict[str, asyncio.Task[dict[str, _Result]]] = {}  # by query; queries asked together share one
 
     def peek(self, partial: str) -> None:

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.actions import format_queries, parse_action
-from envs.base import Answer
+from envs.actions import Answer, format_queries, parse_action
+from envs.options import QueryFormat
 from envs.tasks.files import (
     ANSWER_KEYS,
     LoadedTasks,
@@ -39,7 +39,6 @@ from envs.tasks.files import (
     supporting_ids,
 )
 from envs.tasks.formats import plain_fields
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.fault_report import FaultCounts
 from ragr1_actors.core.types import Task
@@ -216,4 +215,4 @@ def _search(call: Any, query_format: QueryFormat, where: str) -> str:
     try:
         return f"<search> {format_queries(queries, query_format)}</search>"
     except ValueError as error:
-        raise DataError(f"{where}: {error}; choose another environment.query_format") from error
+        raise DataError(f"{where}: {error}; choose another environment.options.query_format") from error

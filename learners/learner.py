@@ -13,7 +13,7 @@
 
 An algorithm overrides ``compute_advantages`` and ``compute_loss``. Losses are per token: the base takes their mean over
 all MODEL tokens of the optimizer step, over micro-batches and ranks. ``loss_weights`` give another mean. All tokens of
-a trajectory are in one micro-batch, so a loss may sum over a trajectory.
+a sequence are in one micro-batch, so a loss may sum over a sequence: a trajectory, or a row of it.
 
 Notation: M MODEL tokens.
 """
@@ -51,13 +51,13 @@ from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
-from learners.packing import FlatTrajectories, MicroBatch, bundle, pack, plan
+from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, bundle, pack, plan
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
-from ragr1_actors.core.config import RunConfig, read_lora
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import Part, Tensors
-from ragr1_actors.core.models.freed_memory import trim_heap
-from ragr1_actors.core.types import Trajectory, TrajectoryGroup
+from ragr1_actors.core.models.process_memory import trim_heap
+from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,6 +71,9 @@ class Learner(ABC):
     """The legal keys of ``training.options``."""
     has_rollout_logprobs: ClassVar[bool] = True
     """Whether an engine sampled the tokens, so that the batch has ``rollout_logprobs``."""
+    trained_kinds: ClassVar[frozenset[TokenKind]] = MODEL_ONLY
+    """What is learned: tokens of the policy. A class may add ``TokenKind.INJECTED``, which code wrote into its turns:
+    the learner's log-probs at the start of the update stand for those of an engine."""
     uses_old_logprobs: ClassVar[bool] = True
     """Whether the loss compares with the policy that sampled, if an engine did."""
 
@@ -96,9 +99,10 @@ class Learner(ABC):
         """What the newest update computed per token, of ``LEARNED_SCHEMA``; on rank 0, where trajectories are kept."""
         self.row_tokens = config.learners.row_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
-        self.lora = read_lora(config.learners.lora)
+        self.lora = config.learners.lora
         self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES
         self._reference: FrozenModule | None = None
+        self._has_gap = False  # of this update, between engine and learner
 
     # What an algorithm overrides
 
@@ -130,6 +134,13 @@ class Learner(ABC):
     def temperature(self) -> float:
         """The divisor of logits: the sampling temperature, under which the rollout log-probs were computed."""
         return self.config.env_runners.temperature
+
+    def connect(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
+        """Return the groups that a batch is made of, changed or without some; RLlib's learner connector.
+
+        Every rank returns the same for the same groups.
+        """
+        return groups
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories of a group that have a gradient; ``members`` contains no failures."""
@@ -217,7 +228,8 @@ class Learner(ABC):
         Raises:
             LearnerError: ten optimizer steps in a row were skipped.
         """
-        batch = make_batch(groups, self.select_members, self.has_rollout_logprobs)
+        kept = self._connected(groups)
+        batch = make_batch(kept, self.select_members, self.has_rollout_logprobs, self.trained_kinds)
         record, self.learned = None, None
         if batch is not None and self.has_rollout_logprobs and self.config.checkpointing.keep_trajectories:
             record = RatioRecord(len(batch.columns.trajectory_ids), self.device)
@@ -230,16 +242,22 @@ class Learner(ABC):
                 self.learned = learned_columns(batch, ratios_M) if self.rank == 0 else None
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)
-        kept = len(batch.trajectories) if batch is not None else 0
-        del batch
+        num_kept = len(batch.trajectories) if batch is not None else 0
+        del batch, kept
         trim_heap()  # else another process cannot have the memory of the activations until the next update
         return {
             "num_steps": float(meter.num_steps),
             "trajectories": float(num_trajectories),
-            "trajectories_left_out": float(num_trajectories - kept),
+            "trajectories_left_out": float(num_trajectories - num_kept),
             "lr": self.schedule.lr_at(self.num_updates * self.schedule.steps_per_update - 1),
             **meter.reduce(self.device),
         }
+
+    def _connected(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
+        found: object = self.connect(groups)
+        if not isinstance(found, Sequence) or not all(isinstance(group, TrajectoryGroup) for group in found):
+            raise ConfigError(f"{type(self).__name__}.connect returned {found!r}, expected a list of TrajectoryGroup")
+        return found
 
     def train(self, batch: TrainBatch, meter: Meter) -> None:
         """Take the optimizer steps of the update."""
@@ -255,25 +273,27 @@ class Learner(ABC):
     def fill_columns(self, batch: TrainBatch, meter: Meter) -> TrainBatch:
         """Return the batch with all columns that do not depend on the minibatch. All ranks call together.
 
-        An update of one step that corrects with ``tis_clip`` leaves ``old_logprobs`` to the pass of the step, which
+        An update of one step that corrects for the engine leaves ``old_logprobs`` to the pass of the step, which
         runs under the policy at the start of the update.
         """
-        columns = batch.columns
-        if columns.rollout_logprobs is not None and columns.old_logprobs is None:
-            if self._scores_old_logprobs:
-                old_M = self.score(self.policy_logprobs, batch.flat)
-                batch = replace(batch, columns=replace(columns, old_logprobs=old_M))
-                if self.rank == 0:  # every rank has all values, and the meter sums over ranks
-                    meter.add_gap(old_M, columns.rollout_logprobs, columns.is_fresh)
-            elif not self._corrects_sampling:
-                batch = replace(batch, columns=replace(columns, old_logprobs=columns.rollout_logprobs))
+        columns, corrects, own_M = batch.columns, self.corrects_sampling, None
+        if columns.rollout_logprobs is not None and (self._scores_old_logprobs or columns.lacks_logprobs(corrects)):
+            own_M = self.score(self.policy_logprobs, batch.flat)
+            if self.rank == 0:  # every rank has all values, and the meter sums over ranks
+                _add_gap(meter, own_M, columns)
+        self._has_gap = own_M is not None
+        if columns.rollout_logprobs is not None and (self._has_gap or not corrects):
+            is_denominator = corrects or self._scores_old_logprobs
+            columns = columns.with_denominator(own_M, is_denominator=is_denominator, corrects=corrects)
+            batch = replace(batch, columns=columns)
         name = type(self).__name__
         batch = batch.with_columns(self.prepare(batch), f"{name}.prepare")
         return batch.with_columns(self.compute_advantages(batch), f"{name}.compute_advantages")
 
     @property
-    def _corrects_sampling(self) -> bool:
-        return self.uses_old_logprobs and self.config.training.tis_clip > 0
+    def corrects_sampling(self) -> bool:
+        """Whether the loss weighs by the learner's log-prob less the engine's."""
+        return False
 
     @property
     def _scores_old_logprobs(self) -> bool:
@@ -282,7 +302,7 @@ class Learner(ABC):
         With ``top_p`` below 1 the engine's log-probs are those of the renormalised nucleus, and so no denominator.
         """
         samples_nucleus = self.uses_old_logprobs and self.config.env_runners.top_p < 1
-        return samples_nucleus or (self._corrects_sampling and self.schedule.steps_per_update > 1)
+        return samples_nucleus or (self.corrects_sampling and self.schedule.steps_per_update > 1)
 
     def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
         micro_batches = self.share(batch.flat, indices)
@@ -299,13 +319,13 @@ class Learner(ABC):
         ranks.
         """
         # The gap is measured on the first step, whose pass runs under the policy at the start of the update
-        measures_gap = meter.num_steps == 0 and not self._scores_old_logprobs
+        measures_gap = meter.num_steps == 0 and not self._has_gap
         for micro_batch in micro_batches:
             outputs = self.policy(micro_batch)
             chosen = columns.select(micro_batch.column_index, self.device)
             if chosen.rollout_logprobs is not None:
                 if micro_batch.weight and measures_gap:
-                    meter.add_gap(outputs.logprobs, chosen.rollout_logprobs, chosen.is_fresh)
+                    _add_gap(meter, outputs.logprobs, chosen)
                 if chosen.old_logprobs is None:
                     chosen = replace(chosen, old_logprobs=outputs.logprobs.detach())
             if micro_batch.weight and chosen.advantages is not None:
@@ -332,7 +352,7 @@ class Learner(ABC):
 
     def share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
-        bundles = bundle(flat, indices, self.world_size, self.row_tokens)
+        bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens)
         shares = plan(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
         return [pack(flat, share, self.row_tokens).to(self.device) for share in shares[self.rank]]
 
@@ -348,7 +368,7 @@ class Learner(ABC):
         """
         scores = torch.zeros(len(flat.model_positions), device=self.device)
         with torch.no_grad():
-            for micro_batch in self.share(flat, range(len(flat.lengths)) if indices is None else indices):
+            for micro_batch in self.share(flat, range(len(flat.model_lengths)) if indices is None else indices):
                 values = forward(micro_batch).float()
                 self.num_micro_batches += 1
                 if micro_batch.weight:
@@ -488,3 +508,11 @@ class Learner(ABC):
         if self._reference is not None:
             self._reference.close()
         self.learned = None
+
+
+def _add_gap(meter: Meter, logprobs_M: torch.Tensor, columns: TokenColumns) -> None:
+    """Measure the gap on the tokens that an engine sampled."""
+    values = [logprobs_M, columns["rollout_logprobs"], columns.is_fresh]
+    if columns.is_sampled is not None:
+        values = [None if value is None else value[columns.is_sampled] for value in values]
+    meter.add_gap(*values)  # type: ignore[arg-type]  # the first two are no None

@@ -33,7 +33,7 @@ from cluster.rpc import last_line
 from learners.call_history import CallHistory
 from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
-from ragr1_actors.core.config import RunConfig, read_fault_tolerance
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.files import (
@@ -99,7 +99,7 @@ class LearnerGroup:
         self._actor_options = actor_options
         is_alone = config.learners.num_learners == 1 and not config.learners.num_cpus_per_learner
         self._spare_cpus = spare_cpus if is_alone else 0
-        self._fault_tolerance = read_fault_tolerance(config.debugging)
+        self._fault_tolerance = config.debugging.fault_tolerance
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
         self.on_wait: Callable[[], None] = lambda: None
@@ -467,7 +467,7 @@ class LearnerWorker:
     def close(self) -> None:
         """Close the learner of this stage; a checkpoint that is being written is a copy, and continues."""
         if self._learner is not None:
-            from ragr1_actors.core.models.freed_memory import release_cache
+            from ragr1_actors.core.models.process_memory import release_cache
 
             device = self._learner.device
             self._learner.close()
@@ -537,9 +537,12 @@ class LearnerWorker:
 
     def begin_save(self, sink: Sink) -> None:
         """Copy policy and state; a thread writes what this rank has of them."""
+        from ragr1_actors.core.models.process_memory import trim_heap
+
         policy, parts = self.learner.take_policy(), self.learner.get_parts()
         source = f"update {self.learner.num_updates}"
         self._writing = self._writer.submit(_write_learner, sink, self._rank, policy, parts, source)
+        self._writer.submit(trim_heap)  # the copy is freed by now; else the heap keeps it until the next update
 
     def is_saved(self) -> bool:
         """Whether the thread has ended, with success or not."""

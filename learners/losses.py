@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from learners.options import KLEstimator
+
+if TYPE_CHECKING:
+    from learners.importance import SequenceWeights
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is finite in every dtype in use; the losses clip a ratio that is this far from 1."""
@@ -36,6 +39,8 @@ class TokenLoss:
     loss: torch.Tensor  # [M]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values of shape ``[M]`` by name; reported as means over the MODEL tokens of the update."""
+    sequences: SequenceWeights | None = None
+    """Ratios of a sequence correction; reported as means and extremes over the sequences of the update."""
 
 
 def propagate_not_finite(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
@@ -106,24 +111,6 @@ def sequence_log_ratios(
     log_ratios_M = (logprobs_M - old_logprobs_M).detach()
     means_M = _segment_sums(log_ratios_M, segment_ids_M) / _segment_sums(torch.ones_like(log_ratios_M), segment_ids_M)
     return means_M + (logprobs_M - logprobs_M.detach())
-
-
-def truncated_importance_weights(
-    old_logprobs_M: torch.Tensor, rollout_logprobs_M: torch.Tensor, clip: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``min(old / rollout, clip)``, the weight of a token's policy loss, and whether it was truncated.
-
-    Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025,
-    fengyao.notion.site/off-policy-rl). ``old`` is the learner at the start of the update, ``rollout`` the engine. The
-    clipped ratio compares with ``old`` and bounds the update only; the weight corrects for the policy that sampled
-    (Hilton et al., arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298). No gradient flows through a weight.
-
-    Deviations: Hilton et al. and AReaL do not truncate. In Yao et al. engine and learner have the same version; here
-    ``old`` is the newest version, so with a policy lag the weight corrects for the lag too. Entropy bonus, KL terms and
-    value loss are not weighted.
-    """
-    ratios_M = ratios(old_logprobs_M, rollout_logprobs_M).detach()
-    return ratios_M.clamp(max=clip), ratios_M > clip
 
 
 def k1_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:

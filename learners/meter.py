@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from learners.importance import SequenceWeights
 from learners.losses import MAX_LOG_RATIO, TokenLoss, k3_kl, ratios
 from learners.models.scoring import TokenOutputs
 from learners.packing import MicroBatch
@@ -27,6 +28,8 @@ EDGES = {
 OUTLIER_RATIO = 0.1
 """If a ratio is further than this from 1 before the first step, engine and learner disagree."""
 
+_INVERSE_RATIO = "_inverse_sequence_ratio"
+"""Its maximum is kept, and not a minimum, because a rank with dummies only counts as 0."""
 _COUNTS = {
     "logprob_gap_mean": "_gap_tokens",
     "engine_kl": "_gap_tokens",
@@ -34,6 +37,8 @@ _COUNTS = {
     "logprob_gap_mean_fresh": "_fresh_tokens",
     "ratio_outliers_fresh": "_fresh_tokens",
     "good_logprob": "_good_tokens",
+    "sequence_ratio_mean": "_sequences",
+    "sequences_outside": "_sequences",
 }
 """The count that divides a sum, where it is not the number of all tokens."""
 
@@ -98,6 +103,8 @@ class Meter:
         with torch.no_grad():
             self._sums["_tokens"] += len(outputs.logprobs)
             self.add_values(micro_batch, loss=token_loss.loss, entropy=outputs.entropy, **token_loss.metrics)
+            if token_loss.sequences is not None:
+                self._add_sequences(token_loss.sequences)
             if old_logprobs_M is not None:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
                 self.add_values(micro_batch, ratio_mean=ratios_M)
@@ -132,6 +139,15 @@ class Meter:
             self._sums["_fresh_tokens"] += is_fresh_M.sum()
             self._sums["logprob_gap_mean_fresh"] += (gaps_M * is_fresh_M).sum()
             self._sums["ratio_outliers_fresh"] += (is_outlier_M & is_fresh_M).sum()
+
+    def _add_sequences(self, sequences: SequenceWeights) -> None:
+        """Add the sequences of a micro-batch: mean and extremes of their ratios, and the share outside the bounds."""
+        ratios_S = sequences.ratios_S
+        self._sums["_sequences"] += len(ratios_S)
+        self._sums["sequence_ratio_mean"] += ratios_S.sum()
+        self._sums["sequences_outside"] += sequences.is_outside_S.sum()
+        self._max("sequence_ratio_max", ratios_S.nan_to_num(nan=math.inf).max())
+        self._max(_INVERSE_RATIO, ratios_S.reciprocal().nan_to_num(nan=math.inf).max())
 
     def add_advantages(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
         """Add a histogram of the advantages, and the mean log-prob of the tokens where it is positive.
@@ -177,6 +193,7 @@ class Meter:
         if self.num_steps == 0:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
+        inverse = maxima.pop(_INVERSE_RATIO, 0.0)
         buckets = _reduce(dict(self._buckets()), device, dist.ReduceOp.SUM)
         counts = {name: sums.pop(name, 0.0) for name in list(sums) if name.startswith("_")}
         denominators = {name: counts[_COUNTS.get(name, "_tokens")] for name in sums}
@@ -185,6 +202,7 @@ class Meter:
         return {
             **{name: value / denominators[name] for name, value in sums.items() if denominators[name]},
             **maxima,
+            **({"sequence_ratio_min": 1 / inverse} if inverse else {}),
             **buckets,
             **{name: sum(norms) / len(norms) for name, norms in finite.items() if norms},
             "skipped_steps": float(num_skipped),

@@ -7,13 +7,14 @@ paper; the docstring of a learner states where its code differs from the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from ragr1_actors.core.config import Section, TrainingSettings
+from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.section import NoneIfEmpty, Section
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
@@ -26,16 +27,82 @@ Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
 """How the token losses of a step are averaged; ``learners.losses.trajectory_weights`` has the formulas."""
 
 
+CorrectionKind = Literal["truncate", "mask", "geometric_mask", "reject"]
+"""What a sequence correction does; ``learners.importance.sequence_weights`` has the formulas and their sources."""
+_BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
+    "truncate": (0.0, 2.0),
+    "mask": (0.5, 2.0),
+    "geometric_mask": (0.99, 1.01),
+    "reject": (1e-4, 100.0),
+}
+"""Defaults: those of verl's presets ``decoupled_seq_is`` and ``decoupled_seq_is_rs``, then those that SkyRL's page on
+off-policy correction recommends."""
+
+
+class SequenceCorrection(Section):
+    """Weights of whole trajectories that correct for the gap between engine and learner, and for a lag.
+
+    A ratio is a probability under the learner divided by that under the engine that sampled.
+    """
+
+    kind: CorrectionKind
+    """``truncate`` weighs a trajectory by its ratio, ``high`` at most; ``mask`` by its ratio, or by 0 if it is outside
+    the bounds. ``geometric_mask`` weighs it by 0 if the geometric mean of its tokens' ratios is outside, and ``reject``
+    if the ratio of any of its tokens is; else by 1."""
+    low: float | None = Field(None, ge=0, lt=1)
+    """Least legal ratio; not with ``truncate``. null is 0.5 of ``mask``, 0.99 of ``geometric_mask``, 0.0001 of
+    ``reject``."""
+    high: float | None = Field(None, ge=1, le=1e6)
+    """Largest legal ratio. null is 2 of ``truncate`` and ``mask``, 1.01 of ``geometric_mask``, 100 of ``reject``."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest legal ratio; the least of ``truncate`` is 0."""
+        low, high = _BOUNDS[self.kind]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the ratio itself is a factor of the loss."""
+        return self.kind in ("truncate", "mask")
+
+    @model_validator(mode="after")
+    def _truncates_from_above(self) -> Self:
+        if self.kind == "truncate" and self.low is not None:
+            raise ValueError("truncate has no low, it bounds weights from above; leave low out, or take kind: mask")
+        return self
+
+
+class TurnCredit(Section):
+    """Advantages per turn beside those of the trajectory, after GiGPO."""
+
+    weight: float = Field(1.0, gt=0)
+    """Factor of a turn's advantage; the trajectory's is 1. Default: GiGPO's run with searches, as for ``gamma``."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per turn."""
+
+
 class LearnerOptions(Section):
     """Options of an algorithm without options, and the base of all options."""
 
     min_group_size: ClassVar[int] = 1
     """Least ``training.group_size``."""
 
+    def check(self, config: RunConfig) -> None:
+        """Refuse, with a ``ConfigError``, what has no meaning with other keys of the run."""
+
 
 class PolicyGradientOptions(LearnerOptions):
     """Options of every policy gradient."""
 
+    clip_low: float | None = Field(None, ge=0)
+    """How far the probability ratio may fall below 1; null takes the algorithm's own value, 0.2 for most."""
+    clip_high: float | None = Field(None, ge=0)
+    """How far the probability ratio may rise above 1; null takes the algorithm's own value, 0.2 for most."""
+    tis_clip: float = Field(0.0, ge=0)
+    """Truncated importance sampling: each token's loss is weighted by its probability under the learner divided by that
+    under the engine that sampled it, truncated at this value. 2 is usual; 0 (default) is off. An update of several
+    steps needs one more forward pass."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where ``training.kl_coeff`` times the divergence from the reference is added."""
     kl_estimator: KLEstimator = "k3"
@@ -45,6 +112,26 @@ class PolicyGradientOptions(LearnerOptions):
     """Coefficient of the likelihood-displacement regulariser (LLDS); 0 is off."""
     llds_gate: Literal["turn", "trajectory"] = "turn"
     """The unit whose total likelihood must fall before its tokens are regularised."""
+    sequence_correction: Annotated[SequenceCorrection | None, NoneIfEmpty] = None
+    """Weigh or mask whole trajectories by how far the learner is from the engine: ``{kind: geometric_mask}``; null
+    (default) does not. An update of several steps needs one more forward pass, as with ``tis_clip``."""
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a correction that would count the ratio twice, or has no ratio to go by."""
+        correction, top_p = self.sequence_correction, config.env_runners.top_p
+        if correction is None:
+            return
+        key = f"training.options.sequence_correction: got kind: {correction.kind} with"
+        if correction.is_weight and self.tis_clip:
+            raise ConfigError(
+                f"{key} tis_clip={self.tis_clip:g}, which counts every ratio twice; set tis_clip to 0, or "
+                "take kind: geometric_mask or reject, which go with it"
+            )
+        if top_p < 1 and (correction.kind != "reject" or correction.bounds[0] > top_p):
+            raise ConfigError(
+                f"{key} env_runners.top_p={top_p:g}, under which the engine's log-probs are those of the nucleus and "
+                "every token's ratio is below 1; expected top_p of 1, or kind: reject with low below top_p"
+            )
 
     @field_validator("dual_clip")
     @classmethod
@@ -83,6 +170,9 @@ class GroupOptions(PolicyGradientOptions):
     number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 is off."""
+    turn_credit: Annotated[TurnCredit | None, NoneIfEmpty] = None
+    """Compare turns of a group that begin in the same state, too: ``{weight: 1, gamma: 0.95}``; null (default) does
+    not."""
 
 
 class DrGRPOOptions(GroupOptions):

@@ -2,14 +2,15 @@
 
 ::
 
-    trajectories ──flatten──► FlatTrajectories   all tokens, one trajectory after another; MODEL tokens are 0 .. M-1
-                  ──bundle──► Bundle                trajectories that begin alike and stay in one micro-batch
-                  ──plan────► [rank][micro-batch]   indices of trajectories; every rank computes the same plan
+    trajectories ──flatten──► FlatTrajectories   all tokens, one sequence after another; MODEL tokens are 0 .. M-1
+                  ──bundle──► Bundle                sequences that begin alike and stay in one micro-batch
+                  ──plan────► [rank][micro-batch]   indices of sequences; every rank computes the same plan
                   ──pack────► MicroBatch            one row [T], and where it predicts its MODEL tokens
 
-Trajectories of a group begin with the same prompt, and often with the same searches and passages. A row holds such a
-common beginning once. Under causal attention its tokens have the same hidden states in every trajectory, and their
-gradients add up over the trajectories.
+A sequence is what the model reads from its first token on: a trajectory, or each of ``Trajectory.rows`` where its
+conversation was rewritten. Those of a group begin with the same prompt, and often with the same calls and results. A
+row holds such a common beginning once. Under causal attention its tokens have the same hidden states in every sequence,
+and their gradients add up over the sequences.
 
 What a loss reads per MODEL token (advantages, old log-probs) is in ``TokenColumns`` of length M;
 ``MicroBatch.column_index`` selects the entries of a micro-batch.
@@ -34,26 +35,27 @@ from ragr1_actors.core.types import TokenKind, Trajectory
 MAX_BLOCK_PADDING = 0.125
 """Largest share of padding in a block; above it a new block begins. More blocks mean more kernel calls."""
 MIN_SHARED = 0.125
-"""Smallest share of its tokens that a trajectory has in common with another one to be bundled with it, and of a row's
+"""Smallest share of its tokens that a sequence has in common with another one to be bundled with it, and of a row's
 to be computed once: what shorter beginnings save, the copies before attention cost."""
 _COPIED = 0.125
 """What a token counts that the row has already, in tokens: its copies in attention. With SmolLM2-135M in bfloat16 flash
 attention keeps 3.1 KB of them per layer: query, output, and three heads of keys and values. The activations of a token
 take ten times as much."""
 _BUNDLES_PER_RANK = 4
-"""At least, of trajectories that begin alike: larger bundles would leave the ranks with unequal work."""
+"""At least, of sequences that begin alike: larger bundles would leave the ranks with unequal work."""
 
 
 @dataclass(frozen=True)
 class FlatTrajectories:
-    """All tokens of N trajectories, one trajectory after another."""
+    """All tokens of N trajectories, one after another, which are S sequences."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
-    offsets: NDArray[np.int64]  # [N + 1], where each trajectory begins in the tokens, and where the last one ends
+    offsets: NDArray[np.int64]  # [S + 1], where each sequence begins in the tokens, and where the last one ends
     response_mask: NDArray[np.bool_]  # [num_tokens], True for MODEL tokens: the only mask of every loss
-    model_offsets: NDArray[np.int64]  # [N + 1], the same offsets, counted in MODEL tokens
+    model_offsets: NDArray[np.int64]  # [S + 1], the same offsets, counted in MODEL tokens
+    first_sequences: NDArray[np.int64]  # [N + 1], the first sequence of each trajectory, and S
     rollout_logprobs: NDArray[np.float32]  # [M], under the engine that sampled
-    policy_versions: NDArray[np.int32]  # [M], version of the weights that sampled each token
+    policy_versions: NDArray[np.int32]  # [M], version of the weights that sampled each token; -1 where none did
 
     @cached_property
     def model_positions(self) -> NDArray[np.int64]:
@@ -62,15 +64,25 @@ class FlatTrajectories:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens per trajectory, prompt included, ``[N]``."""
+        """Number of tokens per sequence, prompt included, ``[S]``."""
         lengths: list[int] = np.diff(self.offsets).tolist()
         return lengths
 
     @property
     def model_lengths(self) -> list[int]:
         """Number of MODEL tokens per trajectory, ``[N]``."""
-        lengths: list[int] = np.diff(self.model_offsets).tolist()
+        lengths: list[int] = np.diff(self.trajectory_offsets).tolist()
         return lengths
+
+    @property
+    def trajectory_offsets(self) -> NDArray[np.int64]:
+        """Where each trajectory begins, counted in MODEL tokens, and where the last one ends, ``[N + 1]``."""
+        return self.model_offsets[self.first_sequences]
+
+    def sequences(self, trajectories: Sequence[int]) -> list[int]:
+        """Return the indices of all sequences of some trajectories."""
+        first = self.first_sequences
+        return [sequence for index in trajectories for sequence in range(first[index], first[index + 1])]
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Trajectories that stay in one micro-batch, because they begin alike."""
+    """Sequences that stay in one micro-batch, because they begin alike."""
 
     members: tuple[int, ...]
     num_computed: int
@@ -190,7 +202,7 @@ class MicroBatch:
     weight: float
     """1; 0 for a dummy, which a rank runs because ZeRO-3's collectives need equally many passes on every rank."""
     predicted_by: torch.Tensor | None = None  # [M] of int64
-    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Trajectories with the same
+    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Sequences with the same
     token after the same tokens have one entry: P is at most M."""
 
     @property
@@ -218,31 +230,47 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def flatten(trajectories: Sequence[Trajectory]) -> FlatTrajectories:
-    """Concatenate trajectories and number their MODEL tokens.
+MODEL_ONLY = frozenset((TokenKind.MODEL,))
+
+
+def flatten(trajectories: Sequence[Trajectory], trained_kinds: frozenset[TokenKind] = MODEL_ONLY) -> FlatTrajectories:
+    """Concatenate trajectories and number their MODEL tokens; tokens of other ``trained_kinds`` count as such.
 
     Raises:
-        ValueError: a trajectory starts with a MODEL token, which no earlier token can predict.
+        ValueError: a sequence starts with a token that is trained, which no earlier token can predict.
     """
+    kinds = sorted(trained_kinds)
+    lengths: list[int] = []
     for trajectory in trajectories:
-        if trajectory.num_tokens == 0 or trajectory.kinds[0] == TokenKind.MODEL:
-            raise ValueError(f"trajectory {trajectory.trajectory_id}: expected a prompt before the first MODEL token")
-    response_mask = np.concatenate([trajectory.kinds == TokenKind.MODEL for trajectory in trajectories])
-    offsets = np.cumsum([0, *(trajectory.num_tokens for trajectory in trajectories)])
+        for row in trajectory.rows:
+            if row.start == row.stop or trajectory.kinds[row.start] in kinds:
+                name = trajectory.trajectory_id
+                raise ValueError(f"trajectory {name}: expected a prompt before the first MODEL token of a row")
+            lengths.append(row.stop - row.start)
+    response_mask = np.concatenate([_is_trained(trajectory.kinds, kinds) for trajectory in trajectories])
+    offsets = np.cumsum([0, *lengths])
     return FlatTrajectories(
         token_ids=np.concatenate([trajectory.token_ids for trajectory in trajectories]).astype(np.int64),
         offsets=offsets,
         response_mask=response_mask,
         model_offsets=np.searchsorted(np.flatnonzero(response_mask), offsets),
+        first_sequences=np.cumsum([0, *(len(trajectory.rows) for trajectory in trajectories)]),
         rollout_logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories])[response_mask],
         policy_versions=np.concatenate([trajectory.policy_versions for trajectory in trajectories])[response_mask],
     )
 
 
-def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_tokens: int) -> list[Bundle]:
-    """Bundle the trajectories ``indices`` that begin alike, each bundle of a size of at most ``max_tokens``.
+def _is_trained(kinds: NDArray[np.uint8], trained: list[TokenKind]) -> NDArray[np.bool_]:
+    if len(trained) == 1:
+        only: NDArray[np.bool_] = kinds == trained[0]
+        return only
+    return np.isin(kinds, trained)
 
-    Sorted by their tokens, every trajectory stands next to the one with which it has the longest beginning in common.
+
+def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_tokens: int) -> list[Bundle]:
+    """Bundle the sequences ``indices`` that begin alike, each bundle of a size of at most ``max_tokens``.
+
+    Sorted by their tokens, every sequence stands next to the one with which it has the longest beginning in common.
     Of the tokens of groups of eight, .47 are computed on 2WikiMultihopQA, .19 in the generated world (SmolLM2-135M,
     ``python -m benchmarks.real.shared_prefixes RUN``).
     """
@@ -263,7 +291,7 @@ def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_t
 
 
 def _sorted_by_tokens(flat: FlatTrajectories, indices: Sequence[int]) -> list[int]:
-    """Sort trajectories as texts are sorted: of two the one with the smaller token where they first differ."""
+    """Sort sequences as texts are sorted: of two the one with the smaller token where they first differ."""
 
     def key(index: int) -> bytes:  # big-endian bytes compare as the numbers do
         return flat.token_ids[flat.offsets[index] : flat.offsets[index + 1]].astype(">u8").tobytes()
@@ -272,7 +300,7 @@ def _sorted_by_tokens(flat: FlatTrajectories, indices: Sequence[int]) -> list[in
 
 
 def _common(flat: FlatTrajectories, one: int, two: int) -> int:
-    """Return the number of tokens with which both trajectories begin."""
+    """Return the number of tokens with which both sequences begin."""
     starts = flat.offsets[[one, two]]
     count = int((flat.offsets[[one + 1, two + 1]] - starts).min())
     is_equal = np.equal(*(flat.token_ids[start : start + count] for start in starts))
@@ -284,10 +312,10 @@ def plan(
 ) -> list[list[list[int]]]:  # [num_ranks][num_micro_batches][num_seqs]
     """Distribute bundles over ranks, then pack each share into micro-batches of at most ``max_tokens``, first fit.
 
-    Shares have nearly equal cost: the tokens that are computed and ``pair_cost * length**2`` of every trajectory, in
+    Shares have nearly equal cost: the tokens that are computed and ``pair_cost * length**2`` of every sequence, in
     tokens, with ``scoring.pair_cost``. Every rank gets the same number of micro-batches, the most expensive first, so
     that ranks that run in lockstep (ZeRO-3) wait little. An empty micro-batch is a dummy; it is made only where no
-    micro-batch has two bundles. Within a micro-batch lengths decrease. A trajectory longer than the budget gets a
+    micro-batch has two bundles. Within a micro-batch lengths decrease. A sequence longer than the budget gets a
     micro-batch alone. The result depends on the batch only, so every rank computes it without communication.
 
     Measured on 512 log-normal lengths of 200-8,000 tokens, 8 ranks, a budget of 16,384, the pair cost of Qwen2.5-1.5B,
@@ -338,9 +366,9 @@ def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) ->
 
 
 def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = math.inf) -> MicroBatch:
-    """Pack the trajectories ``indices`` into one row; without any, return a dummy of weight 0.
+    """Pack the sequences ``indices`` into one row; without any, return a dummy of weight 0.
 
-    The row has the trajectories in the order of ``indices`` where it holds them whole, else by the number of their own
+    The row has the sequences in the order of ``indices`` where it holds them whole, else by the number of their own
     tokens in it. It holds them whole where they have less than ``MIN_SHARED`` in common, and fit into ``max_tokens``:
     bundles are planned as if every beginning in common were computed once.
     """
@@ -380,7 +408,7 @@ def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = mat
 
 
 def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int]:
-    """Return for every trajectory how many tokens it begins with that the one before it has, sorted by tokens."""
+    """Return for every sequence how many tokens it begins with that the one before it has, sorted by tokens."""
     found, before = {}, -1
     for index in _sorted_by_tokens(flat, indices):
         found[index] = _common(flat, before, index) if before >= 0 else 0
@@ -389,7 +417,7 @@ def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int
 
 
 def _share(flat: FlatTrajectories, chosen: list[int], num_common: dict[int, int]) -> SharedTokens:
-    """Give every token that trajectories have in common to the first of them, sorted by tokens: ``num_common``."""
+    """Give every token that sequences have in common to the first of them, sorted by tokens: ``num_common``."""
     lengths = flat.lengths
     own = [lengths[index] - num_common[index] for index in chosen]
     own_lengths = np.array(own, np.int64)

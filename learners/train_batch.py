@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from learners.packing import FlatTrajectories, flatten
+from learners.packing import MODEL_ONLY, FlatTrajectories, flatten
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.schema import LEARNED_SCHEMA
-from ragr1_actors.core.types import Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,18 @@ class TokenColumns:
 
     trajectory_ids: torch.Tensor
     """int64: index into ``TrainBatch.trajectories``."""
+    sequence_ids: torch.Tensor
+    """int64: number of the sequence, which is the trajectory, or a row of it where its conversation was rewritten. All
+    tokens of a sequence are in one micro-batch."""
     rollout_logprobs: torch.Tensor | None = None
     """Log-prob, in nats, under the engine and the sampling temperature; None for demonstrations, which no engine
     sampled."""
     old_logprobs: torch.Tensor | None = None
-    """Denominator of the policy ratio. The learner's log-prob at the start of the update where
-    ``training.tis_clip > 0`` or ``env_runners.top_p < 1``, else equal to ``rollout_logprobs``. If the update has only
-    one optimizer step and corrects with ``tis_clip``, it is None until ``compute_loss``: the pass of the step gives
-    it."""
+    """Denominator of the policy ratio: ``Trajectory.behaviour_logprobs`` where a trajectory has them (NaN where not,
+    until ``Learner.fill_columns``). Else the learner's log-prob at the start of the update where ``tis_clip`` or
+    ``sequence_correction`` is set or ``env_runners.top_p < 1``, and otherwise equal to ``rollout_logprobs``. If the
+    update has only one optimizer step and nothing else needs the learner's log-probs before, a correction leaves it
+    None until ``compute_loss``: the pass of the step gives it."""
     ref_logprobs: torch.Tensor | None = None
     """Log-prob under the reference, the policy at the start of the stage; where a KL term is in the loss."""
     rollout_kl: torch.Tensor | None = None
@@ -43,6 +47,9 @@ class TokenColumns:
     """The critic's value before the token, before the first step of the update (PPO)."""
     returns: torch.Tensor | None = None
     """Target of the critic: advantage plus ``values``, before whitening (PPO)."""
+    is_sampled: torch.Tensor | None = None
+    """bool: an engine sampled the token; None where it sampled all. ``rollout_logprobs`` of the others, which
+    ``Learner.trained_kinds`` takes besides, are the learner's own at the start of the update."""
     is_fresh: torch.Tensor | None = None
     """bool: the newest policy version of the batch sampled the token; None where the batch has one version only."""
     segment_ids: torch.Tensor | None = None
@@ -84,6 +91,26 @@ class TokenColumns:
             if name in self.present:
                 raise ConfigError(f"{source}: {name} is set already, and a column is set once; take another name")
         return _columns(self.present | dict(new))
+
+    def lacks_logprobs(self, corrects: bool) -> bool:
+        """Whether the learner's own log-probs are needed before the first step; see ``with_denominator``."""
+        return self.is_sampled is not None or (corrects and self.old_logprobs is not None)
+
+    def with_denominator(self, own_M: torch.Tensor | None, *, is_denominator: bool, corrects: bool) -> TokenColumns:
+        """Return the columns with ``old_logprobs`` for every token.
+
+        ``own_M`` are the learner's log-probs at the start of the update, which stand for those of an engine where none
+        sampled the token, and with ``is_denominator`` are that of the ratio. Where the policy that acted is known, the
+        ratio has it already, and a correction (``corrects``) has nothing left to weigh.
+        """
+        rollout_M, acted_M = self["rollout_logprobs"], self.old_logprobs
+        if own_M is not None and self.is_sampled is not None:
+            rollout_M = torch.where(self.is_sampled, rollout_M, own_M)
+        old_M = own_M if own_M is not None and is_denominator else rollout_M
+        if acted_M is not None:
+            old_M = torch.where(acted_M.isnan(), old_M, acted_M)
+            rollout_M = torch.where(acted_M.isnan(), rollout_M, acted_M) if corrects else rollout_M
+        return replace(self, rollout_logprobs=rollout_M, old_logprobs=old_M)
 
     def select(self, index: torch.Tensor, device: torch.device) -> TokenColumns:
         """Return the entries ``index`` of every column, on ``device``."""
@@ -143,11 +170,12 @@ def make_batch(
     groups: Sequence[TrajectoryGroup],
     select_members: Callable[[list[Trajectory]], list[Trajectory]],
     has_rollout_logprobs: bool,
+    trained_kinds: frozenset[TokenKind] = MODEL_ONLY,
 ) -> TrainBatch | None:
     """Leave out the trajectories that have no gradient; return None where no trajectory is left.
 
     ``select_members`` gets the trajectories of a group that did not fail and have MODEL tokens, and returns those to
-    learn from. ``has_rollout_logprobs`` tells whether an engine sampled the tokens.
+    learn from. ``has_rollout_logprobs`` tells whether an engine sampled the tokens; ``trained_kinds`` are learned.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []
@@ -158,24 +186,42 @@ def make_batch(
         group_ids += [group_id] * len(members)
     if not trajectories:
         return None
-    flat = flatten(trajectories)
-    columns = TokenColumns(torch.from_numpy(np.repeat(np.arange(len(trajectories)), flat.model_lengths)))
+    flat = flatten(trajectories, trained_kinds)
+    columns = TokenColumns(
+        trajectory_ids=torch.from_numpy(np.repeat(np.arange(len(trajectories)), flat.model_lengths)),
+        sequence_ids=torch.from_numpy(np.repeat(np.arange(len(flat.lengths)), np.diff(flat.model_offsets))),
+    )
     if has_rollout_logprobs:
-        is_fresh = flat.policy_versions == flat.policy_versions.max()
+        is_sampled = flat.policy_versions >= 0
+        is_fresh = (flat.policy_versions == flat.policy_versions.max()) | ~is_sampled
         columns = replace(
             columns,
             rollout_logprobs=torch.from_numpy(flat.rollout_logprobs),
+            is_sampled=None if is_sampled.all() else torch.from_numpy(is_sampled),
             is_fresh=None if is_fresh.all() else torch.from_numpy(is_fresh),
         )
+        if any(one.behaviour_logprobs is not None for one in trajectories):
+            unknown = np.float32(np.nan)
+            acted = [
+                np.full(one.num_tokens, unknown) if one.behaviour_logprobs is None else one.behaviour_logprobs
+                for one in trajectories
+            ]
+            old_logprobs = np.concatenate(acted).astype(np.float32)[flat.response_mask]
+            columns = replace(columns, old_logprobs=torch.from_numpy(old_logprobs))
     return TrainBatch(trajectories, group_ids, flat, columns)
 
 
 def learned_columns(batch: TrainBatch, ratios_M: torch.Tensor) -> pa.RecordBatch:
     """Return advantages and ratios by trajectory, of ``LEARNED_SCHEMA``; advantages are null where none are used."""
-    offsets = pa.array(batch.flat.model_offsets)
-    ratios = pa.LargeListArray.from_arrays(offsets, pa.array(ratios_M.numpy()))
+    columns, offsets = batch.columns, batch.flat.trajectory_offsets
+    kept: slice | torch.Tensor = slice(None)
+    if columns.is_sampled is not None:  # a file has values for MODEL tokens only
+        kept = columns.is_sampled
+        offsets = np.concatenate([[0], np.cumsum(columns.is_sampled.numpy())])[offsets]
+    ratios = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ratios_M[kept].numpy()))
     advantages: pa.Array = pa.nulls(len(ratios), ratios.type)
-    if batch.columns.advantages is not None:
-        advantages = pa.LargeListArray.from_arrays(offsets, pa.array(batch.columns.advantages.float().numpy()))
+    if columns.advantages is not None:
+        values = pa.array(columns.advantages.float()[kept].numpy())
+        advantages = pa.LargeListArray.from_arrays(pa.array(offsets), values)
     ids = pa.array([trajectory.trajectory_id for trajectory in batch.trajectories])
     return pa.RecordBatch.from_arrays([ids, advantages, ratios], schema=LEARNED_SCHEMA)

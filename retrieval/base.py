@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
+from ragr1_actors.core.types import ChatModel, Record
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One passage of the corpus: ``Passage("p17", "Riga", "Riga lies in Latvia.", 0.83)``."""
-
-    id: str
-    title: str
-    text: str
-    score: float = 0.0
-    """Similarity to the query it was found with; higher is better."""
+Passage = Record
+"""One passage of the corpus: ``Passage("p17", "Riga", "Riga lies in Latvia.", 0.83)``, and how similar it is."""
+SEARCH = "search"
+"""The tool whose calls in a trajectory are searches, with the arguments ``query`` and ``k``."""
 
 
 class Hits(list[Passage]):
@@ -46,6 +41,15 @@ class PacedRetriever(Protocol):
 
     async def wait_for_room(self) -> None:
         """Return once fewer queries wait than the retriever holds."""
+        ...
+
+
+@runtime_checkable
+class AskingRetriever(Protocol):
+    """A retriever that asks language models, such as one that rewrites queries."""
+
+    def use_models(self, models: Mapping[str, ChatModel]) -> None:
+        """Take ``environment.models``, by name; called in each env runner before the first search."""
         ...
 
 

@@ -18,8 +18,8 @@ from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
-from ragr1_actors.core.types import RetrievalRecord
-from retrieval.base import RETRIEVERS, SHARED_KEYS, Hits, Passage, Retriever
+from ragr1_actors.core.types import ToolCall
+from retrieval.base import RETRIEVERS, SEARCH, SHARED_KEYS, Hits, Passage, Retriever, needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
 from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest, parse_options
@@ -44,6 +44,16 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
         return made
     num_threads = max(1, math.ceil(settings.num_cpus_per_retriever))
     return LocalRetriever(index_dir, num_threads, reranker=settings.reranker, options=settings.options)
+
+
+def inner_retriever(options: Mapping[str, Any]) -> Retriever:
+    """Return what a custom retriever wraps; the options are keys of ``retrieval``: ``{"type": "bm25", "index": DIR}``.
+
+    Raises:
+        UserError: the index or an option cannot be used.
+    """
+    settings = RetrievalSettings.read(options, "retrieval.options.inner")
+    return open_retriever(named_index(settings) if needs_index(settings.type) else None, settings)
 
 
 def named_index(settings: RetrievalSettings) -> Path:
@@ -239,11 +249,9 @@ class ReplayRetriever:
         run = options["run"]
         directory = run.fetch() if isinstance(run, Folder) else Path(run) / TRAJECTORIES
         self._found: dict[tuple[str, int], Hits] = {}
-        for record in _records(directory):
-            passages = map(Passage, record.passage_ids, record.titles, record.texts, record.scores)
-            self._found[normalise(record.query), record.k] = Hits(
-                passages, is_cached=record.is_cached, index_version=record.index_version
-            )
+        for call in _searches(directory):
+            hits = Hits(call.records, is_cached=call.is_cached, index_version=call.version)
+            self._found[normalise(call.arguments["query"]), call.arguments["k"]] = hits
         if not self._found:
             raise DataError(
                 f"no recorded searches in {directory}; give a run with checkpointing.keep_trajectories in which at "
@@ -268,8 +276,7 @@ class ReplayRetriever:
         return answers
 
 
-def _records(directory: Path) -> Iterator[RetrievalRecord]:
+def _searches(directory: Path) -> Iterator[ToolCall]:
     for path in sorted(directory.glob("*.arrow")):
         trajectories = (trajectory for group in read_trajectories(path) for trajectory in group.trajectories)
-        turns = (turn for trajectory in trajectories for turn in trajectory.turns)
-        yield from (record for turn in turns for record in turn.retrievals)
+        yield from (call for trajectory in trajectories for call in trajectory.calls if call.tool == SEARCH)

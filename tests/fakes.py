@@ -1,10 +1,13 @@
-"""Fakes: three retrievers, and a tokenizer of bytes."""
+"""Fakes: three retrievers, a tokenizer of bytes, and the section of an environment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from envs.observations import defuse
+from envs.options import SearchOptions
+from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Message
 from retrieval.base import Passage
@@ -37,6 +40,13 @@ class OnePassage:
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         return [[Passage("p", "Riga", "Riga is a city in Latvia.", 1.0)] for _ in queries]
+
+
+def environment(keys: Mapping[str, Any]) -> EnvironmentSettings:
+    """Return the section with ``keys``, its own and options of an environment that searches."""
+    options = {name: value for name, value in keys.items() if name in SearchOptions.model_fields}
+    own = {name: value for name, value in keys.items() if name not in options}
+    return EnvironmentSettings.model_validate(own | {"options": options})
 
 
 class ByteTokenizer:

@@ -13,8 +13,8 @@ from envs.base import StepResult
 from envs.search import SearchEnv
 from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.training.simulation.fleet import SimulatedRunners
 from ragr1_actors.training.simulation.workload import Attempt, TurnShape
 

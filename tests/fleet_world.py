@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 
 
 def request(index: int, **changes: Any) -> GroupRequest:

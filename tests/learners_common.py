@@ -88,6 +88,16 @@ def make_trajectory(
     )
 
 
+def with_rows(trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
+    """The trajectory with its conversation rewritten at some of its observations, whose tokens are then a prompt."""
+    is_model = trajectory.kinds == TokenKind.MODEL
+    starts = 1 + np.flatnonzero(is_model[:-1] & ~is_model[1:])
+    chosen = starts[rng.random(len(starts)) < 0.5].tolist()
+    ends = [*chosen, trajectory.num_tokens]
+    lengths = tuple(int(n) for n in np.diff([0, *ends]))
+    return replace(trajectory, row_lengths=lengths if chosen else ())
+
+
 def make_groups(seed: int, num_groups: int = 4, group_size: int = 4, max_run: int = 9) -> list[TrajectoryGroup]:
     """Make groups with rewards of 0 and 1, both in every group."""
     rng = np.random.default_rng(seed)

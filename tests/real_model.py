@@ -71,6 +71,7 @@ def train_shortened(recipe: str, run_dir: Path, **overrides: str) -> Path:
     short = {
         "policy.model": str(POLICY),
         "env_runners.num_env_runners": "0",
+        "env_runners.weight_transport": "auto",
         "retrieval.num_retrievers": "0",
         "sft.num_steps": "1",
         "sft.batch_size": "2",
@@ -126,7 +127,7 @@ def check_masks(found: list[Trajectory]) -> None:
                 told[-1] += tokenizer.decode(ids)
         assert sampled == [turn.completion_text for turn in trajectory.turns]
         for turn, text in zip(trajectory.turns, told, strict=True):
-            assert turn.observation.strip() in text and text.count("<information>") == bool(turn.queries)
+            assert turn.observation.strip() in text and text.count("<information>") == bool(turn.calls)
 
 
 def check_end_of_turn(found: list[Trajectory]) -> None:

@@ -19,11 +19,12 @@ PASSAGES = [Passage("p1", "Riga", "Riga lies in Latvia.", 0.5), Passage("p2", "O
 
 async def record(run_dir: Path, queries: list[str]) -> None:
     """Let an environment search, and write its trajectory as a run does."""
-    env = SearchEnv(EnvironmentSettings(top_k=2), EnvContext(DictRetriever(PASSAGES), lambda text: list(text.encode())))
+    context = EnvContext(DictRetriever(PASSAGES), lambda text: list(text.encode()))
+    env = SearchEnv(EnvironmentSettings(options={"top_k": 2}), context)
     task = Task("t", "Where?", ("Latvia",))
     await env.reset(task)
     result = await env.step(queries)
-    turn = Turn("<search>..</search>", 3, "search", tuple(queries), result.retrievals, result.observation)
+    turn = Turn("<search>..</search>", 3, "search", result.calls, result.observation)
     tokens = np.zeros(0, np.int32)
     trajectory = Trajectory(
         trajectory_id="t/0",

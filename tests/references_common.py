@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learners_common import fill_columns, make_config, make_groups
+from learners_common import fill_columns, make_config, make_groups, with_rows
 from learners_common import make_batch as select_batch
 
 from learners.algorithms.grpo import (
@@ -27,7 +27,7 @@ from learners.algorithms.grpo import (
 from learners.learner import Learner
 from learners.models.scoring import TokenOutputs
 from learners.train_batch import TokenColumns, TrainBatch
-from ragr1_actors.core.types import TrajectoryGroup
+from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 LIMIT = 24
 """``max_model_tokens`` in these tests."""
@@ -36,12 +36,13 @@ Rows = list[torch.Tensor]
 
 
 def random_groups(seed: int) -> list[TrajectoryGroup]:
-    """Groups of four with rewards of three values, unequal within each."""
-    rng = np.random.default_rng(seed)
+    """Groups of four with rewards of three values, unequal within each; some trajectories have several rows."""
+    rng, cuts = np.random.default_rng(seed), np.random.default_rng(seed + 7)
     groups = []
     for group in make_groups(seed):
         rewards = [1.0, 0.0, *rng.choice([0.0, 0.5, 1.0], 2).tolist()]
-        members = (replace(t, reward=reward) for t, reward in zip(group.trajectories, rewards, strict=True))
+        several = [with_rows(trajectory, cuts) for trajectory in group.trajectories]
+        members = (replace(t, reward=reward) for t, reward in zip(several, rewards, strict=True))
         groups.append(TrajectoryGroup(group.task, tuple(members)))
     return groups
 
@@ -81,12 +82,17 @@ def rows(values_M: torch.Tensor, batch: TrainBatch) -> Rows:
     return list(values_M.split(batch.flat.model_lengths))
 
 
+def sequence_lengths(batch: TrainBatch) -> list[list[int]]:
+    """MODEL tokens of each row of each trajectory; some may have none."""
+    return [[int((t.kinds[row] == TokenKind.MODEL).sum()) for row in t.rows] for t in batch.trajectories]
+
+
 def loss_of(learner: Learner, batch: TrainBatch, new: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """The loss of one optimizer step on the whole batch, with columns in float64."""
     columns = batch.columns.with_columns(learner.step_columns(batch, list(range(len(batch.trajectories)))), "step")
     doubled = {name: c.double() if c.is_floating_point() else c for name, c in columns.present.items()}
-    empty = TokenColumns(columns.trajectory_ids)
-    del doubled["trajectory_ids"]
+    empty = TokenColumns(columns.trajectory_ids, columns.sequence_ids)
+    del doubled["trajectory_ids"], doubled["sequence_ids"]
     return learner.compute_loss(TokenOutputs(new, entropy), empty.with_columns(doubled, "doubled")).loss.mean()
 
 

@@ -51,9 +51,9 @@ def make_config(files: Path, sft: dict[str, Any] | None = None, **training: Any)
             eval_tasks=str(files / "eval_tasks.json"),
             prompt="{question}",
             max_turns=2,
-            top_k=1,
+            options={"top_k": 1},
         )
-        .policy(tiny={"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 400})
+        .policy(options={"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 400})
         .env_runners(num_env_runners=0, max_context_tokens=160, max_new_tokens_per_turn=12)
         .retrieval(index=str(files / "index"), num_retrievers=0)
         .sft(

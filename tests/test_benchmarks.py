@@ -30,7 +30,7 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 from retrieval.indexes.manifest import Manifest
 

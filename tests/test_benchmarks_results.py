@@ -11,7 +11,7 @@ import pytest
 from benchmarks.real import results, runs
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCall, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 
 GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge", "Oslo")}
@@ -20,8 +20,9 @@ GOLD = {"a": ("comparison", "Riga"), "b": ("comparison", "yes"), "c": ("bridge",
 def answered(name: str, answer: str, num_rounds: int) -> TrajectoryGroup:
     category, gold = GOLD[name]
     task = Task(name, f"{name}?", (gold,), category=category)
-    record = RetrievalRecord("x", 1, ("p",), (1.0,), ("P",), ("It lies in Riga, not in Oslo.",), 0.1)
-    search = Turn("<search>x</search>", 1, "search", ("x", "y"), (record,), "P: It lies in Riga")
+    record = Record("p", "P", "It lies in Riga, not in Oslo.", 1.0)
+    calls = tuple(ToolCall("search", {"query": query, "k": 1}, records=(record,)) for query in ("x", "y"))
+    search = Turn("<search>x</search>", 1, "search", calls, "P: It lies in Riga")
     turns = [search] * num_rounds + [Turn("<answer>", 1, "answer")]
     kinds = np.array([TokenKind.PROMPT] + [TokenKind.MODEL] * len(turns), np.uint8)
     trajectory = Trajectory(

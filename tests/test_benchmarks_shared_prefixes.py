@@ -29,7 +29,7 @@ def test_groups_that_are_learned_from_are_counted(tmp_path: Path, capsys: pytest
     pair = [replace(first, reward=1.0), replace(twin, reward=0.0), failed]
     write(tmp_path, 1, flat, [replace(first, reward=1.0), failed])
     write(tmp_path, 2, pair)
-    shared_prefixes.main(tmp_path)
+    shared_prefixes.main([tmp_path])
     length = first.num_tokens
     assert capsys.readouterr().out == f"{tmp_path}: {length} of {2 * length} tokens, 0.50\n"
 
@@ -38,9 +38,9 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     (tmp_path / "trajectories").mkdir()
     for run in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DataError, match=rf"no trajectories/iteration_\*\.arrow in {run}; name the folder"):
-            shared_prefixes.main(run)
+            shared_prefixes.main([run])
     write(tmp_path, 1, make_branches(0))
     path = tmp_path / "trajectories" / "iteration_00001.arrow"
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(DataError, match=r"iteration_00001\.arrow cannot be read"):
-        shared_prefixes.main(tmp_path)
+        shared_prefixes.main([tmp_path])

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.measurement import run_script
 from benchmarks.real import models, two_wiki
+from envs.options import QueryFormat
 from envs.teacher import load_demonstrations
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, UserError
 
 COMPARISON = {
@@ -140,28 +140,45 @@ def test_a_script_ends_with_a_sentence(
     def interrupted(source: Path) -> None:
         raise KeyboardInterrupt
 
-    for arguments, said in (
-        ([], "got 0 arguments, expected: FOLDER [TARGET]"),
-        (["a", "b", "c"], "got 3 arguments, expected: FOLDER [TARGET]"),
-        ([str(tmp_path)], f"error: no file of 2WikiMultihopQA like *test*.json or *dev*.json in {tmp_path}; its name"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["two_wiki", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run_script(two_wiki.main, "FOLDER [TARGET]")
-        assert str(ended.value).startswith(said)
+    monkeypatch.setattr(sys, "argv", ["two_wiki", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
-        run_script(interrupted, "FOLDER [TARGET]")
+        run_script(two_wiki.main, source=None, target="?")
+    assert str(ended.value).startswith("error: no file of 2WikiMultihopQA like *test*.json or *dev*.json in")
+    with pytest.raises(SystemExit) as ended:
+        run_script(interrupted, source=None)
     assert ended.value.code == 130
 
 
-def test_a_script_takes_as_many_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[Path, ...]] = []
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"]])
+def test_a_script_says_which_paths_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["two_wiki", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(two_wiki.main, source=None, target="?")
+    assert "source [target]" in capsys.readouterr().err
+
+
+def test_a_script_takes_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+
+    def main(runs: list[Path]) -> None:
+        found.extend(runs)
+
     monkeypatch.setattr(sys, "argv", ["results", "a", "b", "c"])
-    run_script(lambda *runs: found.append(runs), "RUN ...")
-    assert found == [(Path("a"), Path("b"), Path("c"))]
-    monkeypatch.setattr(sys, "argv", ["results"])
-    with pytest.raises(SystemExit, match=r"got 0 arguments, expected: RUN \.\.\."):
-        run_script(lambda *runs: found.append(runs), "RUN ...")
+    run_script(main, runs="+")
+    assert found == [Path("a"), Path("b"), Path("c")]
+
+
+def test_a_script_leaves_out_a_path_that_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+
+    def main(source: Path, target: Path = Path("models")) -> None:
+        found.extend((source, target))
+
+    monkeypatch.setattr(sys, "argv", ["two_wiki", "a"])
+    run_script(main, source=None, target="?")
+    assert found == [Path("a"), Path("models")]
 
 
 def test_a_folder_of_a_model_is_made_again_if_it_lacks_a_file(

@@ -22,7 +22,7 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.types import RetrievalRecord, Turn
+from ragr1_actors.core.types import Record, ToolCall, Turn
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.training.evaluation import asking
@@ -144,7 +144,7 @@ def test_the_policy_writes_while_the_retriever_loads(searching: str, monkeypatch
     monkeypatch.setattr(asking, "open_retriever", wait_and_load)
     with Asker(searching) as asker:
         trajectory = asker.ask(QUESTION, Watch(lambda text: has_written.set(), lambda turn: None))
-    assert trajectory.turns[0].retrievals
+    assert trajectory.turns[0].calls
     assert trajectory.stop_reason.value == "answered"
 
 
@@ -255,10 +255,16 @@ def test_what_an_environment_says_is_shown(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "<think> no\nWrite a query.\n"
 
 
+def test_what_a_tool_says_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Shown().turn(Turn("2 + 3 =", 3, "sum", (ToolCall("calculator", {"term": "2 + 3"}, result="5\n"),)))
+    assert capsys.readouterr().out == "2 + 3 =\n  [2 + 3]\n  5\n"
+
+
 def test_a_passage_gives_the_terminal_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
     orders = "\x1b]0;owned\x07\x1b[2J\x9b31m\b"
-    found = RetrievalRecord(f"q{orders}", 1, ("1",), (0.5,), (f"Riga{orders}",), (f"It lies\r\n\there{orders}",), 0.1)
-    Shown().turn(Turn(f"<search> q{orders}", 3, "search", ("q",), (found,)))
+    record = Record("1", f"Riga{orders}", f"It lies\r\n\there{orders}", 0.5)
+    found = ToolCall("search", {"query": f"q{orders}", "k": 1}, records=(record,))
+    Shown().turn(Turn(f"<search> q{orders}", 3, "search", (found,)))
     Shown().turn(Turn("", 3, "malformed", observation=f"Write{orders}"))
     print_line(f"Riga{orders}")
     printed = capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_a_run_from_its_start_to_a_question(tmp_path: Path) -> None:
     config = make_config(make_files(tmp_path), {"num_steps": 2, "num_demonstrations": 16}, num_iterations=2)
     settings = config.model_dump()
     settings["evaluation"] |= {"interval": 1}
-    settings["environment"] |= {"eval_tasks": "", "query_format": "json"}
+    settings["environment"] |= {"eval_tasks": "", "options": {"query_format": "json"}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
     asked = (tmp_path / "tasks.json").read_text().replace("Where is the", r"Where is \"$the\"")
     (tmp_path / "tasks.json").write_text(asked)
@@ -268,7 +268,8 @@ PRINTS_JSON = {
     "report": ["RUN"],
     "simulate": ["quickstart", "--iterations", "1", "--runners", "1", "--retrievers", "1"],
 }
-ELSEWHERE = {"bench", "chaos", "doctor", "select"}  # of these, "bench" and "doctor" print several lines
+ELSEWHERE = {"bench", "chaos", "doctor", "rescore", "select"}
+"""Of these, "bench", "doctor" and "rescore" print several lines."""
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +289,7 @@ def test_json_is_one_line_on_stdout(named: dict[str, str], command: str) -> None
     assert done.exit_code == 0, done.output
     assert done.stdout.endswith("\n")
     assert done.stdout.count("\n") == 1, done.stdout
-    json.loads(done.stdout)
+    assert "measures" not in json.loads(done.stdout)  # each has its own name
 
 
 def commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -454,3 +455,10 @@ def test_an_interrupt_during_imports_is_one_line_at_once_and_not_lost(
     assert (done.returncode, done.stderr) == (128 + number, f"interrupted; {advice}\n")
     assert "lost" not in done.stdout
     assert "went on" not in done.stdout
+
+
+def test_a_check_without_a_name_says_where_it_goes() -> None:
+    said = invoke("check", "source", "environment.tasks={source: my_tasks:Colours}")
+    assert said.startswith(
+        "error: got environment.tasks={source: my_tasks:Colours} where the name belongs; put it first"
+    )

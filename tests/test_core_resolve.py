@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from small_world import invoke
 
 from envs.tasks.published_sets import load_sets
 from ragr1_actors.cli.view import tokenizer_folders
+from ragr1_actors.core.config import GuardSettings, LoraSettings, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_names
@@ -20,7 +22,8 @@ from ragr1_actors.runs.places import LocalPlace
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.plan import count_passages
-from ragr1_actors.training.planning.preflight import check_names
+from ragr1_actors.training.planning.preflight import check_classes, check_names
+from ragr1_actors.training.planning.tiny_policy import TinyPolicy
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.capacity import EncoderShape
@@ -162,18 +165,88 @@ def test_a_prompt_without_its_question_is_refused() -> None:
 
 @pytest.mark.parametrize(("hidden_size", "num_heads"), [(12, 4), (8, 8), (30, 4), (8, 16), (9, 3)])
 def test_odd_heads_are_refused_and_the_size_named_instead_works(hidden_size: int, num_heads: int) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.tiny\.num_heads: got") as caught:
-        AlgorithmConfig().policy(tiny={"hidden_size": hidden_size, "num_heads": num_heads}).freeze()
+    with pytest.raises(ConfigError, match=r"policy\.options\.num_heads: got") as caught:
+        TinyPolicy.read({"hidden_size": hidden_size, "num_heads": num_heads})
     named = int(str(caught.value).partition("such as ")[2].partition(":")[0])
-    AlgorithmConfig().policy(tiny={"hidden_size": named, "num_heads": num_heads}).freeze()
-    with pytest.raises(ConfigError, match=r"policy\.tiny\.num_heads: got 3; hidden_size is 128"):
-        AlgorithmConfig().policy(tiny={"num_heads": 3}).freeze()
+    assert TinyPolicy.read({"hidden_size": named, "num_heads": num_heads}).shape.hidden_size == named
+    with pytest.raises(ConfigError, match=r"policy\.options\.num_heads: got 3; hidden_size is 128"):
+        TinyPolicy.read({"num_heads": 3})
 
 
-def test_what_one_turn_may_bring_back_is_bounded() -> None:
-    for settings in ({"top_k": 101}, {"max_queries_per_turn": 65}):
-        with pytest.raises(ConfigError, match="less than or equal to"):
-            AlgorithmConfig().environment(**settings).freeze()
+def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:
+    config = AlgorithmConfig().training(algorithm="ppo", guard={"patience": 3}, options={"gamma": 0.9})
+    config.override(["training.guard.action=stop", "training.options.vf_clip=0.5", "learners.lora.rank=4"])
+    config.override(["env_runners.autoscaling={max_replicas: 4}", "env_runners.autoscaling.min_replicas=1"])
+    found = config.freeze()
+    assert found.training.guard == GuardSettings(action="stop", patience=3)
+    assert found.training.options == {"gamma": 0.9, "vf_clip": 0.5}
+    assert found.learners.lora == LoraSettings(rank=4)
+    assert found.env_runners.autoscaling == RunnerAutoscaling(max_replicas=4)
+    assert found.changes() == {
+        "env_runners.autoscaling.max_replicas": 4,
+        "training.algorithm": "ppo",
+        "training.options": {"gamma": 0.9, "vf_clip": 0.5},
+        "training.guard.action": "stop",
+        "training.guard.patience": 3,
+        "learners.lora.rank": 4,
+    }
+    assert AlgorithmConfig(found.model_dump()).freeze() == found
+    assert config.override(["training.guard={action: warn}", "learners.lora={}"]).freeze().learners.lora is None
+
+
+def test_a_name_deep_in_options_is_set_and_one_level_up_replaces_all() -> None:
+    config = AlgorithmConfig().override(["training.options.correction.kind=mask", "training.options.correction.high=3"])
+    assert config.freeze().training.options == {"correction": {"kind": "mask", "high": 3}}
+    config.override(["training.options.correction={kind: reject}", "training.options.gamma=0.9"])
+    assert config.freeze().training.options == {"correction": {"kind": "reject"}, "gamma": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("training.guard.acton=stop", "unknown key training.guard.acton; did you mean 'action'"),
+        ("training.guard.patience=0", "training.guard.patience: got 0; input should be greater than or equal to 1"),
+        ("training.guard=stop", "training.guard: got 'stop'"),
+        ("learners.lora.rank=0", "learners.lora.rank: got 0"),
+        ("env_runners.autoscaling.min_replicas=2", "env_runners.autoscaling.max_replicas: got "),
+        ("training.lr.x=1", "got training.lr.x; training.lr is one value: write training.lr=..."),
+        ("training.gaurd.action=stop", "unknown key training.gaurd; did you mean 'guard'"),
+        ("training..x=1", "unknown key training."),
+    ],
+)
+def test_wrong_names_in_a_group_are_refused(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AlgorithmConfig().override([assignment]).freeze()
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("environment.top_k=4", "environment.top_k is environment.options.top_k now; rename it"),
+        ("environment.query_format=json", "environment.query_format is environment.options.query_format now"),
+    ],
+)
+def test_a_renamed_key_is_refused_with_its_new_name(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AlgorithmConfig().override([assignment])
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "problem"),
+    [
+        ("search", {"top_k": 101}, "environment.options.top_k: got 101; input should be less than or equal to 100"),
+        ("search", {"max_queries_per_turn": 65}, "environment.options.max_queries_per_turn: got 65"),
+        ("search", {"top_key": 3}, "unknown key environment.options.top_key; did you mean 'top_k'?"),
+        ("search", {"mode": "direct", "query_format": "xml"}, "environment.options.query_format: got 'xml'"),
+    ],
+)
+def test_options_of_an_environment_are_checked_before_a_run(env: str, options: dict[str, Any], problem: str) -> None:
+    config = AlgorithmConfig().environment(env=env, options=options).freeze()
+    with pytest.raises(ConfigError) as caught:
+        check_classes(config)
+    assert str(caught.value).startswith(problem)
 
 
 def test_every_recipe_says_what_it_is() -> None:

@@ -18,37 +18,51 @@ from ragr1_actors.core.schema import (
     read_trajectories,
     write_trajectories,
 )
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import (
+    FinishReason,
+    Record,
+    StopReason,
+    Task,
+    TokenKind,
+    ToolCall,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 string_tuples = st.lists(texts, max_size=3).map(tuple)
 floats = st.floats(allow_nan=False, allow_infinity=False, width=32)
+json_objects = st.dictionaries(texts, texts | st.integers() | floats | st.lists(texts, max_size=2), max_size=2)
 
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    plan = tuple(draw(st.lists(string_tuples, max_size=2)))
-    return Task(draw(texts), draw(texts), draw(string_tuples), draw(texts), draw(string_tuples), plan)
+    return Task(
+        task_id=draw(texts),
+        question=draw(texts),
+        golden_answers=draw(string_tuples),
+        category=draw(texts),
+        supporting_ids=draw(string_tuples),
+        plan=tuple(draw(st.lists(string_tuples, max_size=2))),
+        source=draw(texts),
+        meta=draw(json_objects),
+    )
 
 
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
-    records = [
-        RetrievalRecord(
-            query=draw(texts),
-            k=draw(st.integers(1, 100)),
-            passage_ids=draw(string_tuples),
-            scores=tuple(draw(st.lists(floats, max_size=3))),
-            titles=draw(string_tuples),
-            texts=draw(string_tuples),
-            latency_s=draw(floats),
-            waited_s=draw(floats),
-            is_cached=draw(st.booleans()),
-            index_version=draw(texts),
-        )
-        for _ in range(draw(st.integers(0, 2)))
-    ]
-    return Turn(draw(texts), draw(st.integers(0, 99)), draw(texts), draw(string_tuples), tuple(records), draw(texts))
+    records = st.lists(st.builds(Record, texts, texts, texts, floats), max_size=3).map(tuple)
+    calls = st.builds(ToolCall, texts, json_objects, texts, records, floats, floats, st.booleans(), texts)
+    return Turn(
+        completion_text=draw(texts),
+        num_model_tokens=draw(st.integers(0, 99)),
+        action=draw(texts),
+        calls=tuple(draw(st.lists(calls, max_size=2))),
+        observation=draw(texts),
+        reward=draw(floats),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+    )
 
 
 @st.composite
@@ -68,6 +82,11 @@ def trajectories(draw: st.DrawFn, task: Task) -> Trajectory:
         answer=draw(texts),
         error=draw(texts),
         metrics=draw(st.dictionaries(texts, floats, max_size=2)),
+        variant=draw(texts),
+        parent=draw(texts),
+        num_copied_tokens=draw(st.integers(0, 99)),
+        behaviour_logprobs=draw(st.none() | st.just(np.linspace(-1, 0, size, dtype=np.float32))),
+        row_lengths=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
     )
 
 
@@ -84,6 +103,7 @@ def decoded(lazy: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 def assert_same(left: list[TrajectoryGroup], right: list[TrajectoryGroup]) -> None:
     assert [group.task for group in left] == [group.task for group in right]
+    assert [group.task.meta for group in left] == [group.task.meta for group in right]  # not compared by ==
     ours = [t for group in left for t in group.trajectories]
     theirs = [t for group in right for t in group.trajectories]
     assert len(ours) == len(theirs)
@@ -155,7 +175,7 @@ def test_a_file_of_batches_reads_back(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("metadata", "got"),
     [
-        ({"ragr1_actors.format": "1"}, "trajectories in format 1, expected format 2"),
+        ({"ragr1_actors.format": "4"}, "trajectories in format 4, expected format 3"),
         (None, "no trajectories, expected"),
     ],
 )
@@ -213,3 +233,19 @@ def test_what_was_learned_is_beside_its_trajectory(tmp_path: Path) -> None:
     assert table.column("advantages").to_pylist() == [None, [0.5, 1.0], None]
     assert table.column("ratios").to_pylist() == [[3.0], [1.0, 2.0], None]
     assert [group.trajectories[0].num_tokens for group in read_trajectories(path)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(("number", "title", "text"), [("1", "", ""), ("2", "Riga", "Riga lies in Latvia.")])
+def test_files_of_older_formats_are_read(number: str, title: str, text: str) -> None:
+    """Both files were written by the code of their format."""
+    (group,) = read_trajectories(Path(__file__).with_name(f"trajectories_format_{number}.arrow"))
+    (trajectory,) = group.trajectories
+    assert group.task.golden_answers == ("Riga",) and group.task.meta == {}
+    assert (trajectory.reward, trajectory.answer, trajectory.num_model_tokens) == (1.0, "Riga", 5)
+    searched, answered = trajectory.turns
+    (call,) = searched.calls
+    assert (searched.action, answered.calls, searched.reward) == ("search", (), 0.0)
+    assert (call.tool, call.asked, call.latency_s) == ("search", "Ana Bell", 0.5)
+    assert call.arguments["k"] == (2 if number == "1" else 3)  # format 1 kept no k: as many as were found
+    assert [record.id for record in call.records] == ["ana_bell", "riga"]
+    assert call.records[1] == Record("riga", title, text, 0.25)

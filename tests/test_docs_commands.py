@@ -21,7 +21,7 @@ from retrieval.corpora.readers import read_passages
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SMALL = ["policy.tiny={hidden_size: 64, num_layers: 2}", "sft.num_steps=2", "sft.num_demonstrations=16"]
+SMALL = ["policy.options={hidden_size: 64, num_layers: 2}", "sft.num_steps=2", "sft.num_demonstrations=16"]
 SMALL += ["training.num_iterations=1", "training.train_batch_size=2", "training.group_size=2", "evaluation.num_tasks=2"]
 SMALL += ["env_runners.num_env_runners=0", "learners.num_learners=0", "retrieval.num_retrievers=0"]
 """Appended to a command that starts to train: a page's run takes minutes."""

@@ -8,9 +8,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envs.actions import ANY_TAG, QueryStream, clean_queries, format_queries, open_thought, parse_action
-from envs.base import Action, Answer, Malformed, Search
-from ragr1_actors.core.config import QueryFormat
+from envs.actions import (
+    ANY_TAG,
+    Action,
+    Answer,
+    Malformed,
+    QueryStream,
+    Search,
+    clean_queries,
+    format_queries,
+    open_thought,
+    parse_action,
+)
+from envs.options import QueryFormat
 
 FORMATS: tuple[QueryFormat, ...] = get_args(QueryFormat)
 

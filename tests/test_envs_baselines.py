@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
+from functools import partial
 
-from envs.base import Action, Answer, EnvContext, Malformed
-from envs.baselines import DIRECT_PROMPT, RAG_PROMPT, DirectEnv, NoRetriever, RagEnv
-from ragr1_actors.core.config import EnvironmentSettings
+import pytest
+from fakes import BrokenRetriever, ByteTokenizer, DictRetriever, environment
+
+from envs.actions import Action, Answer, Malformed, read_answer
+from envs.base import EnvContext
+from envs.baselines import DIRECT_PROMPT, RAG_PROMPT, NoRetriever
+from envs.measures import num_queries, num_rounds
+from envs.options import Mode
+from envs.rewards import Reward, RewardContext
+from envs.search import SearchEnv
 from ragr1_actors.core.types import Sampling, StopReason, Task, Trajectory
 from ragr1_actors.rollout.engines.base import ScriptedEngine
+from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage, Retriever
 
@@ -18,10 +25,12 @@ ANA = Passage("p0", "Ana Bell", "Ana Bell was born in {question} Riga.", 0.9)
 TOKENIZER = ByteTokenizer()
 
 
-async def play(env_class: type[DirectEnv], turn: str, retriever: Retriever, **settings: object) -> Trajectory:
-    env = env_class(EnvironmentSettings.model_validate(settings), EnvContext(retriever, TOKENIZER.encode))
+async def play(mode: Mode, turn: str, retriever: Retriever, **settings: object) -> Trajectory:
+    env = SearchEnv(environment({"mode": mode, **settings}), EnvContext(retriever, TOKENIZER.encode))
     engine = ScriptedEngine({"one": [turn]}, TOKENIZER.encode)
-    return await run_trajectory(env, TASK, engine.generate, TOKENIZER, Sampling(500), 4000, trajectory_id="one", seed=0)
+    reward = partial(Reward(environment({})), context=RewardContext("eval"))
+    recorder = Recorder("one", engine.generate, TOKENIZER, Sampling(500), 4000, 0)
+    return await run_trajectory(env, TASK, recorder, reward=reward)
 
 
 def prompt_of(trajectory: Trajectory) -> str:
@@ -30,45 +39,44 @@ def prompt_of(trajectory: Trajectory) -> str:
 
 async def test_a_direct_answer_never_searches() -> None:
     retriever = DictRetriever([ANA])
-    found = await play(DirectEnv, "<think> a lake </think><answer> Riga</answer>", retriever, prompt=DIRECT_PROMPT)
+    found = await play("direct", "<think> a lake </think><answer> Riga</answer>", retriever, prompt=DIRECT_PROMPT)
     assert (found.answer, found.reward, found.stop_reason) == ("Riga", 1.0, StopReason.ANSWERED)
-    assert (found.num_search_rounds, found.num_queries, retriever.calls) == (0, 0, [])
+    assert (num_rounds(found), num_queries(found), retriever.calls) == (0, 0, [])
     assert TASK.question in prompt_of(found)
     assert await NoRetriever({}).search(["a", "b"], 3) == [[], []]
 
 
 async def test_rag_searches_once_with_the_question_and_shows_the_passages() -> None:
     retriever = DictRetriever([Passage(ANA.id, TASK.question, ANA.text, 0.9)])
-    found = await play(RagEnv, "<answer>Riga</answer>", retriever, prompt=RAG_PROMPT, top_k=2)
+    found = await play("rag", "<answer>Riga</answer>", retriever, prompt=RAG_PROMPT, top_k=2)
     assert retriever.calls == [[TASK.question]]
     shown = prompt_of(found)
     assert shown.count("<information>\nQuery:") == 1  # a passage in the braces of a field is not one
     assert shown.index("Ana Bell was born in {question} Riga.") < shown.index(f"Question: {TASK.question}")
-    assert (found.reward, found.num_search_rounds, found.num_queries) == (1.0, 1, 1)
-    (record,) = found.turns[0].retrievals
-    assert (record.query, record.k, record.passage_ids) == (TASK.question, 2, ("p0",))
-    assert record.waited_s == record.latency_s
+    assert (found.reward, num_rounds(found), num_queries(found)) == (1.0, 1, 1)
+    (call,) = found.turns[0].calls
+    assert call.arguments == {"query": TASK.question, "k": 2}
+    assert [record.id for record in call.records] == ["p0"]
+    assert call.waited_s == call.latency_s
 
 
 async def test_a_prompt_without_a_place_has_the_passages_behind_it() -> None:
     retriever = DictRetriever([Passage(ANA.id, TASK.question, ANA.text, 0.9)])
-    found = await play(
-        RagEnv, "<answer>Oslo</answer>", retriever, prompt="Q: {question}", observation_format="searchr1"
-    )
+    found = await play("rag", "<answer>Oslo</answer>", retriever, prompt="Q: {question}", observation_format="searchr1")
     assert prompt_of(found).startswith(f"user: Q: {TASK.question}\n<information>Doc 1(Title: {TASK.question}) Ana Bell")
     assert found.reward == 0.0
 
 
 async def test_a_search_that_fails_is_a_failure_of_the_retrieval() -> None:
-    found = await play(RagEnv, "<answer>Riga</answer>", BrokenRetriever())
+    found = await play("rag", "<answer>Riga</answer>", BrokenRetriever())
     assert found.stop_reason is StopReason.RETRIEVAL_FAILED
 
 
-@pytest.mark.parametrize("env_class", [DirectEnv, RagEnv])
-async def test_a_turn_without_an_answer_ends_the_trajectory(env_class: type[DirectEnv]) -> None:
-    found = await play(env_class, "<search> Ana Bell</search>", DictRetriever([ANA]))
+@pytest.mark.parametrize("mode", ["direct", "rag"])
+async def test_a_turn_without_an_answer_ends_the_trajectory(mode: Mode) -> None:
+    found = await play(mode, "<search> Ana Bell</search>", DictRetriever([ANA]))
     assert (found.answer, found.stop_reason) == ("", StopReason.MAX_TURNS)
-    assert found.num_queries == (env_class is RagEnv)
+    assert num_queries(found) == (mode == "rag")
 
 
 @pytest.mark.parametrize(
@@ -87,5 +95,4 @@ async def test_a_turn_without_an_answer_ends_the_trajectory(env_class: type[Dire
     ],
 )
 def test_what_counts_as_an_answer(completion: str, action: Action) -> None:
-    env = DirectEnv(EnvironmentSettings(), EnvContext(DictRetriever(), TOKENIZER.encode))
-    assert env.parse(completion) == action
+    assert read_answer(completion) == action

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import pytest
 from small_world import invoke
 from typer.testing import CliRunner
 
-from envs.base import Action, Malformed, StepResult
+from envs.actions import Action, Malformed
+from envs.base import EnvContext, StepResult, TextEnv
 from envs.checker import check_env
 from envs.search import SearchEnv
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.types import Message, Task
+from ragr1_actors.core.types import Completion, Message, Task
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 RESET, STEP = "reset returns the prompt as messages", "step returns a StepResult"
 PARSE, SUBMIT = "parse reads any text, odd ones too", "submit ends the episode with a finite reward"
 EMPTY, ASYNC = "submit takes an empty answer", "its methods are async where they wait, and plain where they do not"
-STOP = "stop is a tuple of texts"
+STOP, ACT = "stop is a tuple of texts", "act takes any text, odd ones too"
 
 
 class NoMessages(SearchEnv):
@@ -59,6 +62,73 @@ class Stop(SearchEnv):
     stop: Any = "</search>"
 
 
+class Calculator(TextEnv):
+    """Another grammar: ``=`` asks for the sum, anything else is the answer."""
+
+    stop = ("=",)
+
+    def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
+        pass
+
+    async def reset(self, task: Task) -> list[Message]:
+        return [Message("user", task.question)]
+
+    async def act(self, turn: Completion) -> StepResult:
+        if turn.text.endswith("="):
+            return StepResult(observation="5", action="sum")
+        return StepResult(terminated=True, action="answer", answer=turn.text)
+
+
+class Fussy(Calculator):
+    async def act(self, turn: Completion) -> StepResult:
+        if not turn.text:
+            raise ValueError("nothing was said")
+        return await super().act(turn)
+
+
+class Absent(Calculator):
+    async def act(self, turn: Completion) -> Any:
+        return None
+
+
+class Dicts(Calculator):
+    async def act(self, turn: Completion) -> StepResult:
+        calls: Any = ({"tool": "sum"},)
+        return StepResult(terminated=True, calls=calls)
+
+
+class NoMetrics(Calculator):
+    async def act(self, turn: Completion) -> StepResult:
+        metrics: Any = None
+        return StepResult(terminated=True, metrics=metrics)
+
+
+class Elsewhere(Calculator):
+    async def act(self, turn: Completion) -> Any:
+        return json.loads("{")
+
+
+class Tagless(Calculator):
+    def left_open(self, text: str) -> Any:
+        return None
+
+
+class Unmeasured(Calculator):
+    measures: ClassVar[Any] = {"cost": lambda trajectory: trajectory.cost}
+
+
+class Infinite(Calculator):
+    measures: ClassVar[Any] = {"cost": lambda trajectory: math.inf}
+
+
+class Listed(Calculator):
+    measures: ClassVar[Any] = [1]
+
+
+class Other(Calculator):
+    options_class: Any = dict
+
+
 class Polite(SearchEnv):
     def parse(self, completion: str) -> Action:
         return Malformed("never") if "please" not in completion else super().parse(completion)
@@ -67,34 +137,49 @@ class Polite(SearchEnv):
 @pytest.mark.parametrize(
     ("env_class", "name", "problem"),
     [
-        (NoMessages, RESET, "no message holds the question"),
-        (Fragile, PARSE, "parse('') raised IndexError"),
-        (Plain, ASYNC, "malformed is plain, expected async def"),
-        (NoResult, STEP, "step returned 'found', expected a StepResult"),
+        (NoMessages, RESET, "expected the question in one of them"),
+        (Fragile, PARSE, "parse('') failed at "),
+        (Plain, ASYNC, "Plain.malformed ({}) is plain, expected async def"),
+        (NoResult, STEP, "NoResult.step ({}) returned 'found', expected a StepResult"),
         (Endless, SUBMIT, "expected True"),
-        (NaN, EMPTY, "gave a reward of nan, expected a finite number"),
+        (NaN, EMPTY, "NaN.submit ({}) gave a reward of nan, expected a finite number"),
         (Stop, STOP, "got '</search>', expected a tuple"),
+        (Fussy, ACT, "act('') failed at {}: ValueError: nothing was said"),
+        (Absent, ACT, "Absent.act ({}) returned None, expected a StepResult"),
+        (Dicts, ACT, "Dicts.act ({}) gave calls=({'tool': 'sum'},), expected a tuple of ToolCall"),
+        (NoMetrics, ACT, "NoMetrics.act ({}) gave metrics=None, expected numbers by name"),
+        (Elsewhere, ACT, "act('') failed at {}: JSONDecodeError: "),
+        (Tagless, "left_open returns text", "Tagless.left_open ({}) returned None for '', expected text"),
+        (Unmeasured, "measures are finite numbers", "{}: AttributeError: 'Trajectory' object has no attribute 'cost'"),
+        (
+            Infinite,
+            "measures are finite numbers",
+            "the measure cost of Infinite ({}) gave inf, expected a finite number",
+        ),
+        (Listed, "measures are finite numbers", "measures of Listed ({}) is [1], expected functions by name"),
+        (Other, "options_class reads environment.options", "options_class of Other ({}) is <class 'dict'>, expected"),
     ],
 )
-async def test_one_fault_is_found_where_it_is(env_class: type[SearchEnv], name: str, problem: str) -> None:
+async def test_one_fault_is_found_where_it_is(env_class: type[TextEnv], name: str, problem: str) -> None:
     found = {check.name: check.problem for check in await check_env(env_class, EnvironmentSettings()) if check.problem}
     assert list(found) == [name], found
-    assert problem in found[name]
+    place = r"[^()]*test_envs_checker\.py, line \d+"
+    assert re.search(re.escape(problem).replace(r"\{\}", place), found[name]), found[name]
 
 
 @pytest.mark.parametrize("query_format", ["lines", "comma", "json", "single"])
-@pytest.mark.parametrize("env_class", [SearchEnv, Polite])
-async def test_an_environment_that_works_has_no_fault(env_class: type[SearchEnv], query_format: str) -> None:
-    settings = AlgorithmConfig().environment(query_format=query_format).freeze().environment
+@pytest.mark.parametrize("env_class", [SearchEnv, Polite, Calculator])
+async def test_an_environment_that_works_has_no_fault(env_class: type[TextEnv], query_format: str) -> None:
+    settings = AlgorithmConfig().environment(options={"query_format": query_format}).freeze().environment
     assert [check for check in await check_env(env_class, settings) if check.problem] == []
 
 
 def test_the_command_prints_a_line_per_check_and_fails_if_one_fails() -> None:
     good = CliRunner().invoke(cli.app, ["check-env", f"{__name__}:Polite", "environment.max_turns=2"])
     assert good.exit_code == 0, good.output
-    assert len(good.output.splitlines()) == 9
+    assert len(good.output.splitlines()) == 11
     assert "wrong" not in good.output
     bad = CliRunner().invoke(cli.app, ["check-env", f"{__name__}:NaN"])
     assert bad.exit_code == 1
-    assert f"wrong  {EMPTY}: ValueError: submit gave a reward of nan" in bad.output
+    assert f"wrong  {EMPTY}: NaN.submit (" in bad.output
     assert invoke("check-env", "json:dumps").startswith("error: environment.env: json:dumps is a function")

@@ -7,11 +7,10 @@ from typing import get_args
 
 import pytest
 
-from envs.actions import clean_queries, parse_action
-from envs.base import Answer, Search
+from envs.actions import Answer, Search, clean_queries, parse_action
 from envs.demonstrations import Demonstrator, Habit, evidence_demonstration
+from envs.options import QueryFormat
 from envs.world import World, make_world
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.types import Task
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.data import prepare
@@ -80,7 +79,8 @@ def test_a_run_demonstrates_in_its_own_format(tmp_path: Path, tasks: str) -> Non
     path.write_text(json.dumps([{"question": f"Where is the {name} ?", "answer": "Riga"} for name in names]))
     config = (
         AlgorithmConfig()
-        .environment(tasks=str(path) if tasks == "file" else "world", query_format="json")
+        .environment(tasks=str(path) if tasks == "file" else "world", options={"query_format": "json"})
+        .retrieval(corpus="world")
         .policy(model="none of the project's making")
         .evaluation(num_tasks=1)
         .freeze()

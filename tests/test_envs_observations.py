@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.observations import control_tokens, defuse, format_observation
-from ragr1_actors.core.config import ObservationFormat
+from envs.options import ObservationFormat
 from retrieval.base import Passage
 
 FORMATS: tuple[ObservationFormat, ...] = get_args(ObservationFormat)

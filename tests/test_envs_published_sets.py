@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from envs.base import exact_match, token_f1
+from envs.measures import exact_match, token_f1
 from envs.tasks.files import load_tasks
 from envs.tasks.published_sets import PUBLISHED, SETS, load_sets, published_em
 from ragr1_actors.core.errors import DataError

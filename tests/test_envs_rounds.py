@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from envs.actions import clean_queries, parse_action
-from envs.base import Answer, Search
+from envs.actions import Answer, Search, clean_queries, parse_action
 from envs.demonstrations import evidence_demonstration
+from envs.options import QueryFormat
 from envs.tasks.files import load_tasks
 from envs.tasks.rounds import search_rounds
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.types import Task
 
 FILMS = ["Red Dawn (1999 film)", "The Cup", "Ana Bell (director)", "Bo Cole"]

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from fakes import ByteTokenizer, DictRetriever
+from fakes import ByteTokenizer, DictRetriever, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.base import EnvContext, Search, StepResult, exact_match, token_f1
+from envs.actions import Search
+from envs.base import EnvContext, StepResult
+from envs.measures import exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
-from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
-from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.config import DEFAULT_PROMPT
+from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Task, normalize_answer
 from retrieval.base import Passage, Retriever
 
@@ -45,7 +47,7 @@ class GatedRetriever(DictRetriever):
 
 def make_env(retriever: Retriever | None = None, **settings: object) -> SearchEnv:
     context = EnvContext(retriever or DictRetriever([ANA]), ENCODE)
-    return SearchEnv(EnvironmentSettings.model_validate(settings), context)
+    return SearchEnv(environment(settings), context)
 
 
 async def test_a_search_then_an_answer() -> None:
@@ -58,9 +60,9 @@ async def test_a_search_then_an_answer() -> None:
     assert result.observation == (
         "\n<information>\nQuery: Ana Bell\n(1) Ana Bell: Ana Bell was born in Riga.\nQuery: Bo Cole\n</information>\n"
     )
-    assert result.info["duplicate_queries"] == 1
-    assert [record.passage_ids for record in result.retrievals] == [("p0",), ()]
-    assert await env.submit("riga.") == StepResult(reward=1.0, terminated=True)
+    assert result.metrics["duplicate_queries"] == 1
+    assert [[record.id for record in call.records] for call in result.calls] == [["p0"], []]
+    assert await env.submit("riga.") == StepResult(terminated=True)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ async def test_formats_are_settings() -> None:
     assert isinstance(action, Search)
     result = await env.step(list(action.queries))
     assert result.observation == "\n\n<information>Doc 1(Title: Ana Bell) Ana Bell was born</information>\n\n"
-    assert (result.info["duplicate_queries"], result.info["empty_queries"]) == (1, 1)
+    assert (result.metrics["duplicate_queries"], result.metrics["empty_queries"]) == (1, 1)
 
 
 async def test_the_policy_is_told_on_its_last_turn_and_cut_off_after_it() -> None:
@@ -99,8 +101,8 @@ async def test_a_malformed_turn_costs_a_turn() -> None:
     env = make_env(max_turns=2)
     await env.reset(TASK)
     first = await env.step([" ", "\x00"])
-    assert first == replace(await make_env(max_turns=2).malformed("nothing"), info=first.info)
-    assert (first.info["malformed"], first.info["empty_queries"]) == (1, 2)
+    assert first == replace(await make_env(max_turns=2).malformed("nothing"), metrics=first.metrics)
+    assert (first.metrics["malformed"], first.metrics["empty_queries"]) == (1, 2)
     assert not first.truncated
     assert first.notice == MALFORMED_NOTICE + LAST_TURN_NOTICE
     assert (await env.malformed("nothing")).truncated
@@ -118,8 +120,8 @@ async def test_tags_inside_a_document_cannot_close_the_observation_or_answer() -
 def without_times(result: StepResult) -> StepResult:
     return replace(
         result,
-        retrievals=tuple(replace(record, latency_s=0.0, waited_s=0.0) for record in result.retrievals),
-        info={name: value for name, value in result.info.items() if not name.startswith("time/")},
+        calls=tuple(replace(call, latency_s=0.0, waited_s=0.0) for call in result.calls),
+        metrics={name: value for name, value in result.metrics.items() if not name.startswith("time/")},
     )
 
 
@@ -149,13 +151,13 @@ async def test_a_search_begins_when_its_query_is_complete() -> None:
     await all_ended()
     result = await env.step(["Ana Bell", "ana bell", "Bo Cole", "Cy Dow"])
     assert retriever.calls == [["Ana Bell"], ["Bo Cole", "Cy Dow"]]
-    ana, bo, cy = result.retrievals
-    assert (ana.passage_ids, ana.waited_s) == (("p0",), 0.0)
+    ana, bo, cy = result.calls
+    assert ([record.id for record in ana.records], ana.waited_s) == (["p0"], 0.0)
     assert ana.latency_s > 0
     assert bo.waited_s > 0
     assert bo.latency_s == cy.latency_s
-    assert result.info["time/retrieval_s"] == pytest.approx(ana.latency_s + 2 * bo.latency_s)
-    assert result.info["time/retrieval_waited_s"] == bo.waited_s
+    assert result.metrics["time/retrieval_s"] == pytest.approx(ana.latency_s + 2 * bo.latency_s)
+    assert result.metrics["time/retrieval_waited_s"] == bo.waited_s
 
 
 @pytest.mark.parametrize("query_format", ["lines", "comma", "json", "single"])
@@ -174,7 +176,8 @@ def test_early_searches_change_only_the_time(query_format: str, queries: list[st
         action = env.parse(turn)
         result = await (env.step(list(action.queries)) if isinstance(action, Search) else env.malformed(""))
         if is_early:
-            assert sorted(q for call in retriever.calls for q in call) == sorted(r.query for r in result.retrievals)
+            asked = [call.arguments["query"] for call in result.calls]
+            assert sorted(query for call in retriever.calls for query in call) == sorted(asked)
         env.close()
         return without_times(result)
 
@@ -200,7 +203,7 @@ async def test_an_early_search_that_is_not_asked_for_is_cancelled() -> None:
     await begin(env, "<search>Bo Cole\nAna Bell\n")
     asyncio.get_running_loop().call_later(0.01, retriever.gate.set)
     result = await env.step(["Ana Bell"])
-    assert [record.query for record in result.retrievals] == ["Ana Bell"]
+    assert [call.arguments["query"] for call in result.calls] == ["Ana Bell"]
     assert retriever.cancelled == ["Bo Cole"]
     retriever.gate.clear()
     await begin(env, "<search>Cy Dow\n")
@@ -222,7 +225,7 @@ async def test_a_failure_of_an_early_search_is_raised_by_step_alone() -> None:
             with pytest.raises(RetrievalError, match="connection lost"):
                 await env.step(["Ana Bell", "Bo Cole"])
         else:
-            assert (await env.step(["Ana Bell"])).retrievals
+            assert (await env.step(["Ana Bell"])).calls
         env.close()
         del env
     gc.collect()
@@ -287,8 +290,3 @@ def official_f1(prediction: str, ground_truth: str) -> float:
     precision = 1.0 * num_same / len(prediction_tokens)
     recall = 1.0 * num_same / len(ground_truth_tokens)
     return (2 * precision * recall) / (precision + recall)
-
-
-def test_an_unknown_reward_is_named() -> None:
-    with pytest.raises(ConfigError, match="exact_match, token_f1"):
-        make_env(reward="exact")

@@ -117,10 +117,10 @@ def test_a_recipe_takes_a_list_and_refuses_what_is_none() -> None:
     config = AlgorithmConfig().override(["environment.tasks=[a.json, b/*.jsonl]"]).freeze()
     assert config.environment.tasks == ["a.json", "b/*.jsonl"]
     assert AlgorithmConfig.from_recipe("quickstart").freeze().environment.tasks == "world"
-    for wrong in (3, [], [3], {"a": "b"}, None):
-        with pytest.raises(
-            ConfigError, match=r"^environment\.tasks: got .*expected the path of a task file, or a list"
-        ):
+    with pytest.raises(ConfigError, match=r"^environment\.tasks: got .*unknown key environment\.tasks\.a"):
+        AlgorithmConfig().environment(tasks={"a": "b"}).freeze()
+    for wrong in (3, [], [3], None):
+        with pytest.raises(ConfigError, match=r"^environment\.tasks: got .*expected the path of a task file, a source"):
             AlgorithmConfig().environment(tasks=wrong).freeze()
 
 

@@ -47,6 +47,15 @@ def test_hotpotqa(tmp_path: Path) -> None:
     assert loaded.report == TaskReport("hotpot.json", num_records=1, num_tasks=1, shapes=(("hotpot", "HotpotQA"),))
 
 
+def test_a_task_keeps_the_fields_that_nothing_else_reads(tmp_path: Path) -> None:
+    read = {"id": 1, "question": "Who?", "answer": "Ana", "type": "t", "supporting_facts": [["Ana", 0]], "context": []}
+    meta = {"pass_rate": 0.3, "level": "hard", "tags": ["a", None], "rubric": {"points": 2}}
+    (task,) = load_tasks(write(tmp_path / "set.json", [read | meta])).tasks
+    assert task.meta == meta
+    (plain,) = load_tasks(write(tmp_path / "set.json", [read])).tasks
+    assert (plain.meta, plain, hash(plain)) == ({}, task, hash(task))
+
+
 @pytest.mark.parametrize(
     ("fields", "answers"),
     [

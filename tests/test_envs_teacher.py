@@ -158,7 +158,7 @@ def test_a_question_may_compare_and_an_empty_one_is_counted(tmp_path: Path) -> N
 
 def test_several_queries_need_a_format_that_takes_them(tmp_path: Path) -> None:
     call = json.dumps({"arguments": {"queries": ["Ana", "Bo"]}})
-    with pytest.raises(DataError, match=r"line 1: .*choose another environment.query_format"):
+    with pytest.raises(DataError, match=r"line 1: .*choose another environment.options.query_format"):
         load(tmp_path, messages(("user", "x"), ("assistant", f"<tool_call>{call}</tool_call>")), query_format="single")
 
 

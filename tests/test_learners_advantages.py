@@ -110,6 +110,23 @@ def test_ppo_steps_over_what_it_did_not_write(gamma: float, lambda_: float, kl_c
     np.testing.assert_allclose(batch.columns.advantages, [(a - mean) / std for a in advantages], atol=1e-6)
 
 
+def test_ppo_gives_each_turn_its_reward_at_its_last_token() -> None:
+    """The rest of the trajectory's reward is at the last token; without a discount the return is what is still due."""
+    rng, learner = np.random.default_rng(0), make_learner(PPOLearner, {"gamma": 1.0, "lambda_": 1.0})
+    batch, *_ = make_batch(learner, 1)
+    for number, trajectory in enumerate(batch.trajectories):
+        turns = tuple(replace(turn, reward=float(rng.random())) for turn in trajectory.turns)
+        batch.trajectories[number] = replace(trajectory, turns=turns, reward=float(rng.random()) + 1.0)
+    returns = learner.compute_advantages(batch)["returns"]
+    for trajectory, found in zip(batch.trajectories, rows(returns, batch), strict=True):
+        at, due = 0, trajectory.reward
+        for turn in trajectory.turns:
+            for _ in range(turn.num_model_tokens):
+                assert found[at].item() == pytest.approx(due, abs=1e-5)
+                at += 1
+            due -= turn.reward
+
+
 def test_gae_with_gamma_and_lambda_one_is_return_minus_value() -> None:
     rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.3, 0.6, 0.9])
     advantages, _ = generalized_advantages(rewards, values, [3], 1.0, 1.0)

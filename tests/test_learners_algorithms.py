@@ -38,7 +38,7 @@ from ragr1_actors.core.resolve import load_object, recipe_names
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import StopReason, TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.preflight import check_names
+from ragr1_actors.training.planning.preflight import check_classes, check_names
 
 pytestmark = pytest.mark.engine
 
@@ -47,9 +47,10 @@ CPU = torch.device("cpu")
 
 def config_for(name: str, **learners: object) -> RunConfig:
     """Every part of an algorithm switched on, and a second epoch, which is off-policy."""
-    training: dict[str, Any] = {"algorithm": name, "lr": 1e-3, "num_epochs": 2, "clip_low": 2.0, "clip_high": 2.0}
+    training: dict[str, Any] = {"algorithm": name, "lr": 1e-3, "num_epochs": 2}
     if issubclass(OPTIONS[name], PolicyGradientOptions):
-        training |= {"kl_coeff": 0.1, "entropy_coeff": 0.01, "options": {"llds_coeff": 0.1}}
+        options = {"clip_low": 2.0, "clip_high": 2.0, "llds_coeff": 0.1}
+        training |= {"kl_coeff": 0.1, "entropy_coeff": 0.01, "options": options}
     return make_config(training=training, learners=learners)
 
 
@@ -205,10 +206,11 @@ def test_pairs_are_counted_as_pairs(build_named: Callable[..., Learner]) -> None
 
 
 def test_preferences_need_no_old_logprobs(build_named: Callable[..., Learner]) -> None:
-    """With ``tis_clip`` and several steps a policy gradient scores the batch first; DPO does not."""
+    """With ``top_p`` below 1 a policy gradient scores the batch first; DPO does not."""
     passes = []
-    for tis_clip in (0.0, 2.0):
-        learner = build_named("dpo", make_config(training={"algorithm": "dpo", "num_epochs": 2, "tis_clip": tis_clip}))
+    for top_p in (1.0, 0.9):
+        training = {"algorithm": "dpo", "num_epochs": 2}
+        learner = build_named("dpo", make_config(training=training, env_runners={"top_p": top_p}))
         seen: list[object] = []
         learner.policy.module.register_forward_hook(lambda *_, seen=seen: seen.append(0))
         assert learner.update(make_groups(0))["logprob_gap_mean"] > 0
@@ -303,16 +305,14 @@ SEARCH_R1 = {
     "lr_schedule": "constant",
     "grad_clip": 1.0,
     "weight_decay": 0.01,
-    "clip_low": 0.2,
-    "clip_high": 0.2,
     "kl_coeff": 0.001,
     "entropy_coeff": 0.001,
     "train_batch_size": 512,
     "num_epochs": 1,
-    "tis_clip": 0.0,
     "max_policy_lag": 0,
 }
-"""What all four published runs share."""
+"""What all four published runs share, as the next."""
+CLIP = {"clip_low": 0.2, "clip_high": 0.2, "tis_clip": 0.0}
 CRITIC = {"kl_in": "reward", "kl_estimator": "k1", "gamma": 1.0, "lambda_": 1.0, "vf_lr": 1e-5, "vf_clip": 0.5}
 GRPO_OF_SEARCH_R1 = {"kl_in": "loss", "kl_estimator": "k3", "aggregation": "token_mean"}
 PUBLISHED: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
@@ -331,7 +331,7 @@ def test_published_settings(name: str) -> None:
     config = AlgorithmConfig.from_recipe(name).freeze()
     training, options = config.training, learner_options(config.training)
     assert SEARCH_R1.items() <= training.model_dump().items()
-    assert expected.items() <= options.model_dump().items()
+    assert (expected | CLIP).items() <= options.model_dump().items()
     assert training.group_size == group_size
     assert training.num_minibatches == 512 * group_size // minibatch_size
     assert training.warmup_steps == int(0.285 * num_iterations) * training.num_minibatches
@@ -346,6 +346,21 @@ def test_published_recipes_say_how_their_mean_differs_and_invent_no_hardware(nam
     comments = text.replace("\n# ", " ")
     assert "theirs is one over micro-batches of means over tokens" in comments
     assert re.search(r"8 (A100|H100)(?! of)", comments)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes_correct_as_little_as_their_papers_and_say_so(name: str) -> None:
+    config = AlgorithmConfig.from_recipe(name).freeze()
+    assert not {"tis_clip", "sequence_correction"} & config.training.options.keys()
+    text = resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    paper = "RAG-R1" if name.startswith("ragr1") else "Search-R1"
+    assert f"As in {paper}, nothing corrects for it" in text
+    offered = re.findall(r"\{kind: \w+\}", text)
+    assert offered
+    for correction in offered:  # each is legal in this recipe
+        check_classes(
+            AlgorithmConfig.from_recipe(name).override([f"training.options.sequence_correction={correction}"]).freeze()
+        )
 
 
 @pytest.mark.parametrize(

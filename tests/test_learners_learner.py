@@ -20,6 +20,7 @@ from learners_common import (
     make_policy,
     make_trajectory,
     own_logprobs,
+    with_rows,
 )
 from transformers import AutoModelForCausalLM
 
@@ -34,11 +35,11 @@ from learners.meter import Meter
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.schema import add_learned, groups_from_record_batch, groups_to_record_batch
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCall, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.training.buffer import take_histograms
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 
@@ -60,17 +61,25 @@ def assert_same_weights(one: Learner, other: Learner, atol: float) -> None:
 
 def test_the_loss_is_a_plain_mean_over_tokens(build: Build, tmp_path: Path) -> None:
     """Under the plain softmax: no engine sampled the demonstrations at a temperature."""
-    groups = make_groups(4)
+    groups = with_rows_in(make_groups(4))
     loss = build(SFTLearner, make_config(env_runners={"temperature": 0.5})).update(groups)["loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", attn_implementation="eager")
     total, count = 0.0, 0
-    for trajectory in (t for group in groups for t in group.trajectories):
-        ids = torch.from_numpy(trajectory.token_ids).long()
-        at = torch.from_numpy(trajectory.kinds == TokenKind.MODEL).nonzero()[:, 0]
+    for trajectory, row in ((t, row) for group in groups for t in group.trajectories for row in t.rows):
+        ids = torch.from_numpy(trajectory.token_ids[row]).long()
+        at = torch.from_numpy(trajectory.kinds[row] == TokenKind.MODEL).nonzero()[:, 0]
         with torch.no_grad():
             total -= model(ids[None]).logits[0].double().log_softmax(-1)[at - 1, ids[at]].sum().item()
         count += len(at)
     assert loss == pytest.approx(total / count, abs=1e-5)
+
+
+def with_rows_in(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups, of which some trajectories have several rows."""
+    rng = np.random.default_rng(1)
+    found = [replace(group, trajectories=tuple(with_rows(t, rng) for t in group.trajectories)) for group in groups]
+    assert sum(len(t.rows) > 1 for group in found for t in group.trajectories) > 3
+    return found
 
 
 def test_a_failure_and_a_flat_group_are_left_out(build: Build) -> None:
@@ -147,8 +156,8 @@ def test_segments_fall_into_four_categories() -> None:
 
 def with_hits(trajectory: Trajectory) -> Trajectory:
     """The trajectory with a passage found in every search."""
-    record = RetrievalRecord("?", 1, ("p",), (1.0,), ("",), ("",), 0.0)
-    turns = (replace(t, retrievals=(record,)) if t.action == "search" else t for t in trajectory.turns)
+    call = ToolCall("search", {"query": "?", "k": 1}, records=(Record("p", "", ""),))
+    turns = (replace(t, calls=(call,)) if t.action == "search" else t for t in trajectory.turns)
     return replace(trajectory, turns=tuple(turns))
 
 
@@ -168,7 +177,7 @@ def test_malformed_turns_are_context_as_in_segments(build: Build) -> None:
 
 def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:
     rng = np.random.default_rng(0)
-    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "clip_low": 1e3, "clip_high": 1e3}))
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "options": {"clip_low": 1e3, "clip_high": 1e3}}))
     good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
     before = logprob(learner, good), logprob(learner, bad)
     for _ in range(5):
@@ -179,7 +188,8 @@ def test_grpo_moves_probability_to_the_rewarded(build: Build) -> None:
 
 def test_histograms_count_every_token(build: Build) -> None:
     rng = np.random.default_rng(0)
-    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "tis_clip": 2.0}))  # which scores before the step
+    options = {"tis_clip": 2.0}  # scores before the step
+    learner = build(GRPOLearner, make_config(training={"lr": 1e-3, "options": options}))
     good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
     metrics, histograms = take_histograms(learner.update(one_group([good, bad])))
     assert not any(name.startswith("histogram") for name in metrics)
@@ -239,7 +249,7 @@ def test_nothing_is_recorded_where_no_trajectories_are_kept(build: Build) -> Non
 def test_ppo_learns_policy_and_values(build: Build) -> None:
     rng = np.random.default_rng(0)
     options = {"vf_lr": 1e-2, "vf_clip": 10.0}
-    training = {"lr": 1e-3, "clip_low": 1e3, "clip_high": 1e3, "options": options}
+    training = {"lr": 1e-3, "options": {"clip_low": 1e3, "clip_high": 1e3, **options}}
     learner = build(PPOLearner, make_config(training=training))
     good, bad = (make_trajectory(rng, reward=reward) for reward in (1.0, 0.0))
     before = logprob(learner, good) - logprob(learner, bad)

@@ -259,10 +259,11 @@ def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) 
     from learners.algorithms.ppo import PPOLearner
 
     found = []
-    for clip, stage in ((0.0, 1), (2.0, 2), (2.0, 3)):
+    correction = {"kind": "geometric_mask", "low": 0.7, "high": 1.4}
+    for clip, stage, options in ((0.0, 1, {}), (2.0, 2, {}), (2.0, 3, {"sequence_correction": correction})):
         config = make_config(
             learners={"zero_stage": stage, "micro_batch_tokens": 64},
-            training={"lr": 1e-3, "tis_clip": clip, "num_minibatches": 2},
+            training={"lr": 1e-3, "num_minibatches": 2, "options": {"tis_clip": clip, **options}},
         )
         made = PPOLearner(config, policy_dir, learner.rank, learner.world_size)
         made.build()
@@ -287,9 +288,10 @@ def test_two_ranks_measure_and_correct_the_gap_as_one_does(two_ranks: LearnerGro
     names |= {"logprob_gap_mean_fresh", "ratio_outliers_fresh", "policy_loss", "grad_norm"}
     for found in both:
         for one, two in zip(expected, found, strict=True):
-            corrected = {"tis_weight_mean", "tis_truncated"} if "tis_weight_mean" in one else set()
+            corrected = {name for name in one if name.startswith(("tis_", "sequence"))}
             for name in names | corrected:
                 assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert expected[2]["sequences_outside"] > 0 and expected[2]["sequence_ratio_min"] > 0
     assert expected[1]["tis_truncated"] > 0 and expected[0]["logprob_gap_mean_fresh"] > 0
 
 

@@ -91,10 +91,11 @@ def make_group(
 ) -> LearnerGroup:
     settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
     config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
-    fault_tolerance = {"hang_timeout_s": hang_timeout_s, "max_learner_restarts": max_learner_restarts}
-    debugging = config.debugging.model_copy(update={"fault_tolerance": fault_tolerance})
-    config = config.model_copy(update={"debugging": debugging})
-    return LearnerGroup(config)
+    limits = {"hang_timeout_s": hang_timeout_s, "max_learner_restarts": max_learner_restarts}
+    debugging = config.debugging.model_copy(
+        update={"fault_tolerance": config.debugging.fault_tolerance.model_copy(update=limits)}
+    )
+    return LearnerGroup(config.model_copy(update={"debugging": debugging}))
 
 
 def update(group: LearnerGroup, number: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from references_common import (
     plain_kl,
     random_groups,
     rows,
+    sequence_lengths,
 )
 
 from learners.algorithms.dpo import DPOLearner, IPOLearner
@@ -72,13 +73,15 @@ def sums_by_constant(new: Rows, old: Rows, advantages: list[float]) -> torch.Ten
     return sum(terms) / len(terms)
 
 
-def sequence_ratios(new: Rows, old: Rows, advantages: list[float]) -> torch.Tensor:
-    """GSPO, equations 5 and 7: s_i = (pi(y)/pi_old(y))^(1/|y|)."""
+def sequence_ratios(new: Rows, old: Rows, advantages: list[float], lengths: list[list[int]]) -> torch.Tensor:
+    """GSPO, equations 5 and 7: s_i = (pi(y)/pi_old(y))^(1/|y|); a trajectory's rows have the weight of their tokens."""
     terms = []
-    for n, o, a in zip(new, old, advantages, strict=True):
-        ratio = ((n.sum() - o.sum()) / len(n)).exp()
-        terms.append(clipped(ratio, a, 3e-4, 4e-4))
-    return -sum(terms) / len(terms)
+    for new_i, old_i, a, of_rows in zip(new, old, advantages, lengths, strict=True):
+        for n, o in zip(new_i.split(of_rows), old_i.split(of_rows), strict=True):
+            if len(n):
+                ratio = ((n.sum() - o.sum()) / len(n)).exp()
+                terms.append(len(n) / len(new_i) * clipped(ratio, a, 3e-4, 4e-4))
+    return -sum(terms) / len(new)
 
 
 def clipped_weights(new: Rows, old: Rows, advantages: list[float]) -> torch.Tensor:
@@ -99,8 +102,7 @@ OBJECTIVES: list[tuple[type[Learner], dict[str, object], dict[str, object], Obje
     (DAPOLearner, {"overlong_share": 0.0}, {}, lambda new, old, a: mean_of_tokens(new, old, a, high=0.28)),
     (RLOOLearner, {"max_model_tokens": LIMIT}, {}, sums_by_constant),
     (ReinforcePPLearner, {}, {}, mean_of_tokens),
-    (GSPOLearner, {}, {}, sequence_ratios),
-    (CISPOLearner, {}, {"clip_high": 0.3}, clipped_weights),
+    (CISPOLearner, {"clip_high": 0.3}, {}, clipped_weights),
 ]
 
 
@@ -115,11 +117,20 @@ def test_policy_losses(
 ) -> None:
     learner = make_learner(learner_class, options, **training)
     batch, new, entropy = make_batch(learner, seed)
-    if learner_class is GSPOLearner:  # its clip is so narrow that random policies leave no gradient
-        small = 1e-3 * (new.detach() - batch.columns.old_logprobs)
-        new = (batch.columns.old_logprobs + small).requires_grad_()
     old = rows(batch.columns.old_logprobs, batch)
     theirs = objective(rows(new, batch), old, expected_advantages(learner_class, batch))
+    assert_same(loss_of(learner, batch, new, entropy), theirs, new)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_has_a_ratio_per_row(seed: int) -> None:
+    learner = make_learner(GSPOLearner)
+    batch, new, entropy = make_batch(learner, seed)
+    small = 1e-3 * (new.detach() - batch.columns.old_logprobs)  # its clip is so narrow that others leave no gradient
+    new = (batch.columns.old_logprobs + small).requires_grad_()
+    old, lengths = rows(batch.columns.old_logprobs, batch), sequence_lengths(batch)
+    assert any(len(of_rows) > 1 for of_rows in lengths)
+    theirs = sequence_ratios(rows(new, batch), old, expected_advantages(GSPOLearner, batch), lengths)
     assert_same(loss_of(learner, batch, new, entropy), theirs, new)
 
 
@@ -220,14 +231,15 @@ def test_displacement_regulariser(gate: str) -> None:
     plain = make_learner(GRPOLearner)
     batch, new, entropy = make_batch(learner, 4)
     terms, num_gated = [], 0
-    for trajectory, n, o, a in zip(
+    for trajectory, of_rows, n, o, a in zip(
         batch.trajectories,
+        sequence_lengths(batch),
         rows(new, batch),
         rows(batch.columns.old_logprobs, batch),
         rows(batch.columns.advantages, batch),
         strict=True,
     ):
-        sizes = [turn.num_model_tokens for turn in trajectory.turns] if gate == "turn" else [len(n)]
+        sizes = [turn.num_model_tokens for turn in trajectory.turns] if gate == "turn" else of_rows
         for new_s, old_s, a_s in zip(n.split(sizes), o.split(sizes), a.split(sizes), strict=True):
             has_fallen = new_s.sum().item() < old_s.sum().item()
             num_gated += not has_fallen
@@ -252,7 +264,7 @@ def test_displacement_needs_turns_that_add_up() -> None:
 
 
 def test_truncated_importance_sampling() -> None:
-    learner = make_learner(GRPOLearner, tis_clip=1.2)
+    learner = make_learner(GRPOLearner, {"tis_clip": 1.2})
     batch, new, entropy = make_batch(learner, 5)
     engine = batch.columns.old_logprobs + 0.3 * torch.randn(len(new), generator=torch.Generator().manual_seed(0))
     batch = replace(batch, columns=replace(batch.columns, rollout_logprobs=engine))

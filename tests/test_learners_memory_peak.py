@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.deepspeed.memory import rank_memory
-from ragr1_actors.core.models.freed_memory import trim_heap
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.models.process_memory import trim_heap
 
 pytestmark = pytest.mark.engine
 
@@ -30,11 +30,8 @@ def peak_bytes() -> int:
     return 1024 * int(line.split()[1])
 
 
-# In bfloat16 the prediction is a fifth too low on some processors: 364 MB of 448 to 481 on a Xeon with AMX.
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 0.2), pytest.param("bfloat16", 0.3, marks=pytest.mark.slow)]
-)
-def test_the_prediction_is_near_the_peak(tmp_path: Path, build: Build, dtype: str, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_the_prediction_is_near_the_peak(tmp_path: Path, build: Build, dtype: str) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2))
     model.save_pretrained(tmp_path / "policy")
@@ -56,4 +53,4 @@ def test_the_prediction_is_near_the_peak(tmp_path: Path, build: Build, dtype: st
     learner.update(groups)
     measured = peak_bytes() - before
     expected = rank_memory(ModelShape.of(str(tmp_path / "policy")), config, has_critic=False, on_gpu=False)
-    assert expected.peak_bytes == pytest.approx(measured, rel=tolerance)
+    assert expected.peak_bytes == pytest.approx(measured, rel=0.2)

@@ -128,6 +128,7 @@ def make_flat(sequences: list[list[int]], is_model: list[list[bool]] | None = No
         offsets=offsets,
         response_mask=np.concatenate([np.array(mark, np.bool_) for mark in marks]),
         model_offsets=np.cumsum([0, *map(sum, marks)]),
+        first_sequences=np.arange(len(sequences) + 1),
         rollout_logprobs=np.zeros(num_model, np.float32),
         policy_versions=np.zeros(num_model, np.int32),
     )

@@ -6,31 +6,33 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learners_common import STAGES_AND_DTYPES, Build, make_batch, make_config, make_groups
+from learners_common import STAGES_AND_DTYPES, Build, make_batch, make_branches, make_config, make_groups
 from learners_common import own_logprobs as scores_of
 from transformers import AutoModelForCausalLM
 
 from learners.algorithms.grpo import GRPOLearner, GSPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner
+from learners.importance import truncated_importance_weights
 from learners.learner import Learner
-from learners.losses import truncated_importance_weights
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 
 
-def config_for(tis_clip: float, **training: object) -> RunConfig:
+def config_for(tis_clip: float, **training: Any) -> RunConfig:
     """At ZeRO stage 0, where gradients stay with their parameters until the step."""
-    settings = {"lr": 1e-3, "tis_clip": tis_clip, **training}
+    options = {"tis_clip": tis_clip, **training.pop("options", {})}
+    settings = {"lr": 1e-3, "options": options, **training}
     return make_config(training=settings, learners={"zero_stage": 0, "micro_batch_tokens": 64})
 
 
@@ -318,6 +320,111 @@ def test_ppo_values_and_penalty_are_not_weighted(build: Build) -> None:
     assert corrected["policy_loss"] != pytest.approx(plain["policy_loss"], rel=1e-2)
 
 
+# -- corrections of whole trajectories ---------------------------------------------------------------------------------
+
+CORRECTIONS: dict[str, dict[str, object]] = {
+    "truncate": {"kind": "truncate", "high": 1.5},
+    "mask": {"kind": "mask"},
+    "geometric_mask": {"kind": "geometric_mask", "low": 0.9, "high": 1.1},
+    "reject": {"kind": "reject", "low": 0.6, "high": 1.7},
+}
+
+
+def corrected_config(kind: str, micro_batch_tokens: int = 64, **training: object) -> RunConfig:
+    settings = {"lr": 1e-3, "options": {"sequence_correction": CORRECTIONS[kind]}, **training}
+    learners = {"zero_stage": 0, "micro_batch_tokens": micro_batch_tokens}
+    return make_config(training=settings, learners=learners)
+
+
+def sequence_ratios(learner: Learner, groups: list[TrajectoryGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Product and geometric mean of the ratios of every trajectory, and its ratio furthest from 1."""
+    ours, engines = own_logprobs(learner, groups)
+    lengths = [t.num_model_tokens for group in groups for t in group.trajectories]
+    gaps = (ours - engines).double().split(lengths)
+    means = torch.stack([gap.mean() for gap in gaps])
+    extremes = torch.stack([gap[gap.abs().argmax()] for gap in gaps])
+    return torch.stack([gap.sum() for gap in gaps]).exp(), means.exp(), extremes.exp()
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_the_ratios_of_trajectories_by_hand(build: Build, kind: str, num_epochs: int) -> None:
+    """Each counts once per epoch, whatever its length, with the learner as it was at the start of the update."""
+    learner = build(GRPOLearner, corrected_config(kind, num_epochs=num_epochs, num_minibatches=2, lr=0.01))
+    groups = with_gap(learner, make_groups(0), noise(0.3))
+    products, means, extremes = sequence_ratios(learner, groups)
+    outside = {
+        "truncate": products > 1.5,
+        "mask": (products < 0.5) | (products > 2),
+        "geometric_mask": (means < 0.9) | (means > 1.1),
+        "reject": (extremes < 0.6) | (extremes > 1.7),
+    }[kind]
+    ratios = products if kind in ("truncate", "mask") else means
+    metrics = learner.update(groups)
+    assert 0 < outside.sum() < len(outside)
+    assert metrics["sequences_outside"] == pytest.approx(outside.double().mean().item())
+    assert metrics["sequence_ratio_mean"] == pytest.approx(ratios.mean().item(), rel=1e-4)
+    assert metrics["sequence_ratio_max"] == pytest.approx(ratios.max().item(), rel=1e-4)
+    assert metrics["sequence_ratio_min"] == pytest.approx(ratios.min().item(), rel=1e-4)
+
+
+def test_without_a_correction_there_are_no_ratios_of_trajectories(build: Build) -> None:
+    metrics = build(GRPOLearner, config_for(2.0)).update(make_groups(0))
+    assert not any(name.startswith("sequence") for name in metrics)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_trajectory_has_one_weight_whatever_the_row_holds(build: Build, kind: str) -> None:
+    """Alone in a row, or packed with others that begin alike and share what is computed."""
+    alone, packed = (build(GRPOLearner, corrected_config(kind, tokens)) for tokens in (32, 4096))
+    branches = make_branches(0, count=8)
+    groups = [TrajectoryGroup(branches[0].task, tuple(branches)), *make_groups(0)]
+    groups = with_gap(alone, groups, noise(0.3))
+    (one, one_metrics), (other, metrics) = gradients(alone, groups), gradients(packed, groups)
+    assert metrics["shared_tokens"] > 0.1
+    for name, gradient in one.items():
+        torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4)
+    assert 0 < metrics["sequences_outside"] < 1
+    for name in ("sequence_ratio_mean", "sequence_ratio_min", "sequence_ratio_max", "sequences_outside"):
+        assert metrics[name] == pytest.approx(one_metrics[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("learner_class", [GRPOLearner, GSPOLearner, PPOLearner])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_without_a_gap_no_trajectory_is_corrected(build: Build, learner_class: type[Learner], kind: str) -> None:
+    off, on = build(learner_class, config_for(0.0)), build(learner_class, corrected_config(kind))
+    groups = with_gap(off, make_groups(0), np.zeros)
+    (plain, _), (corrected, metrics) = gradients(off, groups), gradients(on, groups)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(corrected[name], gradient, atol=1e-6, rtol=0)
+    assert metrics["sequences_outside"] == 0 and metrics["sequence_ratio_min"] == pytest.approx(1, abs=1e-4)
+
+
+def test_if_every_trajectory_is_masked_the_policy_stays(build: Build) -> None:
+    learner = build(GRPOLearner, corrected_config("geometric_mask"))
+    groups = with_gap(learner, make_groups(0), lambda count: np.full(count, 0.5))
+    before, metrics = learner.get_weights(), learner.update(groups)
+    assert metrics["sequences_outside"] == 1 and metrics["grad_norm"] == 0 and metrics["skipped_steps"] == 0
+    for name, weight in learner.get_weights().items():
+        np.testing.assert_array_equal(weight, before[name], err_msg=name)
+
+
+def test_a_trajectory_whose_engine_said_nan_is_not_masked(build: Build) -> None:
+    learner = build(GRPOLearner, corrected_config("reject"))
+    groups = with_gap(learner, make_groups(0), lambda count: np.where(np.arange(count) == 3, np.nan, 0.0))
+    assert learner.update(groups)["skipped_steps"] == 1
+
+
+def test_values_are_learned_from_masked_trajectories_too(build: Build) -> None:
+    off, on = build(PPOLearner, config_for(0.0)), build(PPOLearner, corrected_config("mask"))
+    groups = with_gap(off, make_groups(0), noise(0.5))
+    plain, corrected = off.update(groups), on.update(groups)
+    assert corrected["sequences_outside"] > 0.2
+    for name in ("value_loss", "values", "returns", "critic_grad_norm", "logprob_gap_mean"):
+        assert corrected[name] == pytest.approx(plain[name], rel=1e-5), name
+    assert corrected["policy_loss"] != pytest.approx(plain["policy_loss"], rel=1e-2)
+
+
 def test_each_pass_of_the_critic_is_progress(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long critic's half looks like a hang, and the group is ended."""
     learner = build(PPOLearner, make_config(learners={"micro_batch_tokens": 64}))
@@ -334,11 +441,15 @@ def test_each_pass_of_the_critic_is_progress(build: Build, monkeypatch: pytest.M
     assert progress == list(range(progress[0], progress[0] + len(progress)))
 
 
-@pytest.mark.parametrize(("tis_clip", "num_epochs", "num_passes"), [(0.0, 1, 1), (2.0, 1, 1), (0.0, 2, 2), (2.0, 2, 3)])
+@pytest.mark.parametrize(
+    ("correction", "num_epochs", "num_passes"),
+    [({}, 1, 1), ({"tis_clip": 2.0}, 1, 1), ({}, 2, 2), ({"tis_clip": 2.0}, 2, 3)]
+    + [({"sequence_correction": {"kind": "mask"}}, epochs, passes) for epochs, passes in ((1, 1), (2, 3))],
+)
 def test_the_policy_runs_no_oftener_than_it_must(
-    build: Build, tis_clip: float, num_epochs: int, num_passes: int
+    build: Build, correction: dict[str, object], num_epochs: int, num_passes: int
 ) -> None:
-    training = {"tis_clip": tis_clip, "num_epochs": num_epochs}
+    training = {"num_epochs": num_epochs, "options": correction}
     learner = build(GRPOLearner, make_config(training=training, learners={"micro_batch_tokens": 4096}))
     passes: list[int] = []
     learner.policy.module.register_forward_hook(lambda module, batch, outputs: passes.append(len(outputs.logprobs)))

@@ -25,7 +25,7 @@ def test_kinds_of_tokens_are_those_of_their_text(run_dir: Path, name: str) -> No
 
 def test_a_demonstration_searches_and_answers_in_the_real_tokens(run_dir: Path) -> None:
     demonstrations = trajectories(run_dir, "demonstrations")
-    assert any(turn.queries and "<information>" in turn.observation for one in demonstrations for turn in one.turns)
+    assert any(turn.calls and "<information>" in turn.observation for one in demonstrations for turn in one.turns)
     assert any(one.answer for one in demonstrations)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envs.tasks.files import load_tasks
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.core.types import StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.scores import score
 from retrieval.build import build_index
 from retrieval.corpora.readers import read_passages
@@ -59,9 +59,9 @@ def test_recall_is_the_share_of_titles_counted_by_hand_to_the_last_digit(hotpotq
         gold = {title for title, _ in record["supporting_facts"]}
         titles = [passage.title for passage in passages[:k]]
         shares.append(sum(title in titles for title in gold) / len(gold))
-        kept = RetrievalRecord("q", k, tuple(p.id for p in passages[:k]), (), tuple(titles), (), 0.1)
+        kept = ToolCall("search", {"query": "q", "k": k}, records=tuple(passages[:k]))
         none = np.zeros(0, np.int32)
-        turns = (Turn("", 1, "search", ("q",), (kept,)),)
+        turns = (Turn("", 1, "search", (kept,)),)
         scored.append(score(Trajectory("x", task, none, none, none, none, turns, StopReason.ANSWERED, 0.0)).recall)
     assert scored == shares
     measured = asyncio.run(supporting_recall(retriever, retriever.corpus, tasks))

@@ -228,7 +228,7 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
 @pytest.mark.slow
 async def test_shards_and_encoders_on_separate_actors_answer_the_same(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(
-        num_retrievers=1, num_shards=3, num_encoders=1, num_cpus_per_retriever=0.1, num_cpus_per_encoder=0.1
+        num_retrievers=1, num_shards=3, num_encoders=1, num_cpus_per_retriever=0.1, encoders={"num_cpus": 0.1}
     )
     group = RetrieverGroup(index_dir, settings)
     try:
@@ -296,7 +296,7 @@ async def test_actors_that_hang_are_ended_and_come_back(
 ) -> None:
     """Nothing is asked of the fleet meanwhile, as in an evaluation or behind a server."""
     settings = RetrievalSettings(
-        num_retrievers=1, num_encoders=1, num_cpus_per_retriever=0.1, num_cpus_per_encoder=0.1, max_retries=50
+        num_retrievers=1, num_encoders=1, num_cpus_per_retriever=0.1, encoders={"num_cpus": 0.1}, max_retries=50
     )
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
     try:

@@ -32,7 +32,7 @@ from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.data import prepare
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 

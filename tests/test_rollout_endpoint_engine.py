@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.base import EnvContext
+from envs.measures import num_queries, num_rounds
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError
 from ragr1_actors.core.types import FinishReason, Message, Sampling, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
+from ragr1_actors.rollout.recorder import Fork, Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage
 
@@ -65,7 +67,7 @@ def engine_at(url: str, max_rows: int = 4, **options: Any) -> tuple[EndpointEngi
 async def search(url: str, **options: Any) -> Trajectory:
     engine, tokenizer = engine_at(url, **options)
     env = SearchEnv(EnvironmentSettings(prompt="{question}"), EnvContext(DictRetriever([ANA]), tokenizer.encode))
-    return await run_trajectory(env, TASK, engine.generate, tokenizer, GREEDY, 4096, trajectory_id="one", seed=0)
+    return await run_trajectory(env, TASK, Recorder("one", engine.generate, tokenizer, GREEDY, 4096, 0))
 
 
 async def test_a_trajectory_is_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +77,8 @@ async def test_a_trajectory_is_a_conversation(monkeypatch: pytest.MonkeyPatch) -
     )
     async with stub_server(endpoint.answer) as url:
         found = await search(url)
-    assert (found.answer, found.reward, found.stop_reason) == ("Riga", 1.0, StopReason.ANSWERED)
-    assert (found.num_search_rounds, found.num_queries) == (1, 1)
+    assert (found.answer, found.stop_reason) == ("Riga", StopReason.ANSWERED)
+    assert (num_rounds(found), num_queries(found)) == (1, 1)
     assert found.turn_lengths == (11, 5)  # as the endpoint counts
     assert int((found.kinds == TokenKind.OBSERVATION).sum()) > 10
     assert endpoint.paths == ["/v1/chat/completions"] * 2
@@ -201,7 +203,7 @@ async def test_an_endpoint_that_is_away_is_not_waited_for(monkeypatch: pytest.Mo
         ConfigError, match=f"--endpoint: {url}/v1/chat/completions: .*Cannot connect.*; see whether the"
     ):
         await engine_at(url, max_retries=10**6)[0].probe()
-    monkeypatch.setattr("ragr1_actors.rollout.engines.endpoint_engine.PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ragr1_actors.rollout.engines.chat_client.PROBE_TIMEOUT_S", 0.1)
     async with stub_server(silent) as url:
         with pytest.raises(ConfigError, match=rf"{url}/v1/chat/completions: no answer within 0\.1 s; see whether the"):
             await engine_at(url)[0].probe()
@@ -263,13 +265,45 @@ def test_a_turn_is_closed_at_its_tag(text: str, is_cut: bool, closed: str) -> No
     assert whole_turn(text, STOP, is_cut=is_cut) == closed
 
 
-@given(st.lists(st.tuples(st.sampled_from(("system", "user", "assistant")), st.text()), max_size=4))
-def test_text_is_read_back(parts: Sequence[tuple[str, str]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(("system", "user", "assistant")), st.text()), max_size=4),
+    st.lists(st.tuples(st.text(), st.integers(1, 40), st.text()), max_size=3),
+)
+def test_a_conversation_is_read_back_from_its_ids(
+    prompt: Sequence[tuple[str, str]], turns: Sequence[tuple[str, int, str]]
+) -> None:
     tokenizer = EndpointTokenizer()
-    messages = [Message(role, text) for role, text in parts]
-    assert tokenizer.messages(tokenizer.prompt_ids(messages)) == messages
-    for message in messages:
-        assert tokenizer.decode(tokenizer.encode(message.content)) == message.content
+    messages = [Message(role, text) for role, text in prompt]
+    ids = tokenizer.prompt_ids(messages)
+    for said, num_tokens, reply in turns:
+        sampled = tokenizer.sampled(said, num_tokens)
+        assert len(sampled) == num_tokens
+        ids += sampled + tokenizer.encode(reply)
+        messages.append(Message("assistant", said))
+        if reply.strip():
+            messages.append(Message("user", reply.strip()))
+    assert tokenizer.messages(ids) == messages
+
+
+async def test_a_fork_goes_on_with_the_conversation_of_its_parent() -> None:
+    """Its turns are in the ids that it copies; the endpoint has seen no request of it before."""
+    endpoint = Endpoint(chat("<search> Ana Bell"), chat("<answer> Oslo"), chat("<answer> Riga"))
+    async with stub_server(endpoint.answer) as url:
+        engine, tokenizer = engine_at(url)
+
+        async def play(name: str, fork: Fork | None = None) -> Trajectory:
+            env = SearchEnv(
+                EnvironmentSettings(prompt="{question}"), EnvContext(DictRetriever([ANA]), tokenizer.encode)
+            )
+            recorder = Recorder(name, engine.generate, tokenizer, GREEDY, 4096, 0)
+            return await run_trajectory(env, TASK, recorder, fork=fork)
+
+        parent = await play("parent")
+        child = await play("child", (parent, 1, ""))
+    assert (parent.answer, child.answer) == ("Oslo", "Riga")
+    _, of_parent, of_child = (body["messages"] for body in endpoint.bodies)
+    assert of_child == of_parent
+    assert [message["role"] for message in of_child] == ["user", "assistant", "user"]
 
 
 @pytest.mark.parametrize(

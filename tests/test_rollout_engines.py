@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from benchmarks.rollout.fleet import PacedScripts
-from envs.base import EnvContext, TextEnv
-from envs.baselines import RagEnv
+from envs.base import EnvContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
@@ -35,8 +34,9 @@ from ragr1_actors.rollout.engines import decoding
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
-from ragr1_actors.training.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from retrieval.base import Passage
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]
@@ -107,10 +107,10 @@ def test_no_text_of_the_environment_becomes_a_control_token(
     assert tokenizer.eos_token_ids & set(tokenizer.prompt_ids([Message("user", "Where?")])), "the template's own"
 
 
-@pytest.mark.parametrize("env_class", [RagEnv, SearchEnv])
+@pytest.mark.parametrize("mode", ["rag", "search"])
 @pytest.mark.engine
 async def test_a_template_meets_no_control_token_of_a_question_or_a_document(
-    env_class: type[TextEnv], tokenizer_with_control_tokens: PolicyTokenizer
+    mode: str, tokenizer_with_control_tokens: PolicyTokenizer
 ) -> None:
     tokenizer = tokenizer_with_control_tokens
     names = "".join([*CONTROL, "<|im_end|>", "</think>"])
@@ -120,20 +120,11 @@ async def test_a_template_meets_no_control_token_of_a_question_or_a_document(
             async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
                 return [[Passage("p", text, text)] for _ in queries]
 
-        env: Callable[..., TextEnv] = env_class
-        settings = EnvironmentSettings(prompt="[/INST] {question} {passages}")  # the recipe's own counts
+        settings = EnvironmentSettings(prompt="[/INST] {question} {passages}", options={"mode": mode})  # its own counts
         context = EnvContext(Finds(), tokenizer.encode, tokenizer.defuse)
         engine = ScriptedEngine({"one": ["<search> Ana</search>", "<answer> Riga</answer>"]}, tokenizer.encode)
-        trajectory = await run_trajectory(
-            env(settings, context),
-            Task("t/0", text, ("Riga",)),
-            engine.generate,
-            tokenizer,
-            Sampling(500),
-            4000,
-            trajectory_id="one",
-            seed=0,
-        )
+        recorder = Recorder("one", engine.generate, tokenizer, Sampling(500), 4000, 0)
+        trajectory = await run_trajectory(SearchEnv(settings, context), Task("t/0", text, ("Riga",)), recorder)
         assert not trajectory.error
         return [int(i) for i in trajectory.token_ids[trajectory.kinds != TokenKind.MODEL]]
 

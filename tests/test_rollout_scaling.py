@@ -19,7 +19,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 TIMEOUT_S = 600.0

@@ -1,5 +1,7 @@
 import asyncio
+import re
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
 from benchmarks.rollout.fleet import PacedScripts
-from envs.base import Action, Answer, EnvContext, StepResult, TextEnv
+from envs.base import EnvContext, StepResult, TextEnv
+from envs.measures import num_queries, num_rounds
+from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import (
@@ -23,7 +27,8 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.trajectory_loop import run_trajectory, turn_seed
+from ragr1_actors.rollout.recorder import Recorder, turn_seed
+from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))
@@ -51,7 +56,8 @@ def make_env(retriever: Retriever | None = None, env_class: type[SearchEnv] = Se
 
 async def play(env: TextEnv, generate: GenerateFn, max_context: int = 4096) -> Trajectory:
     sampling = Sampling(max_new_tokens=200)
-    return await run_trajectory(env, TASK, generate, TOKENIZER, sampling, max_context, trajectory_id="x", seed=0)
+    reward = partial(Reward(EnvironmentSettings()), context=RewardContext("train"))
+    return await run_trajectory(env, TASK, Recorder("x", generate, TOKENIZER, sampling, max_context, 0), reward=reward)
 
 
 def text_of(trajectory: Trajectory, kind: TokenKind) -> str:
@@ -72,13 +78,13 @@ async def test_every_token_has_the_kind_of_its_author() -> None:
     assert not trajectory.logprobs[~is_model].any()
     whole = TOKENIZER.decode(trajectory.token_ids.tolist())
     assert whole.index(SEARCH) < whole.index("\n<information>\n") < whole.index(ANSWER)
-    assert (trajectory.num_search_rounds, trajectory.num_queries) == (1, 1)
+    assert (num_rounds(trajectory), num_queries(trajectory)) == (1, 1)
 
 
 async def test_a_round_is_a_search_that_ran() -> None:
     trajectory = await run(["<search>\x01</search>", SEARCH, "<search> too late</search>"])
     assert [turn.action for turn in trajectory.turns] == ["search", "search", "search"]
-    assert (trajectory.num_search_rounds, trajectory.num_queries) == (1, 1)
+    assert (num_rounds(trajectory), num_queries(trajectory)) == (1, 1)
 
 
 async def test_an_answer_inside_a_document_is_not_the_policys() -> None:
@@ -143,8 +149,8 @@ async def test_a_reward_that_is_no_finite_number_is_an_error_of_the_environment(
     trajectory = await run([SEARCH, ANSWER], env_class=Odd)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.reward == 0.0
-    assert f"Odd.submit gave a reward of {reward!r}, expected a finite number" in trajectory.error
-    assert "environment.reward" in trajectory.error
+    assert re.search(r"Odd\.submit \(.*test_rollout_trajectory_loop\.py, line \d+\) gave", trajectory.error)
+    assert f"gave a reward of {reward!r}, expected a finite number" in trajectory.error
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
@@ -165,8 +171,9 @@ async def test_a_wrong_result_or_action_is_named_in_the_error() -> None:
         def parse(self, completion: str) -> Any:
             return None
 
-    assert "NoResult.step returned 'found', expected a StepResult" in (await run([SEARCH], env_class=NoResult)).error
-    assert "NoAction.parse returned None, expected Search" in (await run([SEARCH], env_class=NoAction)).error
+    step, parse = [(await run([SEARCH], env_class=one)).error for one in (NoResult, NoAction)]
+    assert re.search(r"NoResult\.step \(.*, line \d+\) returned 'found', expected a StepResult", step)
+    assert re.search(r"NoAction\.parse \(.*, line \d+\) returned None, expected Search", parse)
 
 
 async def test_a_full_context_ends_the_trajectory() -> None:
@@ -174,7 +181,7 @@ async def test_a_full_context_ends_the_trajectory() -> None:
     assert (await run([SEARCH, ANSWER], max_context=prompt)).stop_reason is StopReason.CONTEXT_FULL
     cut = await run([SEARCH, ANSWER], max_context=prompt + len(SEARCH) + 10)
     assert cut.stop_reason is StopReason.CONTEXT_FULL
-    assert cut.num_search_rounds == 1
+    assert num_rounds(cut) == 1
     assert cut.num_tokens == prompt + len(SEARCH), "an observation that the policy cannot read any more is left out"
     whole = await run([SEARCH, ANSWER])
     for room in (1, 10, 100):
@@ -234,7 +241,7 @@ async def test_retrieval_overlaps_with_sampling() -> None:
     trajectory = await play(make_env(retriever), generate)
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert sorted(retriever.calls) == [["Ana Bell"], ["Bo Cole of the Silent River"], ["Cy"]]
-    first, second, third = trajectory.turns[0].retrievals
+    first, second, third = trajectory.turns[0].calls
     # 39 and 11 characters before the end of the turn, at 10 ms each at least
     assert retriever.began["Ana Bell"] < ended[0] - 0.3
     assert retriever.began["Bo Cole of the Silent River"] < ended[0] - 0.1
@@ -253,14 +260,8 @@ async def test_an_environment_without_peek_gets_no_partial_text() -> None:
         async def reset(self, task: Task) -> list[Message]:
             return [Message("user", task.question)]
 
-        def parse(self, completion: str) -> Action:
-            return Answer(completion)
-
-        async def step(self, queries: list[str]) -> StepResult:
-            raise AssertionError(f"an answer is no search, got {queries}")
-
-        async def submit(self, answer: str) -> StepResult:
-            return StepResult(terminated=True)
+        async def act(self, turn: Completion) -> StepResult:
+            return StepResult(terminated=True, action="answer", answer=turn.text)
 
         def close(self) -> None:
             self.num_closed += 1
@@ -310,15 +311,15 @@ def test_seeds_differ_by_run_trajectory_and_turn(other: tuple[int, str, int]) ->
     assert turn_seed(0, "a", 0) == turn_seed(0, "a", 0) < 2**63
 
 
-@pytest.mark.parametrize("info", [{"cost": float("nan")}, {"cost": "1"}, {3: 1.0}])
-async def test_counts_that_cannot_be_averaged_end_their_own_trajectory(info: dict[Any, Any]) -> None:
+@pytest.mark.parametrize("metrics", [{"cost": float("nan")}, {"cost": "1"}, {3: 1.0}])
+async def test_counts_that_cannot_be_averaged_end_their_own_trajectory(metrics: dict[Any, Any]) -> None:
     class Odd(SearchEnv):
         async def submit(self, answer: str) -> StepResult:
-            return StepResult(terminated=True, info=info)
+            return StepResult(terminated=True, metrics=metrics)
 
     trajectory = await run([ANSWER], env_class=Odd)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert "Odd.submit gave info {" in trajectory.error
+    assert re.search(r"Odd\.submit \(.*, line \d+\) gave (a metric cost of|metrics=)", trajectory.error)
     assert trajectory.metrics == {}
 
 

@@ -28,7 +28,7 @@ from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 

@@ -29,8 +29,8 @@ from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.training.stages import TrainingRun
-from ragr1_actors.training.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 
@@ -238,7 +238,7 @@ def test_a_damaged_trajectories_file_is_named_and_hinders_nothing(run_dir: Path,
     assert "lamp" in invoke("ask", str(run_dir), "Where is the lamp ?")
 
 
-NO_TASKS = dict.fromkeys(("issued", "trained", "failed", "lost", "doubled"), 0)
+NO_TASKS = dict.fromkeys(("issued", "trained", "failed", "skipped", "lost", "doubled"), 0)
 NO_STAGES = json.dumps({"stages": [], "wall_s": 1, "peak_rss_bytes": 1, "tasks": NO_TASKS}).encode()
 REPORTS = [b"", b"\xff\x00", b"[1", b"{}", b"3", NO_STAGES, b"[" * 100_000]
 

@@ -158,6 +158,7 @@ def check_whole(run_dir: Path, num_iterations: int) -> None:
         "issued": tasks,
         "trained": tasks,
         "failed": 0,
+        "skipped": 0,
         "lost": 0,
         "doubled": 0,
     }

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.util.tensor_util import make_ndarray
 
 from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, mean_over, read_metrics
 from ragr1_actors.runs.telemetry.tensorboard import LAYOUT
@@ -137,7 +137,7 @@ def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) 
     for first in (1, 3):  # the second process repeats iteration 3
         logger = MetricsLogger(tmp_path, settings=settings)
         for iteration in range(first, 5):
-            samples = {"turns": [1.0, 2.0, 2.0, float(iteration)], "queries_per_turn": []}
+            samples = {"turns": [1.0, 2.0, 2.0, float(iteration)], "calls_per_turn": []}
             histograms = {"ratio": [(0.9, 1.1, 6.0 + iteration), (1.1, 2.0, 0.0)]}
             logger.log("rl", iteration, {"rollout/reward": 0.5}, samples=samples, histograms=histograms)
             logger.log_examples("rl", iteration, {"wrong": f"example of {iteration}"})
@@ -151,7 +151,7 @@ def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) 
     counted = events.Tensors("distribution/ratio")
     assert [make_ndarray(event.tensor_proto)[0, 2] for event in counted] == [7, 8, 9, 10]
     assert make_ndarray(counted[-1].tensor_proto).tolist() == [[0.9, 1.1, 10], [1.1, 2, 0]]
-    assert "distribution/queries_per_turn" not in events.Tags()["tensors"]
+    assert "distribution/calls_per_turn" not in events.Tags()["tensors"]
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("examples/wrong")]
     assert texts == [f"example of {iteration}".encode() for iteration in (1, 2, 3, 4)]
     found = HParamsPluginData.FromString(
@@ -162,8 +162,9 @@ def test_histograms_examples_and_settings_survive_a_resume_once(tmp_path: Path) 
 
 
 def test_an_example_is_markdown_in_which_all_text_is_code() -> None:
-    found = RetrievalRecord("who `made` it", 1, ("p1",), (0.5,), ("Riga",), ("a ``` fence\n# no heading",), 0.1)
-    turns = (Turn("<search>x</search>", 7, "search", ("x",), (found,)), Turn("<answer>Riga</answer>", 3, "answer"))
+    record = Record("p1", "Riga", "a ``` fence\n# no heading", 0.5)
+    found = ToolCall("search", {"query": "who `made` it", "k": 1}, records=(record,))
+    turns = (Turn("<search>x</search>", 7, "search", (found,)), Turn("<answer>Riga</answer>", 3, "answer"))
     task, tokens = Task("t", "who?", ("Riga", "Rīga")), np.zeros(2, np.int32)
     arrays = (tokens, tokens.astype(np.uint8), tokens.astype(np.float32), tokens)
     trajectory = Trajectory("t", task, *arrays, turns, StopReason.ANSWERED, 1.0, "Riga")

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cluster import leftovers
 from cluster.storage import Storage, share
-from ragr1_actors.core.config import RetrievalSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
@@ -104,7 +104,7 @@ def run_config(files: Path, storage_retry_s: float = 0.0, **checkpointing: Any) 
         "environment": {"eval_tasks": ""},
         "retrieval": {"index": "", "corpus": str(files / "corpus.json")},
         "checkpointing": {"interval": 2, "num_to_keep": 2, **checkpointing},
-        "debugging": {"fault_tolerance": {"storage_retry_s": storage_retry_s}},
+        "debugging": {"fault_tolerance": FaultToleranceSettings(storage_retry_s=storage_retry_s)},
     }
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}

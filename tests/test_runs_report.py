@@ -41,7 +41,7 @@ def test_report_json(tmp_path: Path) -> None:
     assert written["stages"][2]["stage"] == "rl"
     assert written["stages"][2]["eval"]["em"] == 0.925
     assert {"em", "f1", "rounds", "queries", "tokens"} <= set(written["stages"][0]["eval"])
-    assert written["tasks"] == {"issued": 6400, "trained": 6399, "failed": 1, "lost": 0, "doubled": 0}
+    assert written["tasks"] == {"issued": 6400, "trained": 6399, "failed": 1, "skipped": 0, "lost": 0, "doubled": 0}
     assert read_report(tmp_path) == REPORT
 
 

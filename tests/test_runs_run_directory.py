@@ -8,9 +8,9 @@ import pytest
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
+from ragr1_actors.core.types import Task
 from ragr1_actors.runs.checkpoint import STATE_FILE, Books, RunState
 from ragr1_actors.runs.places import find_place
-from ragr1_actors.runs.report import TaskCounts
 from ragr1_actors.runs.run_directory import (
     change_learners,
     create_run_directory,
@@ -21,6 +21,8 @@ from ragr1_actors.runs.run_directory import (
     with_newest_policy,
 )
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.curriculum import Shuffle
+from ragr1_actors.training.task_ledger import TaskLedger
 
 CONFIG = AlgorithmConfig().sft(num_steps=300).freeze()
 
@@ -33,7 +35,7 @@ def make_policy(folder: Path) -> Path:
 
 def add_checkpoint(run: Path, step: int, sft_step: int) -> Path:
     """Write what of a checkpoint is read here, and return the folder of its policy."""
-    books = Books(epoch=0, cursor=0, tasks="", outstanding=[], counts=TaskCounts(0, 0, 0, 0, 0), failed_tasks=[])
+    books = Books.model_validate(TaskLedger([Task("t", "?", ("a",))], 0, Shuffle({})).get_state())
     state = RunState(sft_step=sft_step, iteration=step, policy_version=0, learner="sft", sampler=books, extra={})
     policy = make_policy(run / "checkpoints" / f"step_{step}" / "policy")
     (policy.parent / STATE_FILE).write_text(state.model_dump_json())

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.base import token_f1
+from envs.measures import token_f1
 from ragr1_actors.cli.evaluate import print_evaluation, summarise
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.scores import (
     EvalSettings,
     Latency,
@@ -41,10 +41,11 @@ def one(task_id: str, em: float = 1.0, recall: float | None = None) -> TaskScore
 
 
 def test_measures_of_a_trajectory() -> None:
-    found = RetrievalRecord("q", 2, ("Ana#2", "17"), (0.5, 0.4), ("Ana", "Bo"), ("a", "b"), 0.1)
+    records = (Record("Ana#2", "Ana", "a", 0.5), Record("17", "Bo", "b", 0.4))
+    found = ToolCall("search", {"query": "q", "k": 2}, records=records)
     task = Task("t/1", "Who?", ("U S", "US"), supporting_ids=("Ana", "Bo", "Cy", "Di"))
     none = np.zeros(0, np.int32)
-    turns = (Turn("", 3, "search", ("q",), (found,)), Turn("", 3, "answer"))
+    turns = (Turn("", 3, "search", (found,)), Turn("", 3, "answer"))
     trajectory = Trajectory(
         "t/1/0", task, none, np.asarray([1, 1, 2], np.uint8), none, none, turns, StopReason.ANSWERED, 1.0, "the U.S."
     )

@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -31,17 +31,17 @@ from small_world import (
 from envs.base import ENVS, EnvContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig, read_fault_tolerance
+from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.summary import GroupSummary
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_metrics_line_for_line(files: Path, tmp_pat
     assert other != first
     report = read_json(tmp_path / "a" / "report.json")
     assert [stage["stage"] for stage in report["stages"]] == ["start", "sft", "rl"]
-    assert report["tasks"] == {"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}
+    assert report["tasks"] == {"issued": 32, "trained": 32, "failed": 0, "skipped": 0, "lost": 0, "doubled": 0}
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_recorded_run_is_replayed_without_a_retriever(
 ) -> None:
     """No corpus, index or encoder: the policy's own folder is all that the two runs share beside the records."""
     monkeypatch.setattr(
-        "ragr1_actors.training.data.evidence_demonstration", lambda task, *_: mixed(task, random.Random(task.task_id))
+        "envs.sources.evidence_demonstration", lambda task, *_: mixed(task, random.Random(task.task_id))
     )
     config = make_config(files, SHORT)
     recorded = run(config, tmp_path / "recorded")
@@ -228,7 +228,7 @@ def test_an_evaluation_beside_training_is_that_of_the_policy_it_names(whole: Pat
     between.pretrain(lambda step, metrics: None)
     for _ in range(2):
         between.train()
-    expected = asdict(between.evaluate())
+    expected = between.evaluate().by_name()
     between.stop()
     assert {name: result[f"eval/{name}"] for name in expected} == expected
 
@@ -325,9 +325,10 @@ def test_an_evaluation_task_that_fails_is_asked_again_and_else_counted(
         assert (result.num_tasks, result.num_failed) == (7, 1)
         assert asked == dict.fromkeys(THINGS, 1) | {
             "lamp": 3,
-            "coin": 1 + read_fault_tolerance(config.debugging).max_task_retries,
+            "coin": 1 + config.debugging.fault_tolerance.max_task_retries,
         }
-        assert "1 of 8 evaluation tasks failed 4 times; the last one with: ConnectionError: the coin" in caplog.text
+        assert "1 of 8 evaluation tasks failed 4 times; the last one with: " in caplog.text
+        assert ": ConnectionError: the coin is out of reach" in caplog.text
         failures |= dict.fromkeys(THINGS, 999)
         with pytest.raises(FleetError, match=r"8 of 8 evaluation tasks failed 4 times; .* is out of reach"):
             built.evaluate()
@@ -423,7 +424,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert (process.returncode, stderr) == (0, "")
     assert f"RL iteration {state['iteration']}" in stdout
     num_tasks = 8 * num_iterations
-    counts = {"issued": num_tasks, "trained": num_tasks, "failed": 0, "lost": 0, "doubled": 0}
+    counts = {"issued": num_tasks, "trained": num_tasks, "failed": 0, "skipped": 0, "lost": 0, "doubled": 0}
     assert read_json(run_dir / "report.json")["tasks"] == counts
     assert [row["iteration"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, num_iterations + 1))
     trained = Counter(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_world import make_config, make_files
 
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.summary import GroupSummary
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
@@ -104,6 +104,13 @@ def test_dynamic_sampling_stops_at_its_bound(tmp_path: Path) -> None:
             assert metrics["loop/set_aside_groups"] == 8
             assert metrics["learner/num_steps"] == 0
             counts = algorithm.task_counts()
-            assert counts == {"issued": 12 * iteration, "trained": 12 * iteration, "failed": 0, "lost": 0, "doubled": 0}
+            assert counts == {
+                "issued": 12 * iteration,
+                "trained": 12 * iteration,
+                "failed": 0,
+                "skipped": 0,
+                "lost": 0,
+                "doubled": 0,
+            }
     finally:
         algorithm.stop()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from learners_common import make_groups
@@ -13,11 +15,14 @@ from learners.advantages import group_advantages
 from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary, summarize
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.summary import GroupSummary, summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet, mean_lag
+from ragr1_actors.training.curriculum import Curriculum, Shuffle
+from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.task_stats import Stats, TaskStats
 
 BATCH = 4
 TASK = Task("t", "?", ("a",))
@@ -68,7 +73,14 @@ def test_nothing_is_sampled_in_vain(lag: int) -> None:
         assert collector.trained(batch) == []
     assert fleet.num_sampled == BATCH * (10 + lag)
     assert max(lags) == lag
-    assert collector.tasks.counts() == {"issued": 40 + lag * BATCH, "trained": 40, "failed": 0, "lost": 0, "doubled": 0}
+    assert collector.tasks.counts() == {
+        "issued": 40 + lag * BATCH,
+        "trained": 40,
+        "failed": 0,
+        "skipped": 0,
+        "lost": 0,
+        "doubled": 0,
+    }
 
 
 def test_sampled_tokens_are_those_of_all_collected_groups_since_they_were_asked_for() -> None:
@@ -152,7 +164,50 @@ def test_groups_that_a_node_took_with_it_are_sampled_again() -> None:
     assert (len(found.groups), found.num_stale, lost) == (BATCH, 0, [])
     assert fleet.num_sampled == BATCH + 3
     collector.trained(found.groups)
-    assert collector.tasks.counts() == {"issued": BATCH, "trained": BATCH, "failed": 0, "lost": 0, "doubled": 0}
+    assert collector.tasks.counts() == {
+        "issued": BATCH,
+        "trained": BATCH,
+        "failed": 0,
+        "skipped": 0,
+        "lost": 0,
+        "doubled": 0,
+    }
+
+
+class Recorder(Curriculum):
+    """Keeps what it was asked with."""
+
+    asked: ClassVar[list[tuple[int, Stats]]] = []
+
+    def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
+        self.asked.append((len(rest), dict(stats)))
+        return range(len(rest))
+
+    def skip(self, task: Task, stats: Stats) -> bool:
+        return task.question == "skip"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_curriculum_is_asked_before_each_batch_with_what_was_trained(lag: int) -> None:
+    Recorder.asked.clear()
+    config = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2, max_policy_lag=lag)
+    config = config.environment(curriculum=f"{__name__}:Recorder")
+    tasks = [Task(f"t/{number:02}", "skip" if number == 1 else "?", ("a",)) for number in range(40)]
+    fleet = InstantFleet()
+    collector = BatchCollector(config.freeze(), tasks, fleet)
+    for version in range(3):
+        fleet.version = version
+        batch = collector.next_batch(version).groups
+        if lag:
+            collector.keep_busy(while_learning=True)
+        collector.trained(batch)
+    ids = [task.task_id for task in tasks if task.question != "skip"]
+    expected = [
+        (40 - number, {task_id: TaskStats(2, 1, 1.0) for task_id in ids[: batch * BATCH]})
+        for batch, number in enumerate((0, 5 + lag * BATCH, 5 + BATCH + lag * BATCH))
+    ]
+    assert Recorder.asked == expected
+    assert collector.metrics()["tasks/skipped"] == 1.0
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -198,7 +253,7 @@ def batch_of(
     settings = settings.debugging(fault_tolerance={"failed_trajectories": rule, "max_task_retries": retries})
     tasks = [Task("a", "?", ("a",)), Task("b", "?", ("b",))]
     config = settings.freeze()
-    first = TaskSampler(tasks, config.debugging.seed).next().task
+    first = TaskLedger(tasks, config.debugging.seed, Shuffle({})).next().task
     fleet = FailingFleet({first.task_id: tries})
     collector = BatchCollector(config, tasks, fleet)
     (group,) = collector.next_batch(0).groups
@@ -247,6 +302,7 @@ def test_failures_are_counted_by_what_ended_the_trajectory(rule: str) -> None:
     assert group.summary.num_failed == (rule == "shrink")
     assert found == {
         "env_runners/num_retrieval_failed": 4.0,
+        "env_runners/num_service_failed": 0.0,
         "env_runners/num_engine_error": 1.0,
         "env_runners/num_env_error": 1.0,
     }

@@ -16,13 +16,14 @@ from learners_common import make_groups
 from small_world import PLACES, THINGS, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import DataError, FleetError, RunDirectoryError
+from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import StopReason, Task
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.rollout.task_sampler import TaskSampler
+from ragr1_actors.training.curriculum import Shuffle
 from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluate import evaluation_tasks
-from ragr1_actors.training.tiny_policy import train_tokenizer
+from ragr1_actors.training.planning.tiny_policy import train_tokenizer
+from ragr1_actors.training.task_ledger import TaskLedger
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,15 @@ def test_a_start_with_another_policy_reads_neither_passages_nor_vectors(config: 
         }
     )
     assert prepare(changed, tmp_path / "run").policy_dir == "org/name"
+
+
+def test_tasks_that_the_curriculum_cannot_order_are_refused_before_the_rest_is_made(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    environment = config.environment.model_copy(update={"curriculum": "difficulty"})
+    with pytest.raises(ConfigError, match=r"environment\.curriculum: got no pass_rate in task tasks/"):
+        prepare(config.model_copy(update={"environment": environment}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.engine
@@ -117,13 +127,14 @@ def test_shards_are_one_set_of_tasks_and_a_resumed_run_knows_them(config: RunCon
     assert notes[0] == (
         f"{tmp_path / 'shards'}, 4 files: 8 tasks of 8 records; 4 of question and answer (0, 1, 2, ...)"
     )
-    state = TaskSampler(train, 0).get_state()
-    TaskSampler(split("shards/[01].json", "shards/[23].json")[0], 0).set_state(state)  # the same, named otherwise
+    state = TaskLedger(train, 0, Shuffle({})).get_state()
+    the_same, *_ = split("shards/[01].json", "shards/[23].json")
+    TaskLedger(the_same, 0, Shuffle({})).set_state(state)
     (tmp_path / "shards" / "4.json").write_text(json.dumps([{"question": "Where is the bird ?", "answer": "Riga"}]))
     with pytest.raises(
         RunDirectoryError, match="is of a run over other tasks than these 8 training tasks; put the task"
     ):
-        TaskSampler(split("shards")[0], 0).set_state(state)
+        TaskLedger(split("shards")[0], 0, Shuffle({})).set_state(state)
 
 
 def test_an_evaluation_file_is_used_whole(config: RunConfig, tmp_path: Path) -> None:

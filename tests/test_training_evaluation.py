@@ -6,13 +6,16 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from aiohttp import web
 from http_stub import served
 from small_world import PLACES, THINGS, invoke, make_config, make_files
 
+from envs.base import search_options
+from envs.measures import Measure
+from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open_scores, read_scores
@@ -65,6 +68,16 @@ class Reader:
         text = f"<answer> {place}" if place else f"<search> {thing}" if thing else "yes"
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 6}})
+
+
+class Measured(SearchEnv):
+    measures: ClassVar[dict[str, Measure]] = {"letters": lambda ended: float(len(ended.task.question))}
+
+
+@pytest.mark.engine
+def test_a_measure_of_the_environment_has_its_mean_and_its_interval(files: Path) -> None:
+    found = evaluated(files, str(files / "policy"), f"environment.env={__name__}:Measured")
+    assert found["letters"] == found["intervals"]["letters"]["mean"] > 0
 
 
 @pytest.mark.engine
@@ -144,7 +157,7 @@ def test_baselines_of_a_model_folder(files: Path, baseline: str, rounds: float) 
 def test_a_direct_answer_needs_no_index(files: Path) -> None:
     request = EvalRequest(str(files / "policy"), recipe="search_r1_7b", baseline="direct")
     config = open_policy(request).config
-    assert (config.environment.env, config.retrieval.index) == ("direct", "")
+    assert (search_options(config.environment).mode, config.retrieval.index) == ("direct", "")
     assert open_policy(request).index == config.retrieval.type == "envs.baselines:NoRetriever"
 
 
@@ -153,7 +166,11 @@ def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
     plain = open_policy(EvalRequest(policy, recipe=recipe))
     single = open_policy(EvalRequest(policy, recipe=recipe, baseline="single-query"))
     environment = single.config.environment
-    assert (environment.env, environment.max_queries_per_turn, environment.query_format) == ("search", 1, "single")
+    assert environment.env == "search"
+    assert environment.options == plain.config.environment.options | {
+        "max_queries_per_turn": 1,
+        "query_format": "single",
+    }
     assert environment.prompt == plain.config.environment.prompt == "{question}"
     assert single.digest() != plain.digest() == open_policy(EvalRequest(policy, recipe=recipe)).digest()
     rag = open_policy(EvalRequest(policy, recipe=recipe, baseline="rag"))
@@ -202,9 +219,10 @@ def test_published_checkpoints_have_their_formats(files: Path, recipe: str) -> N
         EvalRequest(str(files / "policy"), recipe=recipe, index=files / "index")
     ).config.environment
     expected = {"ragr1_sq_7b": ("single", "ragr1", 1), "ragr1_mq_7b": ("comma", "ragr1_json", 3)}
-    shown = (environment.query_format, environment.observation_format, environment.max_queries_per_turn)
+    options = search_options(environment)
+    shown = (options.query_format, options.observation_format, options.max_queries_per_turn)
     assert shown == expected.get(recipe, ("single", "searchr1", 1))
-    assert (environment.max_turns, environment.top_k) == (5, 3)
+    assert (environment.max_turns, options.top_k) == (5, 3)
 
 
 @pytest.mark.integration
@@ -329,7 +347,10 @@ def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds:
         (["POLICY", "--recipe", "search_r2"], "unknown recipe 'search_r2'; did you mean 'search_r1"),
         (["POLICY", "--recipe", "search_r1_7b"], "torch finds no GPU on this machine"),
         (["POLICY", "--recipe", "search_r1_7b", *ON_CPU], "retrieval.corpus: there is no file wiki-18.jsonl"),
-        (["POLICY", "--recipe", "quickstart", "--tasks", "TASKS"], "no index is named, and the generated world has no"),
+        (
+            ["POLICY", "--recipe", "quickstart", "--tasks", "TASKS"],
+            "no index is named, and the recipe's own passages are not",
+        ),
         (["POLICY", "--recipe", "quickstart", "--prompt", "TASKS"], "has no {question}, where the question"),
         (["POLICY", "--recipe", "quickstart", "--prompt", "none.txt"], "--prompt: none.txt cannot be read"),
         (["POLICY", "--recipe", "quickstart", "--out", "none/a.jsonl"], "for --out; make it first"),

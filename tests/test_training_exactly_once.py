@@ -1,6 +1,6 @@
 """Every task is trained exactly once or given up, whatever dies, hangs, is slow or fails, and whenever a run resumes.
 
-Hundreds of random schedules drive the loop of a run in virtual time: ``BatchCollector``, ``TaskSampler``,
+Hundreds of random schedules drive the loop of a run in virtual time: ``BatchCollector``, ``TaskLedger``,
 ``GroupBuffer``, ``EnvRunner``, ``SearchEnv`` and ``MetricsLogger`` are the real ones. The driver is killed or
 interrupted at any moment and goes on from the newest checkpoint that was whole. A test that fails prints its seed.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from faulty_fleet import FaultyEnv, FaultyRunners, ShortAttempts, Weather
 
-from ragr1_actors.core.config import RunConfig, read_fault_tolerance
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Failure
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -151,7 +151,7 @@ class Schedule:
         algorithm = rng.choice(("grpo", "grpo", "dapo"))
         self.config = (
             AlgorithmConfig()
-            .environment(env="faulty_fleet:FaultyEnv", prompt="{question}", max_turns=3, top_k=1)
+            .environment(env="faulty_fleet:FaultyEnv", prompt="{question}", max_turns=3, options={"top_k": 1})
             .env_runners(max_concurrent_trajectories=rng.randint(2, 8))
             .debugging(
                 seed=self.seed,
@@ -232,7 +232,7 @@ class Schedule:
                 quarantined.setdefault(given_up.task_id, given_up.epoch)
             if given_up.task_id in self.weather.broken_tasks:
                 assert given_up.failure is Failure.DATA and "has no gold" in given_up.error
-                assert given_up.num_tries == 1 + read_fault_tolerance(self.config.debugging).max_task_retries
+                assert given_up.num_tries == 1 + self.config.debugging.fault_tolerance.max_task_retries
         for number in range(self.num_tasks):
             task_id = made_up_task(number).task_id
             for epoch in range(NUM_EPOCHS):

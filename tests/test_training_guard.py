@@ -17,7 +17,7 @@ from small_world import PLACES, THINGS, make_config, make_files
 
 from learners import learner
 from learners.deepspeed.deepspeed_engine import Schedule
-from ragr1_actors.core.config import GuardSettings, RunConfig, TrainingSettings, read_guard
+from ragr1_actors.core.config import GuardSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.types import Task
 from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
@@ -26,6 +26,7 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.data import prepare
 from ragr1_actors.training.guard import RULES, Guard
 from ragr1_actors.training.stages import TrainingRun
@@ -133,7 +134,7 @@ def test_settings_choose_action_limits_and_patience() -> None:
         "limits": {"grad_norm": [None, 20], "searches": [0.9, None]},
         "patience": 3,
     }
-    guard = Guard(read_guard(TrainingSettings(guard=chosen)))
+    guard = Guard(AlgorithmConfig().training(guard=chosen).freeze().training.guard)
     bad = {"learner/entropy": 9.0, "learner/grad_norm": 10.0, "rollout/queries": 1.5, "rollout/well_formed": 0.1}
     assert observe(guard, *[{}] * 10, *[bad] * 3) == [(13, "format"), (13, "searches")]
     assert [(alarm.name, alarm.action) for alarm in guard.state.alarms] == [("format", "stop"), ("searches", "warn")]
@@ -156,7 +157,7 @@ def test_settings_choose_action_limits_and_patience() -> None:
 )
 def test_wrong_settings_are_refused(guard: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_guard(TrainingSettings(guard=guard))
+        AlgorithmConfig().training(guard=guard).freeze()
 
 
 def test_an_alarm_says_what_happened() -> None:
@@ -358,7 +359,14 @@ def test_a_roll_back_saves_the_policy_and_the_books(
     assert [row["learner/lr"] for row in rows] == pytest.approx(lrs)
     rewards = [row["rollout/reward"] for row in rows]
     assert min(rewards[-3:]) > max(rewards[:5]) - 0.3, "the policy from before the collapse"
-    assert asdict(report.tasks) == {"issued": 18 * 8, "trained": 18 * 8, "failed": 0, "lost": 0, "doubled": 0}
+    assert asdict(report.tasks) == {
+        "issued": 18 * 8,
+        "trained": 18 * 8,
+        "failed": 0,
+        "skipped": 0,
+        "lost": 0,
+        "doubled": 0,
+    }
     newest = CheckpointStore(run_dir / "checkpoints").latest()
     assert newest is not None
     state = read_state(newest)

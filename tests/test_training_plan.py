@@ -190,7 +190,7 @@ def test_what_cannot_be_planned_is_one_sentence(overrides: list[str], message: s
     "overrides",
     [
         ["environment.max_turns=1"],
-        ["retrieval.num_encoders=2", "retrieval.num_cpus_per_encoder=0", "retrieval.num_gpus_per_encoder=0"],
+        ["retrieval.num_encoders=2", "retrieval.encoders.num_cpus=0", "retrieval.encoders.num_gpus=0"],
     ],
 )
 def test_settings_at_their_limits_are_planned(overrides: list[str]) -> None:
@@ -227,7 +227,7 @@ def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"more than retrieval\.timeout_s \(1e-06\)"):
         check_room(configured("quickstart", "retrieval.timeout_s=1e-6"), tmp_path)
     with pytest.raises(ConfigError, match="host memory: "):
-        check_room(configured("quickstart", "policy.tiny={hidden_size: 65536, num_layers: 40}"), tmp_path)
+        check_room(configured("quickstart", "policy.options={hidden_size: 65536, num_layers: 40}"), tmp_path)
     elsewhere = configured("search_r1_7b", "retrieval.timeout_s=1e-6", "retrieval.corpus=world")
     assert check_room(elsewhere, tmp_path) == [], "a cluster with GPUs runs it"
     (unknown,) = check_room(configured("quickstart", f"policy.model={tmp_path}"), tmp_path)

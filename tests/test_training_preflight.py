@@ -22,7 +22,7 @@ from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.preflight import check_names
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 HERE = __name__
 
@@ -98,12 +98,11 @@ def refusal(key: str, value: str) -> str:
         ("environment.env", "a_function", "is a function, expected a subclass of TextEnv"),
         ("environment.env", "HalfEngine", "is the class HalfEngine, expected a subclass of TextEnv"),
         ("environment.env", "a_number", "is a int, expected a subclass of TextEnv"),
-        ("environment.env", "Half", "lacks the methods reset, step, submit"),
+        ("environment.env", "Half", "lacks the methods act, reset"),
         ("environment.env", "OtherConstructor", "cannot be called with (settings, context)"),
-        ("environment.reward", "a_number", "is a int, expected a function (task, answer) -> float"),
-        ("environment.reward", "MyEnv", "is the class MyEnv, expected a function"),
-        ("environment.reward", "a_function", "cannot be called with (task, answer)"),
-        ("environment.reward", "a_slow_reward", "leave async out"),
+        ("environment.reward", "a_number", "got 3, which cannot be called, expected a reward of (trajectory, context)"),
+        ("environment.reward", "MyEnv", "environment.reward: MyEnv failed at"),
+        ("environment.reward", "a_function", "cannot be called with (trajectory, context)"),
         ("training.algorithm", "a_function", "is a function, expected a subclass of Learner"),
         ("training.algorithm", "HalfLearner", "lacks the methods compute_advantages, compute_loss"),
         ("training.algorithm", "OtherLearner", "cannot be called with (config, policy_dir, rank, world_size)"),
@@ -150,13 +149,12 @@ def test_an_unknown_retrieval_type_lists_the_known() -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    for key, words in (("environment.tasks", "world or "), ("environment.eval_tasks", "")):
-        assert f"there is no file nowhere.json, expected {words}a task file" in refusal(key, "nowhere.json")
-        assert f"expected {words}a task file" in refusal(key, "./data/*.json")
-        assert (
-            f"holds no file that ends in .json, .jsonl, .csv, .tsv, .parquet; expected {words}a task file"
-            in refusal(key, str(tmp_path))
-        )
+    for key in ("environment.tasks", "environment.eval_tasks"):
+        expected = "expected world or a task file"
+        assert f"there is no file nowhere.json, {expected}" in refusal(key, "nowhere.json")
+        assert expected in refusal(key, "./data/*.json")
+        problem = f"holds no file that ends in .json, .jsonl, .csv, .tsv, .parquet; {expected}"
+        assert problem in refusal(key, str(tmp_path))
     assert "got nothing" in refusal("environment.tasks", "")
     assert "nowhere.json, expected correct, mixture or a file" in refusal("sft.demonstrations", "nowhere.json")
 
@@ -283,7 +281,7 @@ def test_none_of_it_makes_a_run_directory(tmp_path: Path) -> None:
         "environment.tasks=nowhere.json",
         "retrieval.type=flt",
         f"policy.model={tmp_path}/none",
-        "policy.tiny={num_heads: 128}",
+        "policy.options={num_heads: 128}",
     ):
         assert invoke("train", "quickstart", override, "--run-dir", str(run_dir)).startswith("error: ")
     with pytest.raises(ConfigError, match="flt"):

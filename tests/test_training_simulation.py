@@ -25,12 +25,11 @@ from small_world import invoke
 
 from cluster.storage import Storage
 from ragr1_actors.cli import simulate as cli
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Sampling
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.runs.bottleneck import Limit
 from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
@@ -61,7 +60,7 @@ FAST = Pace(ENGINE, SearchPace(partial(batch_s, 0.001, 0.0)), LearnerPace(0.001,
 def configured(lag: int = 0, **training: int) -> RunConfig:
     return (
         AlgorithmConfig()
-        .environment(prompt="{question}", max_turns=3, max_queries_per_turn=2, top_k=1)
+        .environment(prompt="{question}", max_turns=3, options={"max_queries_per_turn": 2, "top_k": 1})
         .env_runners(max_concurrent_trajectories=8)
         .training(**{"train_batch_size": 8, "group_size": 4, "max_policy_lag": lag, **training})
         .freeze()
@@ -158,6 +157,13 @@ def test_the_same_seed_gives_the_same_result_to_the_bit(lag: int) -> None:
     assert simulated(other, FAST, Size(3, 2)).iterations != first.iterations
 
 
+def test_made_up_tasks_are_shuffled_whatever_the_curriculum() -> None:
+    config = configured()
+    environment = config.environment.model_copy(update={"curriculum": "difficulty"})  # they have no pass rate
+    ordered = config.model_copy(update={"environment": environment})
+    assert simulated(ordered, FAST, Size(1, 1)).iterations == simulated(config, FAST, Size(1, 1)).iterations
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("lag", [0, 2])
 def test_every_task_is_trained_failed_or_outstanding(lag: int) -> None:
@@ -214,12 +220,13 @@ def test_fleets_follow_their_load() -> None:
     """Both start with one replica; the policy of a run gives them more, which serve after their start."""
     config = configured(1)
     more = {"max_replicas": 8, "upscale_delay_s": 5}
-    runners = config.env_runners.model_copy(update={"max_concurrent_trajectories": 4, "autoscaling": more})
-    retrieval = config.retrieval.model_copy(update={"autoscaling": more})
+    by_load = RunnerAutoscaling.model_validate(more)
+    runners = config.env_runners.model_copy(update={"max_concurrent_trajectories": 4, "autoscaling": by_load})
+    retrieval = config.retrieval.model_copy(update={"autoscaling": RetrieverAutoscaling.model_validate(more)})
     pace = Pace(
         EnginePace(0.1, 0.0, start_s=20), SearchPace(partial(batch_s, 1.0, 1.0), start_s=20), LearnerPace(1.0, 1.0)
     )
-    fixed = config.model_copy(update={"env_runners": runners.model_copy(update={"autoscaling": {}})})
+    fixed = config.model_copy(update={"env_runners": runners.model_copy(update={"autoscaling": None})})
     scaled = config.model_copy(update={"env_runners": runners, "retrieval": retrieval})
     slow, fast = (simulated(one, pace, Size(1, 1), 12) for one in (fixed, scaled))
     assert slow.resized == ()

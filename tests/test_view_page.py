@@ -80,7 +80,7 @@ async def test_filters_keys_links_and_views(tmp_path: Path) -> None:
     async with served(tmp_path) as server, opened(server.url) as page:
         await page.wait_for_selector("#rows li:nth-child(21)")
         first = page.locator("#rows li").first
-        assert "correctTom Moss · reward 1.00 · 1 query ·" in (await first.text_content() or "")
+        assert "correctTom Moss · reward 1.00 · 1 call ·" in (await first.text_content() or "")
         await expect(page.locator("#next")).to_have_css("opacity", "0.45")  # there is no next page
         await page.keyboard.press("5")  # ignored
         await expect(page.locator("#rows li")).to_have_count(3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from view_world import TASK, attempt, every_outcome, keep, keep_tokenizer, learned_from
 
-from envs.base import exact_match
+from envs.measures import exact_match
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.runs.scores import score
 from ragr1_actors.view.index import Index, Snapshot
@@ -116,7 +116,7 @@ def test_evidence_is_what_recall_counts(
     recall = score(wrong).recall
     assert recall is None or (recall == 1.0) is has_all
     shown = trajectory_payload(snapshot, 0, TokenPieces([]))
-    assert shown["turns"][0]["retrievals"][0]["gold"] == gold
+    assert [found["gold"] for found in shown["turns"][0]["calls"][0]["records"]] == gold
 
 
 def test_pages_and_orders(tmp_path: Path) -> None:
@@ -247,8 +247,9 @@ def test_a_trajectory_with_its_tokens_documents_and_siblings(tmp_path: Path) -> 
     assert shown["summary"]["file"] == "iteration_00001" and shown["answer"] == "Ana Bell"
     assert shown["tokens"]["pieces"] == ["5", "6", "7", "8", "9"] and not shown["tokens"]["is_text"]
     assert np.allclose(shown["tokens"]["logprobs"], [0, -0.5, -2.0, 0, -0.25])
-    (found,) = shown["turns"][0]["retrievals"]
-    assert (found["latency_s"], found["is_cached"], found["scores"]) == (0.25, True, (0.5,))
+    (found,) = shown["turns"][0]["calls"]
+    assert (found["latency_s"], found["is_cached"], found["asked"]) == (0.25, True, "Endless Horizon")
+    assert [record["score"] for record in found["records"]] == [0.5]
     assert len(shown["siblings"]) == 7
     assert [s["above_mean"] for s in shown["siblings"][:3]] == pytest.approx([2 / 3, 2 / 3, -1 / 3])
     assert snapshot.parts[int(snapshot.scalars["part"][find_row(snapshot, "", "g/ignored")])].origin.iteration == 2

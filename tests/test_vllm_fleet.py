@@ -23,7 +23,7 @@ from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.tiny_policy import make_tiny_policy
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -93,7 +93,7 @@ def test_a_run_with_vllm_in_the_driver_samples_what_the_learner_computes(tmp_pat
     config = (
         AlgorithmConfig()
         .environment(tasks=file, prompt="{question}", max_turns=3)
-        .policy(tiny={"vocab_size": 400, "hidden_size": 64, "num_layers": 2, "num_heads": 2})
+        .policy(options={"vocab_size": 400, "hidden_size": 64, "num_layers": 2, "num_heads": 2})
         .env_runners(num_env_runners=0, engine="vllm", max_context_tokens=300, max_new_tokens_per_turn=24)
         .env_runners(max_concurrent_trajectories=16)
         .retrieval(index=str(tmp_path / "index"), num_retrievers=0)

@@ -34,7 +34,8 @@ def test_kinds_of_tokens_are_those_of_their_text(run_dir: Path, name: str) -> No
 
 def test_demonstrations_ask_round_by_round(run_dir: Path) -> None:
     for one in trajectories(run_dir, "demonstrations"):
-        assert [turn.queries for turn in one.turns if turn.queries] == [*one.task.plan]
+        asked = [tuple(call.arguments["query"] for call in turn.calls) for turn in one.turns if turn.calls]
+        assert asked == [*one.task.plan]
         assert one.answer == one.task.golden_answers[0]
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_to_record_batch
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.runs.run_directory import keep_trajectories
 
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title="taken"</script>'
@@ -29,12 +29,10 @@ def attempt(
     document: str = "Endless Horizon was filmed by Tom Moss.",
 ) -> Trajectory:
     """Make an attempt of two turns; ``passages=None`` is one without a search."""
-    titles, texts = tuple("Title of " + p for p in passages or ()), tuple(document for _ in passages or ())
-    found = RetrievalRecord("Endless Horizon", 3, passages or (), (0.5,) * len(texts), titles, texts, 0.25, 0.1, True)
-    retrievals = () if passages is None else (found,)
-    queries = tuple(record.query for record in retrievals)
+    records = tuple(Record(p, "Title of " + p, document, 0.5) for p in passages or ())
+    found = ToolCall("search", {"query": "Endless Horizon", "k": 3}, "", records, 0.25, 0.1, is_cached=True)
     turns = (
-        Turn(text, 2, action, queries, retrievals, "<information>..</information>"),
+        Turn(text, 2, action, () if passages is None else (found,), "<information>..</information>"),
         Turn(f"<answer>{answer}</answer>", 1, "answer"),
     )
     return Trajectory(

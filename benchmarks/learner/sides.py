@@ -34,7 +34,7 @@ from learners.packing import Bundle, MicroBatch, bundle, flatten, pack, plan
 from learners.train_batch import make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCall, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 SIGMA = 0.8
@@ -128,10 +128,10 @@ def with_passages(groups: Sequence[TrajectoryGroup], num_searches: int = 3, k: i
     rng = np.random.default_rng(0)
 
     def search() -> Turn:
-        texts = tuple(passages[at] for at in rng.integers(0, len(passages), k))
-        titles = tuple(text[:20] for text in texts)
-        record = RetrievalRecord("who?", k, titles, (1.0,) * k, titles, texts, 0.01)
-        return Turn("<search>who?</search>", 10, "search", ("who?",), (record,), "\n".join(texts))
+        texts = [passages[at] for at in rng.integers(0, len(passages), k)]
+        records = tuple(Record(text[:20], text[:20], text, 1.0) for text in texts)
+        call = ToolCall("search", {"query": "who?", "k": k}, records=records, latency_s=0.01)
+        return Turn("<search>who?</search>", 10, "search", (call,), "\n".join(texts))
 
     return [
         TrajectoryGroup(

@@ -96,4 +96,4 @@ def _package(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(main, "[FOLDER]")
+    run_script(main, folder="?")

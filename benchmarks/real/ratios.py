@@ -29,8 +29,8 @@ from benchmarks.real.runs import ROOT, FinishedRun, train
 
 WORLD, TWO_WIKI = "smollm2_world", "smollm2_2wiki"
 ONE_QUERY = (
-    "environment.query_format=single",
-    "environment.max_queries_per_turn=1",
+    "environment.options.query_format=single",
+    "environment.options.max_queries_per_turn=1",
     "sft.demonstrations=data/2wiki/demonstrations_single.json",
 )
 MAX_MINUTES, MAX_BYTES = 40.0, 10e9

@@ -25,9 +25,9 @@ HEADING = (
 )
 
 
-def main(names: Sequence[str], root: Path = ROOT) -> None:
+def main(names: Sequence[str | Path], root: Path = ROOT) -> None:
     """Print the tables."""
-    found = {name: finished(name, root) for name in names}
+    found = {str(name): finished(str(name), root) for name in names}
     for name, runs in found.items():
         minutes = fmean(one.report.wall_s for one in runs) / 60
         peak = max(one.report.peak_rss_bytes for one in runs) / 1e9
@@ -96,4 +96,4 @@ def shown(interval: Interval, sign: str = "") -> str:
 
 
 if __name__ == "__main__":
-    run_script(lambda *names: main([str(name) for name in names]), "NAME ...")
+    run_script(main, names="+")

@@ -84,7 +84,7 @@ def finished_runs(name: str, root: Path = ROOT) -> list[FinishedRun]:
 def answered(trajectory: Trajectory) -> Answered:
     """Say how a trajectory answered its question."""
     task, turns = trajectory.task, trajectory.turns
-    passages = [(*record.titles, *record.texts) for turn in turns for record in turn.retrievals]
+    passages = [(record.title, record.text) for turn in turns for call in turn.calls for record in call.records]
     observations = [turn.observation for turn in turns]
 
     def has_answer(texts: Iterable[str]) -> bool:

@@ -6,6 +6,7 @@ rewards differ. A group is one row here; a learner's micro-batch may hold a part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measurement import run_script
@@ -14,7 +15,7 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.schema import read_trajectories
 
 
-def main(*runs: Path) -> None:
+def main(runs: Sequence[Path]) -> None:
     """Print a line per run; ``DataError`` if a run has no trajectories of iterations, or a file of them is damaged."""
     for run in runs:
         paths = sorted(run.glob("trajectories/iteration_*.arrow"))
@@ -36,4 +37,4 @@ def count_tokens(path: Path) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    run_script(main, "RUN ...")
+    run_script(main, runs="+")

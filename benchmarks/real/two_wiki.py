@@ -30,9 +30,9 @@ from typing import Any
 
 from benchmarks.measurement import run_script
 from envs.actions import format_queries
+from envs.options import QueryFormat
 from envs.tasks.files import Record, load_tasks, make_task
 from envs.tasks.rounds import depths_of_triples, folded
-from ragr1_actors.core.config import QueryFormat
 from ragr1_actors.core.errors import DataError, UserError, one_line
 from ragr1_actors.core.files import opened, write_file
 from retrieval.corpora.readers import read_passages
@@ -179,4 +179,4 @@ def _file(folder: Path, *patterns: str) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(main, "FOLDER-OF-THE-SET [TARGET]")
+    run_script(main, source=None, target="?")

@@ -20,8 +20,9 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.summary import summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 
@@ -81,7 +82,7 @@ class InstantRetriever:
 
 def make_config() -> RunConfig:
     """A run whose policy writes tags, so that searches begin early."""
-    config = AlgorithmConfig().environment(prompt="{question}", top_k=1)
+    config = AlgorithmConfig().environment(prompt="{question}", options={"top_k": 1})
     return config.env_runners(max_concurrent_trajectories=NUM_ROWS).freeze()
 
 

@@ -21,9 +21,8 @@ from benchmarks.rollout import workload
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOKEN_LATENCY_S = 0.06
@@ -93,7 +92,7 @@ class PacedEngine(PacedScripts):
 
 def make_config(num_env_runners: int) -> RunConfig:
     """A fleet of runners that need almost no core."""
-    config = AlgorithmConfig().environment(prompt="{question}", top_k=1).training(group_size=GROUP_SIZE)
+    config = AlgorithmConfig().environment(prompt="{question}", options={"top_k": 1}).training(group_size=GROUP_SIZE)
     config.env_runners(
         num_env_runners=num_env_runners,
         num_cpus_per_env_runner=0.01,

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from benchmarks.measurement import Sample, quotient
 from benchmarks.rollout import workload
 from benchmarks.rollout.intervals import Interval, uncovered_s
-from envs.base import Action, Answer, EnvContext, Search
+from envs.actions import Action, Answer, Search
+from envs.base import EnvContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.types import Completion, Message, OnText, Sampling, Task
 from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 NUM_IN_FLIGHT = 64
@@ -141,7 +142,9 @@ class PlannedEngine:
 
 def make_config(num_in_flight: int = NUM_IN_FLIGHT) -> RunConfig:
     """The run that is measured."""
-    config = AlgorithmConfig().environment(env="benchmarks.rollout.sides:PlannedEnv", prompt="{question}", top_k=1)
+    config = AlgorithmConfig().environment(
+        env="benchmarks.rollout.sides:PlannedEnv", prompt="{question}", options={"top_k": 1}
+    )
     config.env_runners(
         engine="vllm",
         engine_options={"max_num_seqs": NUM_SEQUENCES, "distributed_executor_backend": EXECUTOR},

@@ -176,7 +176,7 @@ def sleeping_runners(
     """Env runners that need almost no core: their engine sleeps for each turn."""
     return (
         AlgorithmConfig()
-        .environment(prompt="{question}", top_k=1)
+        .environment(prompt="{question}", options={"top_k": 1})
         .env_runners(
             num_env_runners=num_env_runners,
             num_cpus_per_env_runner=0.01,

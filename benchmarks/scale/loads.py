@@ -109,7 +109,7 @@ def _config(num_runners: int, *, is_autoscaled: bool) -> RunConfig:
     autoscaling = {"min_replicas": 1, "max_replicas": MAX_RUNNERS} if is_autoscaled else {}
     return (
         AlgorithmConfig()
-        .environment(prompt="{question}", max_turns=3, max_queries_per_turn=1, top_k=1)
+        .environment(prompt="{question}", max_turns=3, options={"max_queries_per_turn": 1, "top_k": 1})
         .env_runners(num_env_runners=num_runners, max_concurrent_trajectories=CONCURRENCY, autoscaling=autoscaling)
         .training(train_batch_size=BATCH, group_size=GROUP_SIZE, max_policy_lag=1)
         .freeze()

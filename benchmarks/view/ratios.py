@@ -26,7 +26,7 @@ from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measu
 from benchmarks.view import writing
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.report_page.charts import AGREEMENT, LEARNING, LOADS, SEARCH, THROUGHPUT
 from ragr1_actors.runs.telemetry.incidents import Incident
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
@@ -135,14 +135,14 @@ def _group(rng: random.Random, words: list[str], passages: list[str], task_id: s
 def _attempt(rng: random.Random, words: list[str], passages: list[str], task: Task, index: int) -> Trajectory:
     turns = []
     for turn in range(NUM_TURNS):
-        texts = tuple(rng.choices(passages, k=NUM_PASSAGES))
-        ids = tuple(f"p{rng.randrange(8)}" for _ in texts)
-        found = RetrievalRecord("a query", NUM_PASSAGES, ids, (0.5,) * len(ids), ids, texts, 0.1)
+        texts = rng.choices(passages, k=NUM_PASSAGES)
+        ids = [f"p{rng.randrange(8)}" for _ in texts]
+        records = tuple(Record(i, i, text, 0.5) for i, text in zip(ids, texts, strict=True))
+        found = ToolCall("search", {"query": "a query", "k": NUM_PASSAGES}, records=records, latency_s=0.1)
         searched = turn < NUM_TURNS - 1 and rng.random() < 0.8
-        retrievals = (found,) if searched else ()
-        queries = tuple(record.query for record in retrievals)
         action = "malformed" if rng.random() < 0.03 else "search" if searched else "answer"
-        turns.append(Turn(" ".join(rng.choices(words, k=WORDS_PER_TURN)), 80, action, queries, retrievals))
+        calls = (found,) if searched else ()
+        turns.append(Turn(" ".join(rng.choices(words, k=WORDS_PER_TURN)), 80, action, calls))
     tokens = np.arange(240, dtype=np.int32)
     answer, stop = rng.choice(["Riga", "Oslo"]), rng.choices(list(StopReason), [90, 4, 3, 1, 1, 1])[0]
     kinds, versions = (tokens % 2).astype(np.uint8), np.zeros(240, np.int32)

@@ -21,9 +21,9 @@ from benchmarks.measurement import Sample, log
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
-from ragr1_actors.rollout.env_runner import GroupRequest, summarize
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.summary import summarize
 from ragr1_actors.runs.places import SFT_POLICY
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics

@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.formats import listed, plain_fields, read_aliases, shape_of, squad_questions, table_rows
+from envs.tasks.formats import READ_FIELDS, listed, plain_fields, read_aliases, shape_of, squad_questions, table_rows
 from envs.tasks.paths import NamedTasks, TaskFile, shown, task_files
 from envs.tasks.rounds import search_rounds
 from ragr1_actors.core.errors import DataError, shortened
@@ -41,6 +41,13 @@ from ragr1_actors.core.types import Task, normalize_answer
 _ID_KEYS = ("_id", "id")
 ANSWER_KEYS = ("golden_answers", "answers", "answer")
 _CATEGORY_KEYS = ("category", "type")
+_NOT_META = {
+    *("question", *_ID_KEYS, *ANSWER_KEYS, *_CATEGORY_KEYS, "answer_id", "answer_aliases", "answerable"),
+    *("supporting_ids", "supporting_facts", "paragraphs", "question_decomposition", "evidences"),
+    *READ_FIELDS,
+    "context",  # HotpotQA's and 2Wiki's ten paragraphs, which would be held and sent with every task
+}
+"""Fields that are not kept in ``Task.meta``: a task has them already, or they are large."""
 _SPACE = " \t\r\n"
 _MAX_WHOLE = 1e15
 """Larger floats are written as Python does: 1e+20."""
@@ -397,6 +404,7 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
         category=category,
         supporting_ids=titles,
         plan=search_rounds(question, titles, fields),
+        meta={name: value for name, value in fields.items() if name not in _NOT_META},
     )
     try:
         "".join((task.task_id, question, *task.golden_answers, category, *task.supporting_ids)).encode()

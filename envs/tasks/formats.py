@@ -53,6 +53,11 @@ _SPELLINGS = {
 _FROM_METADATA = ("type", "supporting_facts", "answer_aliases", "answerable", "paragraphs", "question_decomposition")
 _TRIVIAQA_ANSWERS = ("value", "aliases", "humananswers", "normalizedaliases")
 _RULES = ("reward_model", "reward_spec")
+READ_FIELDS = (
+    *("metadata", "data_source", "extra_info", "prompt", *_RULES, "input", "output"),
+    *("annotations", "answer_and_def_correct_predictions", "document", "document_text", "document_tokens"),
+)
+"""Fields of published sets that ``plain_fields`` reads."""
 ALIAS_FILE = "id_aliases.json"
 """2Wiki's other names of its answers, a JSON object per line."""
 _MAX_FIELD_CHARS = 2**31 - 1  # csv refuses fields of more than 131,072 characters unless told

@@ -23,7 +23,7 @@ class DPOLearner(Learner):
     their rewards differ. The two may lie in different micro-batches: before every step the policy scores its minibatch,
     and the step trains the log-prob of every token times the slope of the loss at the pair's margin, which has the same
     gradient. This costs one more forward pass per step. The settings of the ``training`` section that change a policy
-    gradient are not used: ``clip_low``, ``clip_high``, ``tis_clip``, ``kl_coeff`` and ``entropy_coeff``.
+    gradient are not used: ``kl_coeff`` and ``entropy_coeff``.
 
     Its columns, ``[M]`` each: ``ref_logprobs`` and, per step, ``pair_loss``, ``slopes``, ``margin`` and ``share``.
     """

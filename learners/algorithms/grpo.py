@@ -26,7 +26,8 @@ from learners.advantages import (
     overlong_penalty,
     whiten,
 )
-from learners.algorithms.policy_gradient import PolicyGradientLearner
+from learners.algorithms.policy_gradient import PolicyGradientLearner, turn_ids
+from learners.algorithms.turn_credit import turn_advantages
 from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
 from learners.options import (
     CISPOOptions,
@@ -83,9 +84,15 @@ class GRPOLearner(PolicyGradientLearner):
         return members
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Give every MODEL token the advantage of its trajectory."""
-        advantages_N = self.trajectory_advantages(self.shaped_rewards(batch), torch.tensor(batch.group_ids))
-        return {"advantages": batch.per_token(advantages_N)}
+        """Give every MODEL token the advantage of its trajectory, and with ``turn_credit`` that of its turn."""
+        rewards_N, credit = self.shaped_rewards(batch), self.options.turn_credit
+        advantages_M = batch.per_token(self.trajectory_advantages(rewards_N, torch.tensor(batch.group_ids)))
+        if credit is not None:
+            advantages_T = turn_advantages(
+                batch.trajectories, batch.group_ids, rewards_N, credit.gamma, self.trajectory_advantages
+            )
+            advantages_M = advantages_M + credit.weight * advantages_T.float()[turn_ids(batch)]
+        return {"advantages": advantages_M}
 
     def shaped_rewards(self, batch: TrainBatch) -> torch.Tensor:
         """Return the reward per trajectory minus the penalties for length and divergence, ``[N]`` of float64."""
@@ -123,15 +130,16 @@ class DAPOLearner(GRPOLearner):
 class GSPOLearner(GRPOLearner):
     """Group sequence policy optimization (Zheng et al., arXiv:2507.18071), in its form per token (GSPO-token).
 
-    Deviation: the likelihood of a sequence is the likelihood of its MODEL tokens.
+    Deviation: the likelihood of a sequence is the likelihood of its MODEL tokens. A trajectory whose conversation was
+    rewritten has a ratio per row.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = GSPOOptions
     default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)  # section 5.1
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the clipped surrogate of the trajectory's ratio."""
-        log_ratios_M = sequence_log_ratios(logprobs_M, columns["old_logprobs"], columns.trajectory_ids)
+        """Return the clipped surrogate of the sequence's ratio."""
+        log_ratios_M = sequence_log_ratios(logprobs_M, columns["old_logprobs"], columns.sequence_ids)
         return clipped_policy_loss(
             log_ratios_M, torch.zeros_like(log_ratios_M), columns["advantages"], *self.clip, self.options.dual_clip
         )
@@ -140,7 +148,7 @@ class GSPOLearner(GRPOLearner):
 class CISPOLearner(GRPOLearner):
     """Clipped importance-sampling policy optimization (MiniMax-M1, arXiv:2506.13585).
 
-    The paper has no lower bound (``training.clip_low=1``) and does not state its upper bound; ours is 1 + 4.
+    The paper has no lower bound (``clip_low=1``) and does not state its upper bound; ours is 1 + 4.
     """
 
     options_class: ClassVar[type[LearnerOptions]] = CISPOOptions

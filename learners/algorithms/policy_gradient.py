@@ -2,26 +2,22 @@
 
 ::
 
-    compute_loss = loss_weights * ( policy_loss * importance weights  -  entropy bonus  +  KL  +  LLDS )
+    compute_loss = loss_weights * ( policy_loss * weights for the sampler  -  entropy bonus  +  KL  +  LLDS )
 
 An algorithm overrides ``compute_advantages`` and, where its loss differs, ``policy_loss``.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from learners.importance import sequence_weights, truncated_importance_weights
 from learners.learner import Learner
-from learners.losses import (
-    KL_ESTIMATORS,
-    TokenLoss,
-    clipped_policy_loss,
-    displacement_penalty,
-    truncated_importance_weights,
-)
+from learners.losses import KL_ESTIMATORS, TokenLoss, clipped_policy_loss, displacement_penalty
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions, PolicyGradientOptions
 from learners.train_batch import TokenColumns, TrainBatch
@@ -33,16 +29,22 @@ class PolicyGradientLearner(Learner):
     options_class: ClassVar[type[LearnerOptions]] = PolicyGradientOptions
     options: PolicyGradientOptions
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.2)
-    """``training.clip_low`` and ``training.clip_high`` where they are null."""
+    """``clip_low`` and ``clip_high`` where they are null."""
 
     @property
     def clip(self) -> tuple[float, float]:
         """How far the ratio may fall below 1 and rise above 1."""
-        low, high = self.config.training.clip_low, self.config.training.clip_high
+        low, high = self.options.clip_low, self.options.clip_high
         return self.default_clip[0] if low is None else low, self.default_clip[1] if high is None else high
 
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether a token or a sequence is weighted by the learner's log-prob less the engine's."""
+        is_set = self.options.tis_clip > 0 or self.options.sequence_correction is not None
+        return self.uses_old_logprobs and is_set
+
     def prepare(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Score the batch under the reference where there is a KL term; number turns or trajectories for LLDS."""
+        """Score the batch under the reference where there is a KL term; number turns or sequences for LLDS."""
         columns: dict[str, torch.Tensor] = {}
         if self.config.training.kl_coeff > 0:
             ref_logprobs_M = self.reference_logprobs(batch.flat)
@@ -54,7 +56,7 @@ class PolicyGradientLearner(Learner):
                 columns["ref_logprobs"] = ref_logprobs_M
         if self.options.llds_coeff:
             is_turn = self.options.llds_gate == "turn"
-            columns["segment_ids"] = turn_ids(batch) if is_turn else batch.columns.trajectory_ids
+            columns["segment_ids"] = turn_ids(batch) if is_turn else batch.columns.sequence_ids
         return columns
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,18 +65,35 @@ class PolicyGradientLearner(Learner):
             logprobs_M, columns["old_logprobs"], columns["advantages"], *self.clip, self.options.dual_clip
         )
 
+    def correct_sampling(self, policy_loss_M: torch.Tensor, columns: TokenColumns) -> TokenLoss:
+        """Return the policy loss times the weights for the engine, of tokens and of sequences, and their metrics."""
+        tis_clip, correction = self.options.tis_clip, self.options.sequence_correction
+        metrics: dict[str, torch.Tensor] = {}
+        sequences = None
+        if tis_clip and columns.rollout_logprobs is not None:
+            weights, was_truncated = truncated_importance_weights(
+                columns["old_logprobs"], columns.rollout_logprobs, tis_clip
+            )
+            policy_loss_M = policy_loss_M * weights
+            metrics = {"tis_weight_mean": weights, "tis_truncated": was_truncated}
+        if correction is not None and columns.rollout_logprobs is not None:
+            sequences = sequence_weights(
+                columns["old_logprobs"],
+                columns.rollout_logprobs,
+                columns.sequence_ids,
+                correction.kind,
+                *correction.bounds,
+            )
+            policy_loss_M = policy_loss_M * sequences.weights_M
+        return TokenLoss(policy_loss_M, metrics, sequences)
+
     def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
         """Return the policy loss, corrected for the sampler, minus the entropy bonus, plus KL and LLDS."""
         training = self.config.training
         policy_loss, was_clipped = self.policy_loss(outputs.logprobs, columns)
-        metrics = {"clip_fraction": was_clipped}
-        if training.tis_clip and columns.rollout_logprobs is not None:
-            weights, was_truncated = truncated_importance_weights(
-                columns["old_logprobs"], columns.rollout_logprobs, training.tis_clip
-            )
-            policy_loss = policy_loss * weights
-            metrics |= {"tis_weight_mean": weights, "tis_truncated": was_truncated}
-        loss = policy_loss
+        corrected = self.correct_sampling(policy_loss, columns)
+        loss = policy_loss = corrected.loss
+        metrics = {"clip_fraction": was_clipped, **corrected.metrics}
         if training.entropy_coeff:
             loss = loss - training.entropy_coeff * outputs.entropy
         if columns.ref_logprobs is not None:
@@ -91,7 +110,7 @@ class PolicyGradientLearner(Learner):
             metrics["llds"] = penalty
         if columns.loss_weights is not None:
             loss = loss * columns.loss_weights
-        return TokenLoss(loss, metrics | {"policy_loss": policy_loss})
+        return TokenLoss(loss, metrics | {"policy_loss": policy_loss}, corrected.sequences)
 
 
 def turn_ids(batch: TrainBatch) -> torch.Tensor:
@@ -100,12 +119,17 @@ def turn_ids(batch: TrainBatch) -> torch.Tensor:
     Raises:
         ValueError: the turns of a trajectory do not have as many MODEL tokens as the trajectory.
     """
-    turn_lengths: list[int] = []
-    for trajectory, length in zip(batch.trajectories, batch.flat.model_lengths, strict=True):
-        if (found := sum(trajectory.turn_lengths)) != length:
+    is_sampled_M = batch.flat.policy_versions >= 0
+    numbers, num_turns = [], 0
+    for trajectory, (start, end) in zip(batch.trajectories, pairwise(batch.flat.trajectory_offsets), strict=True):
+        ends, before = np.cumsum(trajectory.turn_lengths), np.cumsum(is_sampled_M[start:end])
+        if (found := sum(trajectory.turn_lengths)) != before[-1]:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: its turns have {found} MODEL tokens, expected {length}; "
-                "set Turn.num_model_tokens to the number in each turn, or training.options.llds_gate=trajectory"
+                f"trajectory {trajectory.trajectory_id}: its turns have {found} MODEL tokens, expected {before[-1]}; "
+                "set Turn.num_model_tokens to the number in each turn"
             )
-        turn_lengths += trajectory.turn_lengths
-    return torch.from_numpy(np.repeat(np.arange(len(turn_lengths)), turn_lengths))
+        # a token that code wrote belongs to the turn that goes on behind it, or, where none does, to the last one
+        turns = np.searchsorted(ends, before - is_sampled_M[start:end], side="right")
+        numbers.append(num_turns + turns.clip(max=len(ends) - 1))
+        num_turns += len(ends)
+    return torch.from_numpy(np.concatenate(numbers))

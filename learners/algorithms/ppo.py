@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from learners.advantages import generalized_advantages, whiten
@@ -47,13 +49,12 @@ class PPOLearner(PolicyGradientLearner):
         return {**super().engines(), "critic": self.critic}
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Reward at a trajectory's last MODEL token minus the KL penalty at every token; GAE; whitening."""
+        """Rewards of turns at their last MODEL tokens, minus the KL penalty at every token; GAE; whitening."""
         values_M = self.score(self.critic, batch.flat)
         rewards_M = torch.zeros_like(values_M)
         if batch.columns.rollout_kl is not None:
             rewards_M -= self.config.training.kl_coeff * batch.columns.rollout_kl
-        last_N = torch.from_numpy(batch.flat.model_offsets[1:] - 1)
-        rewards_M[last_N] += batch.rewards.to(rewards_M.dtype)
+        rewards_M += turn_rewards(batch).to(rewards_M.dtype)
         advantages_M, returns_M = generalized_advantages(
             rewards_M, values_M, batch.flat.model_lengths, self.options.gamma, self.options.lambda_
         )
@@ -80,3 +81,22 @@ class PPOLearner(PolicyGradientLearner):
             self.num_micro_batches += 1
             meter.add_values(micro_batch, value_loss=loss_M, values=values_M, returns=returns_M)
         meter.add_step(critic_grad_norm=self.critic.step(self.critic_schedule.lr_at(step)))
+
+
+def turn_rewards(batch: TrainBatch) -> torch.Tensor:
+    """Return the reward at every MODEL token, ``[M]`` of float64, whose sum over a trajectory is its reward.
+
+    ``Turn.reward`` is at the turn's last token, and the rest of the trajectory's reward at the last token of all. The
+    reward of a turn without a MODEL token goes to the turn before it, or to the first token.
+    """
+    rewards_M = torch.zeros(len(batch.columns.trajectory_ids), dtype=torch.float64)
+    starts, ends = batch.flat.trajectory_offsets[:-1].tolist(), batch.flat.trajectory_offsets[1:].tolist()
+    for trajectory, start, end in zip(batch.trajectories, starts, ends, strict=True):
+        rest = trajectory.reward
+        if any(of_turns := trajectory.turn_rewards):
+            sampled = np.flatnonzero(batch.flat.policy_versions[start:end] >= 0)
+            for reward, last in zip(of_turns, accumulate(trajectory.turn_lengths), strict=True):
+                rewards_M[start + sampled[max(0, last - 1)]] += reward
+            rest -= sum(of_turns)
+        rewards_M[end - 1] += rest
+    return rewards_M

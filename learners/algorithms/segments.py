@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragr1_actors.core.types import TokenKind, Trajectory
 
@@ -42,12 +40,12 @@ def segment(trajectory: Trajectory) -> list[Segment]:
     """Cut a trajectory into one segment per turn; malformed turns are left out."""
     segments: list[Segment] = []
     has_evidence = False
-    for index, (turn, own) in enumerate(zip(trajectory.turns, _positions(trajectory), strict=True)):
+    for index, (turn, own) in enumerate(zip(trajectory.turns, trajectory.turn_positions, strict=True)):
         if turn.action in _DECISIONS and len(own):
             cut = _taught(trajectory, [index], end=int(own[-1]) + 1)
             cut = replace(cut, trajectory_id=f"{trajectory.trajectory_id}/turn{index}")
             segments.append(Segment(_category(turn.action, has_evidence), cut))
-        has_evidence = has_evidence or any(record.passage_ids for record in turn.retrievals)
+        has_evidence = has_evidence or any(call.records for call in turn.calls)
     return segments
 
 
@@ -59,26 +57,27 @@ def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
     return _taught(trajectory, decisions, end=trajectory.num_tokens)
 
 
-def _positions(trajectory: Trajectory) -> list[NDArray[np.int64]]:
-    """Return the positions of the MODEL tokens of every turn."""
-    positions, lengths = np.flatnonzero(trajectory.kinds == TokenKind.MODEL), trajectory.turn_lengths
-    return [positions[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
-
-
 def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
-    """Return the first ``end`` tokens, of which those of the chosen turns are MODEL and those of the others PROMPT."""
+    """Return the first ``end`` tokens, of which those of the chosen turns are MODEL and those of the others PROMPT.
+
+    Rows without a chosen turn are left out.
+    """
     kinds = np.where(trajectory.kinds == TokenKind.MODEL, np.uint8(TokenKind.PROMPT), trajectory.kinds)
-    positions = _positions(trajectory)
+    positions = trajectory.turn_positions
     for index in turns:
         kinds[positions[index]] = TokenKind.MODEL
-    is_own = kinds[:end] == TokenKind.MODEL
+    is_own = kinds == TokenKind.MODEL
+    rows = [slice(row.start, min(row.stop, end)) for row in trajectory.rows if row.start < end]
+    taught = [row for row in rows if is_own[row].any()] or rows[:1]
+    kept = np.concatenate([np.arange(row.start, row.stop) for row in taught])
     return replace(
         trajectory,
-        token_ids=trajectory.token_ids[:end],
-        kinds=kinds[:end],
-        logprobs=np.where(is_own, trajectory.logprobs[:end], np.float32(0)),
-        policy_versions=np.where(is_own, trajectory.policy_versions[:end], np.int32(-1)),
+        token_ids=trajectory.token_ids[kept],
+        kinds=kinds[kept],
+        logprobs=np.where(is_own, trajectory.logprobs, np.float32(0))[kept],
+        policy_versions=np.where(is_own, trajectory.policy_versions, np.int32(-1))[kept],
         turns=tuple(trajectory.turns[index] for index in turns),
+        row_lengths=tuple(row.stop - row.start for row in taught) if len(taught) > 1 else (),
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ragr1_actors.core.config import LearnerSettings, RunConfig, read_lora
+from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.models.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -179,7 +179,7 @@ def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> 
 
 def trained_parameters(shape: ModelShape, config: RunConfig, *, has_critic: bool) -> dict[str, int]:
     """Return the parameters that each engine trains; a checkpoint has 12 bytes of each: weight and moments in fp32."""
-    lora = read_lora(config.learners.lora)
+    lora = config.learners.lora
     if lora is not None:
         policy = backbone = lora_parameters(shape, lora.rank, lora.target_modules)
     else:
@@ -202,7 +202,7 @@ def _tokens_of_a_step(config: RunConfig) -> int:
 def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gpu: bool = True) -> RankMemory:
     """Return the bytes of one learner rank in RL; ``has_critic`` for PPO."""
     settings, e = config.learners, ELEMENT_BYTES[config.policy.dtype]
-    lora = read_lora(settings.lora)
+    lora = settings.lora
     adapters = lora_parameters(shape, lora.rank, lora.target_modules) if lora is not None else 0
     trained = trained_parameters(shape, config, has_critic=has_critic)
     longest = config.env_runners.max_context_tokens

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ragr1_actors.core.models.freed_memory import release_cache
+from ragr1_actors.core.models.process_memory import release_cache
 
 BLOCK_BYTES = 2**28
 """Host memory is taken in blocks of this size: torch rounds page-locked memory up to a power of two."""

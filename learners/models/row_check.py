@@ -93,6 +93,7 @@ def _row(sequences: Sequence[NDArray[np.int64]]) -> MicroBatch:
         offsets=offsets,
         response_mask=is_model,
         model_offsets=np.arange(len(sequences) + 1) * (_LENGTH - 1),
+        first_sequences=np.arange(len(sequences) + 1),
         rollout_logprobs=np.zeros(num_model, np.float32),
         policy_versions=np.zeros(num_model, np.int32),
     )

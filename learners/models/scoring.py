@@ -25,6 +25,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import ADVICE, LOAD_ERRORS, check_files
+from ragr1_actors.core.models.process_memory import limit_kernel_caches
 
 
 class TokenOutputs(NamedTuple):
@@ -93,6 +94,7 @@ def load_causal_lm(
     """
     check_code(policy_dir, trusted=trust_remote_code)
     check_files(policy_dir, weights=True)
+    limit_kernel_caches()
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar per rank, for a local file
     try:

@@ -115,17 +115,17 @@ class Shown:
         self._length = len(text)
 
     def turn(self, turn: Turn) -> None:
-        """Print the rest of a turn, and the documents that its searches found."""
+        """Print the rest of a turn, and what its calls brought back."""
         self.text(turn.completion_text)
         self._length = 0
         console.print()
-        if turn.retrievals:
-            for found in turn.retrievals:
-                console.print(shown_text(f"  [{found.query}]", "bold cyan"), soft_wrap=True)
-                for number, (title, text, score) in enumerate(
-                    zip(found.titles, found.texts, found.scores, strict=True), start=1
-                ):
-                    line = f"  ({number}) {score:.3f}  {title}: {text}"
+        if turn.calls:
+            for call in turn.calls:
+                console.print(shown_text(f"  [{call.asked}]", "bold cyan"), soft_wrap=True)
+                if call.result:
+                    console.print(shown_text(f"  {call.result.strip()}", "cyan"), soft_wrap=True)
+                for number, record in enumerate(call.records, start=1):
+                    line = f"  ({number}) {record.score:.3f}  {record.title}: {record.text}"
                     console.print(shown_text(line, "cyan"), soft_wrap=True)
         elif turn.observation:
             console.print(shown_text(turn.observation.strip(), "cyan"), soft_wrap=True)

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 import shutil
@@ -350,13 +349,11 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
 
 
 def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path, *, as_json: bool) -> None:
-    from ragr1_actors.core.config import read_fault_tolerance
     from ragr1_actors.runs.report import read_report
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     overrides = ["checkpointing.interval=1", *overrides]
     config = AlgorithmConfig.from_recipe(recipe).override(overrides).freeze()
-    patient = config.debugging.fault_tolerance | {"max_learner_restarts": plan.kills + plan.hangs}
     lengths = {"sft": config.sft.num_steps, "rl": config.training.num_iterations}
     hits = schedule(plan, [DRIVER, *_kinds(config)], lengths, seed)
     rng, tally, say = random.Random(seed), Tally(), print_error if as_json else print_line
@@ -364,8 +361,8 @@ def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {place}: {error.strerror}; choose another --run-dir") from error
-    hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
-    victim = Victim(recipe, [*overrides, f"debugging.fault_tolerance={json.dumps(patient)}"], place, hang_timeout_s)
+    patient = f"debugging.fault_tolerance.max_learner_restarts={plan.kills + plan.hangs}"
+    victim = Victim(recipe, [*overrides, patient], place, config.debugging.fault_tolerance.hang_timeout_s)
     with _ended(victim):
         for hit in hits:
             victim.wait_for(hit)
@@ -477,7 +474,7 @@ _DEEDS = {"kill": _kill, "hang": _hang, "flip": _flip}
 def _table(report: RunReport, tally: Tally) -> Table:
     title = f"{tally.kills} processes killed, {tally.hangs} stopped, {tally.flips} files damaged"
     table = Table(title=title, show_header=False)
-    for name in ("issued", "trained", "failed", "lost", "doubled"):
+    for name in ("issued", "trained", "failed", "skipped", "lost", "doubled"):
         table.add_row(f"tasks {name}", f"{getattr(report.tasks, name):,}")
     if tally.flips:
         table.add_row("silent", f"{tally.silent:,}")

@@ -135,9 +135,9 @@ def evaluate(
     if tasks:
         details["num_trained_on"] = found.num_trained_on
     if as_json:
-        print_json({"policy": found.policy, "method": found.method, **asdict(found.result), **details})
+        print_json({"policy": found.policy, "method": found.method, **found.result.by_name(), **details})
         return
-    print_evaluation(asdict(found.result), details)
+    print_evaluation(found.result.by_name(), details)
 
 
 def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | None:
@@ -298,4 +298,4 @@ def example_question(run_dir: Path) -> str:
     trajectories = [t for group in read_trajectories(files[-1]) for t in group.trajectories]
     if not trajectories:
         return NO_EXAMPLE
-    return max(trajectories, key=lambda t: (t.reward, t.num_queries)).task.question
+    return max(trajectories, key=lambda t: (t.reward, len(t.calls))).task.question

@@ -9,11 +9,11 @@ import shlex
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.panel import Panel
@@ -36,6 +36,7 @@ from ragr1_actors.cli import (
     print_json,
     print_line,
     print_state,
+    rescore,
     scale,
     simulate,
     submit,
@@ -46,6 +47,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserErr
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
+    from envs.checker import Check
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.places import Place
     from ragr1_actors.runs.report import EvalResult, RunReport
@@ -165,6 +167,7 @@ def train(
         from ragr1_actors.runs.run_directory import (
             holds_run,
             open_run_directory,
+            refuse_last_release,
             removed_if_unused,
         )
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -183,6 +186,7 @@ def train(
         if (place.path / "report.json").exists():
             print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
             return
+        refuse_last_release(place)
         config = _continued(place, config, recipe, overrides or [], is_same=not resume)
         check_names(config, has_index=place.bring(INDEX).is_dir(), has_policy=place.bring(POLICY).is_dir())
         check_gpus(config)
@@ -286,6 +290,7 @@ for command in (
     ask.ask,
     evaluate.select,
     view.view,
+    rescore.rescore,
 ):
     app.command()(command)
 
@@ -363,12 +368,47 @@ def check_env(
     """Check a custom environment: one small episode over made-up evidence; exit status 1 if a check fails."""
     import asyncio
 
-    from envs.checker import check_env as check
+    from envs.checker import check_env as play
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.planning.preflight import check_environment
 
     settings = AlgorithmConfig().override(overrides or []).freeze().environment
-    checks = asyncio.run(check(check_environment(name), settings))
+    _print_checks(asyncio.run(play(check_environment(name), settings)))
+
+
+@app.command()
+def check(
+    kind: Annotated[
+        Literal["reward", "source", "strategy", "curriculum"],
+        typer.Argument(help="What is checked: reward, source, strategy or curriculum."),
+    ],
+    name: Annotated[str, typer.Argument(help="my_module:MyName, or a known name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+) -> None:
+    """Check a part that you wrote, before a run; exit status 1 if a check fails."""
+    import asyncio
+
+    from envs.checker import check_reward, check_source
+    from ragr1_actors.rollout.strategy import try_strategy
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig
+    from ragr1_actors.training.curriculum import try_curriculum
+    from ragr1_actors.training.planning.preflight import check_curriculum, check_strategy
+
+    if "=" in name or name.startswith("{"):
+        raise UserError(f"got {name} where the name belongs; put it first: ragr1 check {kind} my_module:MyName {name}")
+    keys = {"reward": "environment.reward", "strategy": "env_runners.strategy", "curriculum": "environment.curriculum"}
+    named = [f"{keys[kind]}={name}"] if kind in keys else []
+    config = AlgorithmConfig().override([*(overrides or []), *named]).freeze()
+    checks: dict[str, Callable[[], list[Check]]] = {
+        "reward": lambda: asyncio.run(check_reward(config.environment)),
+        "source": lambda: check_source(name, config.environment),
+        "strategy": lambda: asyncio.run(try_strategy(check_strategy(config.env_runners))),
+        "curriculum": lambda: try_curriculum(check_curriculum(config.environment)),
+    }
+    _print_checks(checks[kind]())
+
+
+def _print_checks(checks: Sequence[Check]) -> None:
     for found in checks:
         print_state("wrong" if found.problem else "ok", found.name, found.problem)
     if any(found.problem for found in checks):

@@ -33,7 +33,11 @@ class RunDirectoryError(UserError):
     """A run directory that holds a run already, or that holds none where one is needed."""
 
 
-class RetrievalError(RagR1Error):
+class ServiceError(RagR1Error):
+    """A service that a trajectory needs, such as a judge, did not answer; the message has address and last error."""
+
+
+class RetrievalError(ServiceError):
     """A search that failed on every replica it was tried on."""
 
 
@@ -88,4 +92,6 @@ def first_problem(error: ValidationError) -> tuple[str, Any, str]:
     """Return the first key that pydantic refused, such as ``training.lr``, the value it got, and what is wrong."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":  # pydantic names our class, which is no word of a recipe
+        message = "expected keys with values, such as {key: value}"
     return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"

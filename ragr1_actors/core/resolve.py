@@ -6,31 +6,25 @@ A name is a word of a table, or ``my_module:MyThing``. The errors name the wrong
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import yaml
 
-from ragr1_actors.core.config import (
-    RunConfig,
-    Section,
-    read_encoder_autoscaling,
-    read_fault_tolerance,
-    read_guard,
-    read_lora,
-    read_retriever_autoscaling,
-    read_runner_autoscaling,
-    read_tiny,
-)
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.credentials import refuse_secrets
-from ragr1_actors.core.errors import ConfigError, nearest, one_line, shortened
+from ragr1_actors.core.errors import ConfigError, RagR1Error, nearest, one_line, shortened
+from ragr1_actors.core.section import Section
 from ragr1_actors.core.weight_transport import check_transport
 
 T = TypeVar("T")
@@ -41,11 +35,31 @@ MAX_DEPTH = 16
 RECIPE_ENDINGS = (".yaml", ".yml")
 """Of a recipe's file, which its name tells from a recipe's name."""
 TINY = "tiny"
-WORLD = "world"
 STATIC = "static"
 CORRECT = "correct"
 MIXTURE = "mixture"
+RENAMED = {
+    "environment.max_queries_per_turn": "environment.options.max_queries_per_turn",
+    "environment.query_format": "environment.options.query_format",
+    "environment.observation_format": "environment.options.observation_format",
+    "environment.top_k": "environment.options.top_k",
+    "environment.max_observation_tokens_per_query": "environment.options.max_observation_tokens_per_query",
+    "environment.max_observation_tokens": "environment.options.max_observation_tokens",
+    "policy.tiny": "policy.options",
+    "retrieval.num_cpus_per_encoder": "retrieval.encoders.num_cpus",
+    "retrieval.num_gpus_per_encoder": "retrieval.encoders.num_gpus",
+    "retrieval.encoder_autoscaling": "retrieval.encoders.autoscaling",
+    "training.clip_low": "training.options.clip_low",
+    "training.clip_high": "training.options.clip_high",
+    "training.tis_clip": "training.options.tis_clip",
+}
+"""Keys that have another name than in the last release."""
 _MAX_BITS = 64
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("cluster", "envs", "learners", "ragr1_actors", "retrieval"))
+_INSTALLED = tuple(
+    f"{folder}{os.sep}" for folder in {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+)
 _RECIPES = resources.files("ragr1_actors").joinpath("recipes")
 
 
@@ -81,6 +95,19 @@ def check_keys(section: str, settings: dict[str, Any]) -> None:
     """Refuse an unknown section or key, and a value that no key can have, with a ``ConfigError``."""
     if section not in RunConfig.model_fields:
         raise ConfigError(f"unknown section {section!r}{nearest(str(section), RunConfig.model_fields)}")
+    for key, value in settings.items():
+        if new := RENAMED.get(f"{section}.{key}"):
+            raise ConfigError(f"{section}.{key} is {new} now; rename it")
+        if (section, key) == ("environment", "world_seed"):
+            raise ConfigError(
+                f"environment.world_seed is an option of the source now; write 'environment.tasks={{source: world, "
+                f"options: {{seed: {value}}}}}'"
+            )
+        if (section, key) == ("environment", "env") and value in ("direct", "rag"):
+            raise ConfigError(
+                f"environment.env: {value} is a mode of the search environment now; write "
+                f"environment.options.mode={value}"
+            )
     _settings_of(section).check_keys(settings, section)
     for key, value in settings.items():
         check_value(f"{section}.{key}", value)
@@ -91,17 +118,40 @@ def _settings_of(section: str) -> type[Section]:
 
 
 def override(sections: Sections, assignments: Iterable[str]) -> Sections:
-    """Return the sections after ``section.key=value`` assignments; ``ConfigError`` on another form or unknown key."""
+    """Return the sections after ``section.key=value`` assignments; ``ConfigError`` on another form or unknown key.
+
+    ``section.key.name=value`` sets one name of a group of keys, or of options, and leaves the others; so does
+    ``section.key.name.name=value`` one name of a group inside.
+    """
     changed = {section: dict(settings) for section, settings in sections.items()}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         section, dot, key = name.partition(".")
         if not equals or not dot:
             raise ConfigError(f"got {assignment!r}, expected section.key=value, such as training.lr=1e-4")
-        settings = {key: parse_yaml(value, name) if value else ""}
-        check_keys(section, settings)
-        changed[section] = changed.get(section, {}) | settings
+        parsed = parse_yaml(value, name) if value else ""
+        key, *inner = key.split(".")
+        check_keys(section, {key: _with(None, inner, parsed)})
+        if inner:
+            _check_has_names(section, key, name)
+        before = changed.get(section, {})
+        changed[section] = before | {key: _with(before.get(key), inner, parsed)}
     return changed
+
+
+def _with(before: Any, path: Sequence[str], value: Any) -> Any:
+    """Return ``before`` with a value set at a path of names; without names, the value."""
+    if not path:
+        return value
+    names = before if isinstance(before, dict) else {}
+    return names | {path[0]: _with(names.get(path[0]), path[1:], value)}
+
+
+def _check_has_names(section: str, key: str, name: str) -> None:
+    """Refuse ``name``, such as ``training.lr.x``, whose key holds one value."""
+    settings = _settings_of(section)
+    if settings.group(key) is None and get_origin(settings.model_fields[key].annotation) is not dict:
+        raise ConfigError(f"got {name}; {section}.{key} is one value: write {section}.{key}=...")
 
 
 def read_recipe(name_or_path: str) -> Sections:
@@ -144,10 +194,7 @@ def _check_settings(config: RunConfig) -> None:
             f"environment.prompt: got {shortened(repr(prompt))}, expected {{question}} in it, where a task's question "
             "is put; without it the policy would never see what to answer"
         )
-    read_tiny(config.policy)
-    read_guard(config.training)
     _check_offload(config)
-    read_fault_tolerance(config.debugging)
     _check_autoscaling(config)
     check_transport(config)
     _check_gpus(config)
@@ -156,7 +203,6 @@ def _check_settings(config: RunConfig) -> None:
 def _check_offload(config: RunConfig) -> None:
     """Refuse what would be offloaded to no effect."""
     learners = config.learners
-    lora = read_lora(learners.lora)
     needed = {"optimizer": (1, 2, 3), "params": (3,)}
     for name, stages in needed.items():
         if name in learners.offload and learners.zero_stage not in stages:
@@ -164,7 +210,7 @@ def _check_offload(config: RunConfig) -> None:
                 f"learners.offload: got {name} with learners.zero_stage={learners.zero_stage}, expected "
                 f"learners.zero_stage={' or '.join(map(str, stages))}: it is ZeRO that moves them"
             )
-    if "reference" in learners.offload and lora is not None:
+    if "reference" in learners.offload and learners.lora is not None:
         raise ConfigError(
             "learners.offload: got reference with learners.lora, where the reference is the policy without its "
             "adapters; take reference out"
@@ -186,7 +232,7 @@ def _check_gpus(config: RunConfig) -> None:
     asked = {
         "env_runners.num_gpus_per_env_runner": runners.num_gpus_per_env_runner,
         "retrieval.num_gpus_per_retriever": retrieval.num_gpus_per_retriever,
-        "retrieval.num_gpus_per_encoder": retrieval.num_gpus_per_encoder,
+        "retrieval.encoders.num_gpus": retrieval.encoders.num_gpus,
     }
     for key, num_gpus in asked.items():
         if num_gpus > 1 and num_gpus % 1:
@@ -207,9 +253,9 @@ def _check_autoscaling(config: RunConfig) -> None:
     """Refuse a fleet that cannot follow its load: it has no actors, or starts outside its bounds."""
     runners, retrieval = config.env_runners, config.retrieval
     fleets = [
-        ("env_runners.autoscaling", "env_runners.num_env_runners", read_runner_autoscaling(runners)),
-        ("retrieval.autoscaling", "retrieval.num_retrievers", read_retriever_autoscaling(retrieval)),
-        ("retrieval.encoder_autoscaling", "retrieval.num_encoders", read_encoder_autoscaling(retrieval)),
+        ("env_runners.autoscaling", "env_runners.num_env_runners", runners.autoscaling),
+        ("retrieval.autoscaling", "retrieval.num_retrievers", retrieval.autoscaling),
+        ("retrieval.encoders.autoscaling", "retrieval.num_encoders", retrieval.encoders.autoscaling),
     ]
     for (key, size_key, settings), size in zip(
         fleets, (runners.num_env_runners, retrieval.num_retrievers, retrieval.num_encoders), strict=True
@@ -338,8 +384,83 @@ def _import(name: str, module_name: str, is_known: bool) -> ModuleType:
         where = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"{name!r}: {where} is not Python ({error.msg}); mend it") from error
     except Exception as error:  # a user's module may raise anything while it is imported
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(f"{name!r}: importing {module_name!r} failed at {raised_at(error)}") from error
+
+
+def place_of(written: Any) -> str:
+    """Return where a class, a function or an object's class is written: ``/home/ana/my_env.py, line 12``.
+
+    Empty if that is no file, or one of this project's packages.
+    """
+    try:
+        file, line = inspect.getsourcefile(_written(written)), inspect.getsourcelines(_written(written))[1]
+    except (OSError, TypeError):  # typed at a prompt, or built in
+        return ""
+    return "" if f"{file}".startswith(_OURS) else f"{file}, line {line}"
+
+
+def named(written: Any) -> str:
+    """Return name and place, as the beginning of a message: ``Mine.act (/home/ana/my_env.py, line 12)``."""
+    place = place_of(written)
+    return f"{_written(written).__qualname__} ({place})" if place else f"{_written(written).__qualname__}"
+
+
+def _written(part: Any) -> Any:
+    return part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
+
+
+def raised_at(error: BaseException, called: Any = None) -> str:
+    """Return where and what was raised: ``/home/ana/my_env.py, line 14: KeyError: 'gold'``.
+
+    The line is the last one of the user's own code: what it calls may have raised. If none of it ran, as with a wrong
+    number of arguments, it is where ``called`` is written; an error that this project raised has said so itself.
+    """
+    text = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(("<", *_OURS, *_INSTALLED))]
+    if not users and isinstance(error, RagR1Error):
+        return one_line(error)
+    if not users and (place := place_of(called)):
+        return f"{place}: {text}"
+    last = [*frames, *users][-1]
+    return f"{last.filename}, line {last.lineno}: {text}"
+
+
+@contextmanager
+def blamed(key: str, called: Callable[..., Any]) -> Iterator[None]:
+    """Turn what a user's class or function raises into a ``ConfigError`` on ``key``, with the file and the line."""
+    try:
+        yield
+    except RagR1Error:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise ConfigError(f"{key}: {called.__qualname__} failed at {raised_at(error, called)}; mend it") from error
+
+
+def make_part(key: str, name: str, known: Mapping[str, type[T] | str], options: Mapping[str, Any]) -> T:
+    """Make the class that a recipe names under ``key``, with the options under ``key_options``.
+
+    They are read by its ``options_class``; None hands them to the constructor as they are.
+
+    Raises:
+        ConfigError: there is no such class, it cannot be made, or its options do not fit.
+    """
+    found: Any = load_object(name, known)
+    read = part_options(found, options, key, f"{key}_options")
+    with blamed(key, found):
+        made: T = found(options if read is None else read)
+        return made
+
+
+def part_options(part: Any, options: Mapping[str, Any], key: str, options_key: str) -> Section | None:
+    """Return the options as the ``options_class`` of a part reads them; None if it has none. Raises ``ConfigError``."""
+    reader = part.options_class
+    if reader is None:
+        return None
+    if not (inspect.isclass(reader) and issubclass(reader, Section)):
         raise ConfigError(
-            f"{name!r}: importing {module_name!r} failed at {last.filename}, line {last.lineno}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            f"{key}: options_class of {named(part)} is {reader!r}, expected a subclass of "
+            "ragr1_actors.core.section.Section, or None"
+        )
+    found: Section = reader.read(options, options_key)
+    return found

@@ -1,6 +1,7 @@
 """The one wire format: trajectory groups as an Arrow record batch, in the object store and on disk.
 
-One row per trajectory; siblings are next to each other and share ``group``. The token columns are lists over flat
+One row per trajectory; siblings are next to each other and share ``group``. The rows of a conversation that was
+rewritten are one behind the other in the token columns, with ``row_lengths``. The token columns are lists over flat
 buffers, so a reader gets numpy views into shared memory, not copies::
 
     group  trajectory_id          token_ids (list<int32>)   kinds (list<uint8>)  ...  reward
@@ -11,7 +12,8 @@ buffers, so a reader gets numpy views into shared memory, not copies::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 TRAJECTORIES = "trajectories"
 """The folder of a run with its trajectories, and the searches that they recorded."""
@@ -37,20 +39,21 @@ TASK_TYPE = pa.struct(
         "category": pa.string(),
         "supporting_ids": _STRINGS,
         "plan": pa.list_(_STRINGS),
+        "source": pa.string(),
+        "meta": pa.string(),  # JSON
     }
 )
-RETRIEVAL_TYPE = pa.struct(
+RECORD_TYPE = pa.struct({"id": pa.string(), "title": pa.string(), "text": pa.string(), "score": pa.float64()})
+CALL_TYPE = pa.struct(
     {
-        "query": pa.string(),
-        "k": pa.int32(),
-        "passage_ids": _STRINGS,
-        "scores": pa.list_(pa.float64()),
-        "titles": _STRINGS,
-        "texts": _STRINGS,
+        "tool": pa.string(),
+        "arguments": pa.string(),  # JSON
+        "result": pa.string(),
+        "records": pa.list_(RECORD_TYPE),
         "latency_s": pa.float64(),
         "waited_s": pa.float64(),
         "is_cached": pa.bool_(),
-        "index_version": pa.string(),
+        "version": pa.string(),
     }
 )
 TURN_TYPE = pa.struct(
@@ -58,13 +61,23 @@ TURN_TYPE = pa.struct(
         "completion_text": pa.string(),
         "num_model_tokens": pa.int32(),
         "action": pa.string(),
-        "queries": _STRINGS,
-        "retrievals": pa.list_(RETRIEVAL_TYPE),
+        "calls": pa.list_(CALL_TYPE),
         "observation": pa.string(),
+        "reward": pa.float64(),
+        "finish_reason": pa.string(),
     }
 )
-FORMAT = "2"
+FORMAT = "3"
 """Of ``TRAJECTORY_SCHEMA``, in the metadata of its files; another number is another set of columns."""
+_OLDER_FORMATS = ("1", "2")
+_SINCE_3: dict[str, Any] = {
+    "variant": "",
+    "parent": "",
+    "num_copied_tokens": 0,
+    "row_lengths": [],
+    "behaviour_logprobs": None,
+}
+"""Columns that older formats have not, behind ``metrics``, with what is true of their trajectories."""
 _FORMAT_KEY = b"ragr1_actors.format"
 TRAJECTORY_SCHEMA = pa.schema(
     {
@@ -81,6 +94,11 @@ TRAJECTORY_SCHEMA = pa.schema(
         "answer": pa.string(),
         "error": pa.string(),
         "metrics": pa.map_(pa.string(), pa.float64()),
+        "variant": pa.string(),
+        "parent": pa.string(),
+        "num_copied_tokens": pa.int32(),
+        "row_lengths": pa.list_(pa.int32()),
+        "behaviour_logprobs": pa.large_list(pa.float32()),  # null where they are the engine's
     },
     metadata={_FORMAT_KEY: FORMAT},
 )
@@ -107,8 +125,8 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     columns = {name: [getattr(t, name) for t in trajectories] for name in TRAJECTORY_SCHEMA.names if name != "group"}
     columns["group"] = [index for index, group in enumerate(groups) for _ in group.trajectories]
     # warnings: a custom retriever's scores may be numpy's floats, which Arrow takes
-    columns["task"] = [_TASK.dump_python(task, warnings=False) for task in columns["task"]]
-    columns["turns"] = [_TURNS.dump_python(turns, warnings=False) for turns in columns["turns"]]
+    columns["task"] = [_task_fields(task) for task in columns["task"]]
+    columns["turns"] = [_turn_fields(turns) for turns in columns["turns"]]
     columns["metrics"] = [list(metrics.items()) for metrics in columns["metrics"]]
     arrays = [
         _flat_list(columns[field.name], field.type.value_type)
@@ -132,15 +150,47 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
     for row, fields in enumerate(others):
         members = by_group.setdefault(fields.pop("group"), [])
         fields |= {name: views[row] for name, views in tokens.items()}
-        fields["task"] = members[0].task if members else _TASK.validate_python(batch.column("task")[row].as_py())
+        fields["task"] = members[0].task if members else _task_of(batch.column("task")[row].as_py())
         fields["stop_reason"] = StopReason(fields["stop_reason"])
+        fields["row_lengths"] = tuple(fields["row_lengths"])
+        if (behaviour := fields["behaviour_logprobs"]) is not None:
+            fields["behaviour_logprobs"] = np.array(behaviour, np.float32)
         if decode_texts:
-            fields["turns"] = _TURNS.validate_python(fields["turns"])
+            fields["turns"] = _turns_of(fields["turns"])
             fields["metrics"] = dict(fields["metrics"])
             members.append(Trajectory(**fields))
         else:
             members.append(_LazyTrajectory.from_row(batch, row, fields))
     return [TrajectoryGroup(members[0].task, tuple(members)) for members in by_group.values()]
+
+
+def _task_fields(task: Task) -> dict[str, Any]:
+    fields: dict[str, Any] = _TASK.dump_python(task, warnings=False)
+    fields["meta"] = _json(fields["meta"])
+    return fields
+
+
+def _task_of(fields: dict[str, Any]) -> Task:
+    return _TASK.validate_python(fields | {"meta": json.loads(fields["meta"])})
+
+
+def _turn_fields(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
+    fields: list[dict[str, Any]] = _TURNS.dump_python(turns, warnings=False)
+    for turn in fields:
+        for call in turn["calls"]:
+            call["arguments"] = _json(call["arguments"])
+    return fields
+
+
+def _turns_of(fields: list[dict[str, Any]]) -> tuple[Turn, ...]:
+    for turn in fields:
+        for call in turn["calls"]:
+            call["arguments"] = json.loads(call["arguments"])
+    return _TURNS.validate_python(fields)
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(dict(values), ensure_ascii=False, default=str)  # a file's field may be a date
 
 
 class _LazyTrajectory(Trajectory):
@@ -157,7 +207,7 @@ class _LazyTrajectory(Trajectory):
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        return _TURNS.validate_python(self._batch.column("turns")[self._row].as_py())
+        return _turns_of(self._batch.column("turns")[self._row].as_py())
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -165,9 +215,18 @@ class _LazyTrajectory(Trajectory):
 
     @property
     def turn_lengths(self) -> tuple[int, ...]:
-        if "turns" in vars(self):  # decoded, or a copy by ``dataclasses.replace``, which has no batch
-            return super().turn_lengths
-        return tuple(self._batch.column("turns")[self._row].values.field("num_model_tokens").to_pylist())
+        return super().turn_lengths if self._is_decoded else self._of_turns("num_model_tokens")
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        return super().turn_rewards if self._is_decoded else self._of_turns("reward")
+
+    @property
+    def _is_decoded(self) -> bool:
+        return "turns" in vars(self)  # by a look at them, or as a copy by ``dataclasses.replace``, which has no batch
+
+    def _of_turns(self, name: str) -> tuple[Any, ...]:
+        return tuple(self._batch.column("turns")[self._row].values.field(name).to_pylist())
 
 
 def add_learned(batches: Sequence[pa.RecordBatch], learned: pa.RecordBatch) -> list[pa.RecordBatch]:
@@ -215,11 +274,62 @@ def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def check_format(path: Path, schema: pa.Schema) -> None:
-    """Raise ``DataError`` unless a file has the format that ``write_trajectories`` writes."""
-    found = (schema.metadata or {}).get(_FORMAT_KEY)
-    if found != FORMAT.encode():
-        got = "no trajectories" if found is None else f"trajectories in format {found.decode(errors='replace')}"
+    """Raise ``DataError`` unless ``current_format`` knows the format of a file."""
+    found = (schema.metadata or {}).get(_FORMAT_KEY, b"").decode(errors="replace")
+    if found not in (*_OLDER_FORMATS, FORMAT):
+        got = f"trajectories in format {found}" if found else "no trajectories"
         raise DataError(f"{path} has {got}, expected format {FORMAT}; use the version of ragr1 that wrote it")
+
+
+def current_format(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch of any format, or some columns of one, in the format of today."""
+    if (batch.schema.metadata or {}).get(_FORMAT_KEY) == FORMAT.encode():
+        return batch
+    for name, mend in (("task", _task_before_3), ("turns", _turns_before_3)):
+        if name in batch.schema.names:
+            field = TRAJECTORY_SCHEMA.field(name)
+            column = pa.array([mend(value) for value in batch.column(name).to_pylist()], field.type)
+            batch = batch.set_column(batch.schema.get_field_index(name), field, column)
+    if "metrics" in batch.schema.names:  # all of it
+        for place, (name, value) in enumerate(_SINCE_3.items(), start=batch.schema.get_field_index("metrics") + 1):
+            field = TRAJECTORY_SCHEMA.field(name)
+            batch = batch.add_column(place, field, pa.array([value] * batch.num_rows, field.type))
+    return batch.replace_schema_metadata(TRAJECTORY_SCHEMA.metadata)
+
+
+def _task_before_3(task: dict[str, Any]) -> dict[str, Any]:
+    return task | {"source": "", "meta": "{}"}
+
+
+def _turns_before_3(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        turn
+        | {
+            "calls": [_call_before_3(found) for found in turn["retrievals"]],
+            "reward": 0.0,
+            "finish_reason": FinishReason.STOP.value,
+        }
+        for turn in turns
+    ]
+
+
+def _call_before_3(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the call of a search; format 1 kept of its passages the ids only."""
+    ids, scores = found["passage_ids"], found["scores"]
+    titles, texts = (found.get(name) or [""] * len(ids) for name in ("titles", "texts"))
+    return {
+        "tool": "search",
+        "arguments": _json({"query": found["query"], "k": found.get("k", len(ids))}),
+        "result": "",
+        "records": [
+            {"id": i, "title": title, "text": text, "score": score}
+            for i, title, text, score in zip(ids, titles, texts, scores, strict=True)
+        ],
+        "latency_s": found["latency_s"],
+        "waited_s": found.get("waited_s", 0.0),
+        "is_cached": found.get("is_cached", False),
+        "version": found.get("index_version", ""),
+    }
 
 
 def read_trajectories(path: Path) -> list[TrajectoryGroup]:
@@ -233,9 +343,11 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
             reader = pa.ipc.open_file(source)
             check_format(path, reader.schema)
             batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
-                if lacking := [name for name in TRAJECTORY_SCHEMA.names if batch.column(name).null_count]:
+                batches[number] = batch = current_format(batch)
+                filled = [name for name in TRAJECTORY_SCHEMA.names if name != "behaviour_logprobs"]
+                if lacking := [name for name in filled if batch.column(name).null_count]:
                     raise ValueError(f"nulls in {', '.join(lacking)}")
         return [group for batch in batches for group in groups_from_record_batch(batch)]
     except DataError:

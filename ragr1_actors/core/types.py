@@ -5,9 +5,9 @@ One trajectory, from question to gradient::
     Task ──► Message(s) ──► prompt token ids
                                 │
               ┌─────────────────┴── one Turn ───────────────────────┐
-              │ Sampling ──► Completion ──► Search | Answer | Malformed
+              │ Sampling ──► Completion ──► action of the environment
               │                               │
-              │                  queries ──► RetrievalRecord(s) ──► observation
+              │                    ToolCall(s) ──► observation
               └──────────────────────────────────────────────────────┘
                                 │  (repeat; the ids only ever grow)
                                 ▼
@@ -19,12 +19,14 @@ the engine sampled.
 
 from __future__ import annotations
 
+import json
 import re
 import string
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +74,10 @@ class StopReason(StrEnum):
     """No room was left in the context for another turn."""
     RETRIEVAL_FAILED = "retrieval_failed"
     """A search failed on every replica: a failure of the infrastructure."""
+    SERVICE_FAILED = "service_failed"
+    """Another service did not answer: a failure of the infrastructure."""
     ENV_ERROR = "env_error"
-    """The environment raised: a failure of the data."""
+    """The environment or the reward raised: a failure of the data."""
     ENGINE_ERROR = "engine_error"
     """The engine failed or returned a log-prob that is not finite: a failure of the infrastructure."""
 
@@ -81,7 +85,7 @@ class StopReason(StrEnum):
     def failure(self) -> Failure | None:
         """What failed; None if the policy ended the trajectory itself, be it by using up its turns or its context."""
         match self:
-            case StopReason.RETRIEVAL_FAILED | StopReason.ENGINE_ERROR:
+            case StopReason.RETRIEVAL_FAILED | StopReason.SERVICE_FAILED | StopReason.ENGINE_ERROR:
                 return Failure.INFRASTRUCTURE
             case StopReason.ENV_ERROR:
                 return Failure.DATA
@@ -111,6 +115,10 @@ class Task:
     """Ids or titles of the passages that hold the evidence, where known; recall is measured against them."""
     plan: tuple[tuple[str, ...], ...] = ()
     """The queries a perfect searcher asks, a tuple per round, where known: ``(("Ana Bell", "Bo Cole"),)``."""
+    source: str = ""
+    """Which of several sources it is from, for metrics; empty if there is one source."""
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The other fields of its record, such as ``{"pass_rate": 0.3}``, for rewards, curricula and environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,24 +200,42 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalRecord:
-    """What one query brought back, as kept with the trajectory."""
+class Record:
+    """One thing that a call brought back: ``Record("w/7", "Ana Bell", "Ana Bell was born in Riga.", 0.91)``."""
 
-    query: str
-    k: int
-    """Passages asked for."""
-    passage_ids: tuple[str, ...]  # [<= k], best first
-    scores: tuple[float, ...]  # [<= k]
-    titles: tuple[str, ...]  # [<= k]
-    texts: tuple[str, ...]  # [<= k]
-    latency_s: float
-    """From the request to the answer of this query."""
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+    """How well it matches the call; higher is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a turn made, with what came back."""
+
+    tool: str
+    """Its name, such as ``search``."""
+    arguments: Mapping[str, Any]
+    """As the tool got them, values of JSON: ``{"query": "Ana Bell", "k": 3}``."""
+    result: str = ""
+    """What it said beside its records, where the turn's observation is made of several calls' results."""
+    records: tuple[Record, ...] = ()
+    """Best first."""
+    latency_s: float = 0.0
+    """From the call to its result."""
     waited_s: float = 0.0
-    """The part of it in which the trajectory waited after its turn ended; 0 if the search began early enough."""
+    """The part of it in which the trajectory waited after its turn ended; 0 if the call began early enough."""
     is_cached: bool = False
-    """Answered from the searching process's cache."""
-    index_version: str = ""
-    """Version of the index, from its manifest; empty if the retriever has none."""
+    """Answered from the calling process's cache."""
+    version: str = ""
+    """Of what answered, such as an index's version from its manifest; empty if it has none."""
+
+    @property
+    def asked(self) -> str:
+        """The arguments in one line for people: the text of the only text, such as a query, else JSON."""
+        texts = [value for value in self.arguments.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == 1 else json.dumps(dict(self.arguments), ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +245,14 @@ class Turn:
     completion_text: str
     num_model_tokens: int
     action: str
-    """``search``, ``answer`` or ``malformed``."""
-    queries: tuple[str, ...] = ()
-    """As executed: at most the limit, no duplicates, none empty."""
-    retrievals: tuple[RetrievalRecord, ...] = ()
+    """``answer``, ``malformed``, or what else the environment calls it."""
+    calls: tuple[ToolCall, ...] = ()
+    """As executed."""
     observation: str = ""
+    reward: float = 0.0
+    """Of this turn alone; what ``Trajectory.reward`` has beside the sum over the turns is for the whole attempt."""
+    finish_reason: FinishReason = FinishReason.STOP
+    """Why the engine stopped."""
 
 
 @dataclass(frozen=True)
@@ -252,12 +281,31 @@ class Trajectory:
     error: str = ""
     """What went wrong, where ``stop_reason.is_failure``; kept for people, never shown to the policy."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts that the environment adds, such as ``duplicate_queries``; averaged into the iteration's metrics."""
+    """Numbers of the environment, such as ``duplicate_queries``, and its measures, such as ``em``; averaged into the
+    iteration's metrics. Empty but for the former where it failed."""
+    variant: str = ""
+    """What a rollout strategy gave the environment; empty: nothing special."""
+    parent: str = ""
+    """The id of the trajectory that it is a fork of; empty: none."""
+    num_copied_tokens: int = 0
+    """MODEL tokens of the parent with which a fork begins. They are learned from with the fork's own advantage."""
+    behaviour_logprobs: NDArray[np.float32] | None = None  # [num_tokens]
+    """Log-probs of the policy that acted, where a strategy knows that they are not the engine's: the denominator of the
+    policy ratio. NaN for a token, or None for all: the engine's."""
+    row_lengths: tuple[int, ...] = ()
+    """Number of tokens of each row, where the conversation was rewritten, and the arrays hold several rows one behind
+    the other: each is a sequence on its own, with a prompt. Empty: all is one row."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
+        """Tokens of prompt and response, over all rows."""
         return len(self.token_ids)
+
+    @property
+    def rows(self) -> list[slice]:
+        """Where the rows are in the arrays."""
+        ends = list(accumulate(self.row_lengths or (self.num_tokens,)))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def num_model_tokens(self) -> int:
@@ -270,19 +318,20 @@ class Trajectory:
         return tuple(turn.num_model_tokens for turn in self.turns)
 
     @property
-    def num_search_rounds(self) -> int:
-        """Turns whose searches ran (RAG-R1's retrieval count); one without a query, or on the last turn, did not."""
-        return sum(bool(turn.queries) for turn in self.turns)
+    def turn_positions(self) -> list[NDArray[np.int64]]:
+        """Where the MODEL tokens of every turn are in the arrays."""
+        sampled = np.flatnonzero(self.kinds == TokenKind.MODEL)
+        return np.split(sampled, list(accumulate(self.turn_lengths)))[: len(self.turns)]
 
     @property
-    def num_queries(self) -> int:
-        """Queries executed over all rounds."""
-        return sum(len(turn.queries) for turn in self.turns)
+    def turn_rewards(self) -> tuple[float, ...]:
+        """``Turn.reward`` of each."""
+        return tuple(turn.reward for turn in self.turns)
 
     @property
-    def num_repeated_queries(self) -> int:
-        """Those of them that an earlier turn had asked already, in any case of letters."""
-        return self.num_queries - len({query.casefold() for turn in self.turns for query in turn.queries})
+    def calls(self) -> list[ToolCall]:
+        """The calls of all turns."""
+        return [call for turn in self.turns for call in turn.calls]
 
     @property
     def is_well_formed(self) -> bool:
@@ -310,6 +359,14 @@ class GenerateFn(Protocol):
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Awaitable[Completion]:
         """Continue ``prompt_token_ids``; ``request_id`` is that of the trajectory, whose prefix stays cached."""
+        ...
+
+
+class ChatModel(Protocol):
+    """A language model that answers messages, such as a judge: one of ``environment.models``."""
+
+    async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
+        """Return the answer to a conversation; ``ServiceError`` if there is none."""
         ...
 
 

@@ -27,6 +27,7 @@ COUNTERS = {
     "env_runners/num_lost": "env runners given up",
     "env_runners/num_hedged": "slow groups sampled a second time",
     "env_runners/num_retrieval_failed": "trajectories that failed in a search",
+    "env_runners/num_service_failed": "trajectories that failed as a service did not answer",
     "env_runners/num_engine_error": "trajectories that failed in the engine",
     "env_runners/num_env_error": "trajectories that failed in the environment",
     "retrieval/retriever_restarts": "retrievers restarted",

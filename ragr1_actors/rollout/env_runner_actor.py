@@ -25,7 +25,9 @@ from ragr1_actors.core.errors import EngineDeadError
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, GroupSummary, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.summary import GroupSummary, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ every answer names the process that gave it; what another process than the one i
 again.
 
 ``scale_to`` changes the number of runners meanwhile. A runner that is added gets the newest weights before its first
-request, as one that restarts does. A runner that is removed takes no request any more and is ended once it has
-returned those it has.
+request, as one that restarts does. A runner that is removed ends once it has returned the requests it has.
 """
 
 from __future__ import annotations
@@ -43,17 +42,18 @@ from cluster.autoscaler import FleetState
 from cluster.placement import ActorOptions, anywhere
 from cluster.rpc import last_line, outcomes
 from cluster.watchdog import Finding, Watchdog, pings
-from ragr1_actors.core.config import SamplerConfig, read_fault_tolerance
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor, Process
 from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest, Runner
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.summary import summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
@@ -103,7 +103,7 @@ class EnvRunnerGroup:
         self._is_held = False  # what is queued stays there
         self._num_extra = 0  # flights of groups that another flight or result stands for
         self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
-        self._fault_tolerance = read_fault_tolerance(config.debugging)
+        self._fault_tolerance = config.debugging.fault_tolerance
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
         self._runners: list[Runner] = []

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragr1_actors.rollout.env_runner import GroupRequest, GroupSummary
 from ragr1_actors.rollout.env_runner_actor import Process
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.summary import GroupSummary
 
 
 @dataclass(slots=True, eq=False)

@@ -17,22 +17,19 @@ from typing import Self
 
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
+from envs.rewards import RewardContext
 from ragr1_actors.core.config import (
     RunConfig,
     SamplerConfig,
-    read_encoder_autoscaling,
-    read_fault_tolerance,
-    read_retriever_autoscaling,
-    read_runner_autoscaling,
 )
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
+from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from retrieval.base import needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import supporting_recall
@@ -138,7 +135,7 @@ class Sampler:
         self._config = config
         self._policy, self._index_dir = policy, index_dir
         placement = placement or Placement(config, has_index=index_dir is not None)
-        hang_timeout_s = read_fault_tolerance(config.debugging).hang_timeout_s
+        hang_timeout_s = config.debugging.fault_tolerance.hang_timeout_s
         self.retrievers = RetrieverGroup(
             index_dir, config.retrieval, share, placement.retriever_options, placement.encoder_options, hang_timeout_s
         )
@@ -199,7 +196,7 @@ class Sampler:
         With ``is_urgent`` the tasks go before the requests that wait for a runner.
         """
         settings = self._config.env_runners
-        num_tries = 1 + read_fault_tolerance(self._config.debugging).max_task_retries
+        num_tries = 1 + self._config.debugging.fault_tolerance.max_task_retries
         room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
         return TaskSampling(
             self.env_runners,
@@ -213,7 +210,8 @@ class Sampler:
 
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
-        requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0) for task, _ in scripts]
+        demonstration = RewardContext("demonstration")
+        requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0, context=demonstration) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
         tokenizer = load_tokenizer(on_this_node(self._policy), self._config.policy)
         engine = ScriptedEngine(turns, tokenizer.encode, turn_start=tokenizer.turn_start)
@@ -285,9 +283,9 @@ def _largest(config: SamplerConfig) -> SamplerConfig:
     """Return the configuration with every fleet at its largest; a person may choose more on a live run."""
     runners, retrieval = config.env_runners, config.retrieval
     sizes = {
-        "num_env_runners": (runners.num_env_runners, read_runner_autoscaling(runners)),
-        "num_retrievers": (retrieval.num_retrievers, read_retriever_autoscaling(retrieval)),
-        "num_encoders": (retrieval.num_encoders, read_encoder_autoscaling(retrieval)),
+        "num_env_runners": (runners.num_env_runners, runners.autoscaling),
+        "num_retrievers": (retrieval.num_retrievers, retrieval.autoscaling),
+        "num_encoders": (retrieval.num_encoders, retrieval.encoders.autoscaling),
     }
     most = {name: size if found is None else found.max_replicas for name, (size, found) in sizes.items()}
     num_env_runners = most.pop("num_env_runners")

@@ -187,7 +187,7 @@ def _join(delivery: Delivery, source: PolicySource, rank: int) -> Any:
 
 def _release_cache(learner: Learner) -> None:
     """Give what an update used and torch still holds to the engine that wakes up on this device."""
-    from ragr1_actors.core.models.freed_memory import release_cache
+    from ragr1_actors.core.models.process_memory import release_cache
 
     release_cache(learner.device)
 

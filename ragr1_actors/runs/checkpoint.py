@@ -62,17 +62,19 @@ class _Stored(BaseModel):
 
 
 class Books(_Stored):
-    """The return value of ``TaskSampler.get_state``."""
+    """The return value of ``TaskLedger.get_state``."""
 
     epoch: int = Field(ge=0)
-    cursor: int = Field(ge=0)
-    """Tasks of the epoch that were issued."""
-    order: str | None = None
-    """Positions of those that are left, in the order in which they come: int32 in base64, for 100,000 numbers of JSON
-    take a tenth of a second. None in states of version 0.1.0."""
-    issued: str | None = None
-    """A bit for each task, whether it was issued, in base64; None in states of version 0.1.0."""
-    never_issued: int = Field(0, ge=0)
+    order: str
+    """Positions of the tasks that are left, in the order in which they come: int32 in base64, for 100,000 numbers of
+    JSON take a tenth of a second."""
+    due: bool
+    """Whether the curriculum is asked for another order of them before the next one is issued."""
+    issued: str
+    """A bit for each task, whether it was issued in this epoch, in base64."""
+    skipped: str
+    """The same of those that were skipped."""
+    never_issued: int = Field(ge=0)
     """Tasks that earlier epochs left out; they count as lost."""
     tasks: str
     """Hash of the ids and questions of the training tasks, in their order."""
@@ -80,6 +82,8 @@ class Books(_Stored):
     """Task id, epoch, attempt, failures and outages of each task that was issued and not yet trained: those in flight,
     and those whose group was finished. A resumed run samples them again."""
     counts: TaskCounts
+    stats: str
+    """``pack_stats`` of ``training/task_stats.py``."""
     failed_tasks: list[FailedTask]
 
 

@@ -6,12 +6,13 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import psutil
 from pydantic import NonNegativeInt
 from rich.table import Table
 
+from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import read_json_as, write_file, write_json
 from ragr1_actors.core.types import FailedTask
@@ -48,6 +49,14 @@ class EvalResult:
     """Tasks with a finished trajectory; the means are over these."""
     num_failed: int = 0
     """Tasks that failed in every attempt for reasons other than the policy; they are in no mean."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """Means of the measures that only this environment has: ``{"ndcg": 0.71}``."""
+
+    def by_name(self) -> dict[str, float]:
+        """Return every number under its name: ``{"em": 0.9, ..., "ndcg": 0.71}``."""
+        numbers: dict[str, Any] = asdict(self)
+        own: dict[str, float] = numbers.pop("measures")
+        return numbers | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class TaskCounts:
     trained: NonNegativeInt
     failed: NonNegativeInt
     """Given up after too many failures; ``RunReport.failed_tasks`` names them."""
+    skipped: NonNegativeInt = field(default=0, kw_only=True)
+    """Passed over by the curriculum; they are not among the issued."""
     lost: int
     """Issued, but neither trained nor failed."""
     doubled: NonNegativeInt
@@ -107,7 +118,7 @@ def read_report(run_dir: Path) -> RunReport:
     if not path.is_file():
         raise RunDirectoryError(
             f"{run_dir} holds no {REPORT_JSON}, which a run writes at its end; see how far it is with --html, or "
-            "finish it with `ragr1 train --resume`"
+            f"finish it with {advised('train', 'RECIPE', '--run-dir', str(run_dir), '--resume')} unless it still runs"
         )
     again = "delete the file, and --resume writes it again"
     try:
@@ -197,6 +208,7 @@ def _table_rows(report: RunReport) -> list[tuple[str, ...]]:
         ("queries per round", *(f"{result.queries_per_round:.2f}" for result in evals)),
         ("queries", *(f"{result.queries:.2f}" for result in evals)),
         ("tokens", *(f"{result.tokens:.1f}" for result in evals)),
+        *((name, *(f"{result.measures.get(name, 0.0):.3f}" for result in evals)) for name in evals[-1].measures),
         *([("failed tasks, in no mean", *map(str, num_failed))] if any(num_failed) else []),
         ("wall time of the stage", *(f"{stage.wall_s:.0f} s" for stage in report.stages)),
     ]

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import yaml
@@ -25,6 +25,7 @@ from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
+from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
 from ragr1_actors.runs.places import (
     CHECKPOINTS,
     INDEX,
@@ -206,21 +207,36 @@ def holds_run(place: Place) -> bool:
 def open_run_directory(run_dir: Path | Place) -> RunConfig:
     """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
     place = find_place(run_dir)
+    sections = as_this_release(_read_sections(place))
+    if not _is_complete(sections):  # a missing key would silently become its default
+        raise RunDirectoryError(
+            f"{place.path / CONFIG_FILE} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}"
+        )
+    return resolve(sections)
+
+
+def refuse_last_release(place: Place) -> None:
+    """Raise a ``RunDirectoryError`` if the last release began the run: it can be read, but not resumed."""
+    if is_of_last_release(_read_sections(place)):
+        raise RunDirectoryError(
+            f"{place} is a run of the last release, which this one reads but does not resume; start another run from "
+            f"its newest policy: policy.model={place}"
+        )
+
+
+def _read_sections(place: Place) -> Any:
     path = place.path / CONFIG_FILE
     place.load()
     try:
         if not path.is_file():
             raise RunDirectoryError(f"{place} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunDirectoryError(
             f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
         raise RunDirectoryError(f"{path} is damaged ({one_line(error)}); {_RESTORE_FILE}") from error
-    if not _is_complete(sections):  # a missing key would silently become its default
-        raise RunDirectoryError(f"{path} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}")
-    return resolve(sections)
 
 
 @contextmanager

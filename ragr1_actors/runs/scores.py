@@ -16,9 +16,9 @@ import math
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from envs.base import exact_match, token_f1
+from envs.measures import exact_match, num_queries, num_rounds, token_f1
 from ragr1_actors.core.errors import DataError, first_problem
 from ragr1_actors.core.types import Task, Trajectory
 from retrieval.corpora.text import found_evidence
@@ -63,6 +63,8 @@ class TaskScore:
     """Sampled by the policy."""
     latency_s: float
     """From the prompt to the end of the trajectory, searches included, beside ``concurrency - 1`` others."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """Those that only the environment has, ``TextEnv.measures``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +146,12 @@ def normalize_rag_r1(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION_TO_SPACE)).split())
 
 
-def score(trajectory: Trajectory) -> TaskScore:
-    """Return the measures of a finished trajectory."""
+def score(trajectory: Trajectory, own: Iterable[str] = ()) -> TaskScore:
+    """Return the measures of a finished trajectory; ``own`` names those that only its environment has."""
     task, answer = trajectory.task, trajectory.answer
-    records = [record for turn in trajectory.turns for record in turn.retrievals]
+    records = [record for call in trajectory.calls for record in call.records]
     gold = set(task.supporting_ids)
-    ids = [passage_id for record in records for passage_id in record.passage_ids]
-    titles = [title for record in records for title in record.titles]
+    ids, titles = [record.id for record in records], [record.title for record in records]
     return TaskScore(
         task_id=task.task_id,
         answer=answer,
@@ -160,10 +161,11 @@ def score(trajectory: Trajectory) -> TaskScore:
         em_rag_r1=exact_match_rag_r1(answer, task.golden_answers),
         f1_rag_r1=token_f1(answer, task.golden_answers, normalize_rag_r1),
         recall=len(found_evidence(gold, ids, titles)) / len(gold) if gold else None,
-        rounds=trajectory.num_search_rounds,
-        queries=trajectory.num_queries,
+        rounds=int(num_rounds(trajectory)),
+        queries=int(num_queries(trajectory)),
         tokens=trajectory.num_model_tokens,
         latency_s=trajectory.metrics.get("time/trajectory_s", 0.0),
+        measures={name: trajectory.metrics[name] for name in own},
     )
 
 
@@ -286,6 +288,8 @@ def _line(fields: dict[str, Any]) -> str:
 def intervals(scores: Sequence[TaskScore]) -> dict[str, Interval]:
     """Return every measure with its interval; recall is left out if no task has known evidence."""
     values = {name: [getattr(one, name) for one in scores] for name in MEASURES}
+    own = dict.fromkeys(name for one in scores for name in one.measures)
+    values |= {name: [one.measures.get(name) for one in scores] for name in own}
     known = {name: [value for value in column if value is not None] for name, column in values.items()}
     return {name: bootstrap(np.asarray(column, np.float64)) for name, column in known.items() if column}
 

@@ -2,7 +2,7 @@
 
 One ``train()``::
 
-    TaskSampler ──issue──► EnvRunnerGroup ──finished groups──► GroupBuffer ──batch──► make_room, LearnerGroup.update
+    TaskLedger ──issue───► EnvRunnerGroup ──finished groups──► GroupBuffer ──batch──► make_room, LearnerGroup.update
          ▲                      ▲    ▲ queries                     │ stale, failed               │
          │                      │    ▼                             │                             │ weights
          └── again ─────────────│──RetrieverGroup ◄────────────────┘                             │
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 
 from cluster.placement import Placement
+from envs.base import ENVS, TextEnv
 from learners.learner_group import LearnerGroup
 from learners.profiling import RankProfile, start_profile, stop_profile
 from ragr1_actors.core.config import RunConfig
@@ -47,7 +48,7 @@ from ragr1_actors.core.files import (
 )
 from ragr1_actors.core.folders import AnyFolder, Sink, part_of, warn_of_unlisted
 from ragr1_actors.core.models.model_files import ADVICE
-from ragr1_actors.core.resolve import MIXTURE
+from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -66,12 +67,13 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
-from ragr1_actors.training.collector import BatchCollector, SharedFleet, mean_lag
+from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation.evaluate import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.planning.preflight import check_names
 from ragr1_actors.training.planning.services import check_services
+from ragr1_actors.training.stored_groups import training_fleet
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
@@ -100,7 +102,7 @@ class Algorithm:
         """Train with fleets that were started; ``start`` starts them.
 
         ``policy`` is ``workspace.policy_dir`` as actors get it. ``held`` holds interrupts back while learner and task
-        sampler are between two states.
+        ledger are between two states.
         """
         self.config = config
         self.place = place
@@ -125,7 +127,7 @@ class Algorithm:
         self._store = place.checkpoints(checkpointing.num_to_keep, checkpointing.best_metric)
         self._sampler = sampler
         self._env_runners = sampler.env_runners
-        self._fleet = SharedFleet(self._env_runners)
+        self._fleet = training_fleet(config, self._env_runners)
         self._finish_evaluation: Callable[[], None] = lambda: None
         self._collector = BatchCollector(config, workspace.train_tasks, self._fleet)
         self._learners = learners
@@ -271,6 +273,7 @@ class Algorithm:
         with self._held():
             self._saver.commit_if_written()
         self._build_learner(training.algorithm, self._stage_policy)
+        self._collector.num_iterations_done = self.iteration
         with self.fleets.learner.waits():
             find_lost = self._learners.find_lost
             collected = self._collector.next_batch(self.policy_version, find_lost)
@@ -281,7 +284,7 @@ class Algorithm:
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self.policy_version)
-        # learner, task sampler and logs change together: else a resumed run trains a task twice, or logs no metrics
+        # learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held(), self.fleets.learner.works():
             self._transport.make_room()
             learner_metrics, self.histograms = take_histograms(self._learners.update([group.batch for group in batch]))
@@ -400,7 +403,8 @@ class Algorithm:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
         self.examples = _examples(groups)
-        return eval_result([group.summary for group in groups], num_failed)
+        environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
+        return eval_result([group.summary for group in groups], num_failed, environment.measures)
 
     def start_profile(self) -> None:
         """Begin to profile every learner rank."""
@@ -459,7 +463,7 @@ class Algorithm:
         It is the best one up to iteration ``last_good``, or the newest if none was evaluated. Returns its ``extra``;
         None, and changes nothing, if there is none. Call it between iterations, and ``save`` after it: the newest
         checkpoint is one that is given up. Groups that are being sampled are waited for and dropped; the restored task
-        sampler issues their tasks again. The policy version keeps rising.
+        ledger issues their tasks again. The policy version keeps rising.
         """
         with self._held():
             self._finish_keeping()
@@ -467,9 +471,8 @@ class Algorithm:
             checkpoint = self._store.best_until(last_good)
             if checkpoint is None:
                 return None
-            while self._env_runners.num_unfinished:
-                self._env_runners.collect()
-            self._fleet.evaluation, self._finish_evaluation = None, lambda: None
+            self._fleet.drop()
+            self._finish_evaluation = lambda: None
             num_failed = self._collector.num_failed
             self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
             self._collector.num_failed = num_failed
@@ -512,7 +515,7 @@ class Algorithm:
         return f"{what}; {rest}"
 
     def task_counts(self) -> dict[str, int]:
-        """Return the tasks of RL: ``{"issued": 32, "trained": 32, "failed": 0, "lost": 0, "doubled": 0}``."""
+        """Return how many tasks of RL were issued and how they ended, see ``TaskCounts``."""
         return self._collector.tasks.counts()
 
     def failed_tasks(self) -> tuple[FailedTask, ...]:

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from envs.measures import RATIOS
 from learners.options import GroupOptions, has_variance, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket
 from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over
+from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over, ratio
+
+_RATIOS = {"observation_share": ("observation_tokens", "context_tokens")}
 
 
 def max_set_aside(config: RunConfig) -> int:
@@ -106,10 +109,17 @@ def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
         "rollout/reward": float(np.mean([r.mean() for r in rewards])),
         "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
         "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),
-        "rollout/queries_per_round": means["queries"] / means["rounds"] if means.get("rounds") else 0.0,
-        "rollout/repeat_query_rate": means["repeated_queries"] / means["queries"] if means.get("queries") else 0.0,
-        "rollout/observation_share": (
-            means["observation_tokens"] / means["context_tokens"] if means.get("context_tokens") else 0.0
-        ),
+        **{f"rollout/{name}": ratio(means, *of) for name, of in (RATIOS | _RATIOS).items()},
         "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
+        **_by_source(batch),
     }
+
+
+def _by_source(batch: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Return the mean reward of the tasks of each source, and their number, if there are several sources."""
+    rewards: dict[str, list[float]] = {}
+    for group in batch:
+        if (source := group.request.issue.task.source) and group.summary.rewards:
+            rewards.setdefault(source, []).append(float(np.mean(group.summary.rewards)))
+    means = {f"source/{name}/reward": float(np.mean(found)) for name, found in rewards.items()}
+    return means | {f"source/{name}/tasks": float(len(found)) for name, found in rewards.items()}

@@ -17,14 +17,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ragr1_actors.core.config import RunConfig, read_fault_tolerance
+from envs.rewards import RewardContext
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
-from ragr1_actors.rollout.env_runner import GroupRequest
 from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.sampler import TaskSampling
-from ragr1_actors.rollout.task_sampler import Issue, TaskSampler
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
+from ragr1_actors.training.curriculum import make_curriculum
+from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,12 @@ class SharedFleet:
         self._num_sampled_tokens += sum(group.summary.num_sampled_tokens for group in groups)
         return groups if self.evaluation is None else [g for g in groups if not self.evaluation.take(g)]
 
+    def drop(self) -> None:
+        """Wait for all groups in flight, of the evaluation, too, and drop them."""
+        while self._fleet.num_unfinished:
+            self._fleet.collect()
+        self.evaluation = None
+
     def take_sampled_tokens(self) -> int:
         """Return the tokens of all groups that were collected since the call before, of the evaluation, too."""
         taken, self._num_sampled_tokens = self._num_sampled_tokens, 0
@@ -109,13 +117,15 @@ class BatchCollector:
 
     def __init__(self, config: RunConfig, tasks: Sequence[Task], fleet: GroupFleet) -> None:
         """Collect from ``fleet`` groups of ``tasks``, the training tasks of a run."""
-        self.tasks = TaskSampler(tasks, config.debugging.seed)
+        self.tasks = TaskLedger(tasks, config.debugging.seed, make_curriculum(config.environment))
         self._config = config
         self._fleet = fleet
         self._num_given_up = 0  # in a row
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
-        self._fault_tolerance = read_fault_tolerance(config.debugging)
+        self._fault_tolerance = config.debugging.fault_tolerance
         self._policy_version = 0
+        self.num_iterations_done = 0
+        """Iterations of RL that are done, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
         """Trajectories that failed, by what ended them; also those of groups that are sampled again."""
         self._in_flight: Counter[int] = Counter()
@@ -133,9 +143,11 @@ class BatchCollector:
         training = self._config.training
         wanted = training.train_batch_size * (training.max_policy_lag + (not while_learning))
         temperature = self._config.env_runners.temperature
+        progress = self.num_iterations_done / max(1, training.num_iterations)
+        context = RewardContext("train", min(1.0, progress))
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
             version = self._policy_version
-            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature, version))
+            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature, version, context))
             self._in_flight[version] += 1
 
     def next_batch(
@@ -148,6 +160,7 @@ class BatchCollector:
 
         Raises:
             FleetError: every task is in quarantine, or ``HOPELESS_TASKS`` in a row were given up.
+            ConfigError: the curriculum fails.
         """
         size = self._config.training.train_batch_size
         num_stale = num_awaited = 0
@@ -228,7 +241,7 @@ class BatchCollector:
         """
         set_aside = self._buffer.drop_set_aside()
         for group in [*batch, *set_aside]:
-            self.tasks.trained(group.request.issue)
+            self.tasks.trained(group.request.issue, group.summary.rewards)
         return set_aside
 
 

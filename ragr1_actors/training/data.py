@@ -11,34 +11,36 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envs.base import ENVS, exact_match
-from envs.demonstrations import Demonstrator, evidence_demonstration
+from envs.base import ENVS, search_options
+from envs.measures import exact_match
 from envs.search import SearchEnv, search_prompt
-from envs.tasks.files import load_tasks, overlap, without_overlap
-from envs.tasks.paths import shown
-from envs.teacher import load_demonstrations
-from envs.world import make_world
+from envs.sources import TaskSources, TeacherSource, shown_names
+from envs.tasks.files import overlap, without_overlap
 from learners.algorithms.segments import segment
-from ragr1_actors.core.config import RunConfig, SamplerConfig, read_tiny
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.digests import write_list
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
-from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, TINY, WORLD, load_object, named_folder, path_of
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.runs.places import POLICY
 from ragr1_actors.runs.run_directory import run_of_policy
-from ragr1_actors.training.tiny_policy import make_tiny_policy
-from retrieval.base import Passage, needs_index
+from ragr1_actors.training.curriculum import make_curriculum
+from ragr1_actors.training.planning.corpus import corpus_of
+from ragr1_actors.training.planning.tiny_policy import policy_maker
+from ragr1_actors.training.stored_groups import StoredGroups
+from ragr1_actors.training.task_ledger import TaskLedger
+from retrieval.base import needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
-from retrieval.corpora.readers import read_passages
 from retrieval.local import named_index
 
 HELD_OUT_SHARE = 0.2
@@ -64,7 +66,9 @@ class Workspace:
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
     demonstrated_tasks: tuple[Task, ...]
-    """Tasks that ``demonstrate`` takes: the training tasks, or those of a teacher's file."""
+    """Tasks that ``demonstrate`` takes: those of ``environment.tasks``, or of a teacher's file."""
+    is_taught: bool
+    """Whether a teacher's file demonstrates."""
     demonstrate: Demonstrate
     notes: tuple[str, ...]
     """What a person should know about the data."""
@@ -74,32 +78,43 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     """Load the tasks, and build what is missing: index and tiny policy; ``UserError`` on unusable or too few tasks."""
     environment = config.environment
     run_dir = run_dir.absolute()  # actors may have another working directory
-    train, held_out, notes = split_tasks(config, config.evaluation.num_tasks)
+    known, held_out, notes = split_tasks(config, config.evaluation.num_tasks)
+    train, demonstrated, teacher = known, known, None  # SFT is the same, wherever RL has its trajectories from
+    stored = StoredGroups(Path(folder)) if (folder := config.training.from_trajectories) else None
+    if stored is not None:
+        train = without_overlap(stored.tasks, held_out)
     evaluation = held_out[: config.evaluation.num_tasks]
     if not evaluation:
         raise DataError(
-            f"{shown(environment.tasks)}: {len(train)} tasks are too few to hold one in five out; name a file of "
+            f"{shown_names(environment.tasks)}: {len(train)} tasks are too few to hold one in five out; name a file of "
             "evaluation tasks in environment.eval_tasks"
         )
     if not train:
-        raise DataError(f"{shown(environment.tasks)}: no training task is left after holding the evaluation tasks out")
-    demonstrated, turns_of = train, None
+        raise DataError(
+            f"{shown_names(environment.tasks)}: no training task is left after holding the evaluation tasks out"
+        )
+    # on trial: a curriculum that cannot order these tasks, or skips all, ends the run before the rest is made
+    TaskLedger(train, config.debugging.seed, make_curriculum(environment)).next()
+    sources = TaskSources.open(environment.tasks, environment)
     if config.sft.num_steps and path_of(config.sft.demonstrations, CORRECT, MIXTURE) is not None:
-        loaded, turns_of = load_demonstrations(config.sft.demonstrations, environment.query_format)
-        demonstrated = without_overlap(loaded.tasks, held_out)
+        teacher = TeacherSource(environment, config.sft.demonstrations)
+        written = teacher.tasks("train")
+        demonstrated = without_overlap(written, held_out)
         if not demonstrated:
             raise DataError(
-                f"sft.demonstrations: all {len(loaded.tasks):,} demonstrations of {config.sft.demonstrations} answer "
+                f"sft.demonstrations: all {len(written):,} demonstrations of {config.sft.demonstrations} answer "
                 "evaluation questions; name another file"
             )
-        notes += (f"{loaded.report}; {len(loaded.tasks) - len(demonstrated):,} of evaluation questions left out",)
+        notes += (f"{teacher.report()}; {len(written) - len(demonstrated):,} of evaluation questions left out",)
     index_notes: list[str] = []
     index_dir = prepare_index(config, run_dir, index_notes.append)
     notes += tuple(index_notes)
-    policy_dir = keep_policy(prepare_policy(config, run_dir, train, index_dir), run_dir)
+    policy_dir = keep_policy(prepare_policy(config, run_dir, known, index_dir), run_dir)
+    if stored is not None:
+        stored.check_tokens(load_tokenizer(on_this_node(policy_dir), config.policy).decode)
     notes += tuple(long_prompts(config, policy_dir, train))
-    demonstrate = _demonstrate(config, train, index_dir) if turns_of is None else _repeat(turns_of)
-    return Workspace(train, evaluation, index_dir, policy_dir, demonstrated, demonstrate, notes)
+    demonstrate = _demonstrate(config, sources, known, index_dir) if teacher is None else teacher.demonstrate
+    return Workspace(train, evaluation, index_dir, policy_dir, demonstrated, teacher is not None, demonstrate, notes)
 
 
 def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) -> Iterator[str]:
@@ -115,19 +130,23 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
     env_class: Any = load_object(environment.env, ENVS)
     if not (isinstance(env_class, type) and issubclass(env_class, SearchEnv)) or env_class.reset is not SearchEnv.reset:
         return
+    options = search_options(environment)
+    if options.mode == "rag":  # its prompt has passages
+        return
+    prompt_of = partial(search_prompt, environment.prompt, options)
     longest = max(tasks, key=lambda task: len(task.question.encode()))
-    if len(search_prompt(environment, longest)[0].content.encode()) < limit:
+    if len(prompt_of(longest)[0].content.encode()) < limit:
         return
     tokenizer = load_tokenizer(on_this_node(policy_dir), config.policy)
-    num_fixed = len(tokenizer.prompt_ids(search_prompt(environment, replace(longest, question=""))))
+    num_fixed = len(tokenizer.prompt_ids(prompt_of(replace(longest, question=""))))
     doubtful = [task for task in tasks if num_fixed + len(task.question.encode()) + _SPARE_TOKENS >= limit]
     harmless = (replace(task, question=tokenizer.defuse(task.question)) for task in doubtful)
-    found = (len(tokenizer.prompt_ids(search_prompt(environment, task))) for task in harmless)
+    found = (len(tokenizer.prompt_ids(prompt_of(task))) for task in harmless)
     lengths = [length for length in found if length >= limit]
     if len(lengths) == len(tasks):
         raise DataError(
-            f"{shown(environment.tasks)}: the prompt of every task fills the context: {min(lengths):,} tokens or more "
-            f"of {limit:,}; raise env_runners.max_context_tokens, or shorten environment.prompt or the questions"
+            f"{shown_names(environment.tasks)}: the prompt of every task fills the context: {min(lengths):,} tokens or "
+            f"more of {limit:,}; raise env_runners.max_context_tokens, or shorten environment.prompt or the questions"
         )
     if lengths:
         yield (
@@ -136,23 +155,14 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
         )
 
 
-def _repeat(turns_of: Mapping[str, tuple[str, ...]]) -> Demonstrate:
-    """Return what writes the demonstrations of a file."""
-    return lambda task, _: list(turns_of[task.task_id])
-
-
-def _demonstrate(config: RunConfig, tasks: Sequence[Task], index_dir: Path | None) -> Demonstrate:
-    """Return what writes scripted demonstrations; of a file's tasks, with the titles of their evidence as queries."""
-    environment = config.environment
-    max_queries, query_format = environment.max_queries_per_turn, environment.query_format
-    if environment.tasks == WORLD:
-        return Demonstrator(make_world(environment.world_seed), max_queries, query_format).demonstrate
+def _demonstrate(config: RunConfig, sources: TaskSources, tasks: Sequence[Task], index_dir: Path | None) -> Demonstrate:
+    """Return what writes the demonstrations of the sources, which see the titles of a task's evidence, not its ids."""
     ids = {name for task in tasks for name in task.supporting_ids}
     titles = Corpus.open(index_dir).titles(ids) if config.sft.num_steps and ids and index_dir is not None else {}
 
-    def demonstrate(task: Task, _: random.Random) -> list[str]:
+    def demonstrate(task: Task, rng: random.Random) -> list[str]:
         names = tuple(titles.get(name) or name for name in task.supporting_ids)
-        return evidence_demonstration(replace(task, supporting_ids=names), max_queries, query_format)
+        return sources.source_of(task).demonstrate(replace(task, supporting_ids=names), rng)
 
     return demonstrate
 
@@ -160,27 +170,23 @@ def _demonstrate(config: RunConfig, tasks: Sequence[Task], index_dir: Path | Non
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
     """Return training tasks, all evaluation tasks, and notes; ``DataError`` on a bad file.
 
-    Without a file of evaluation tasks, ``num_eval_tasks`` of the training tasks are held out.
+    Without evaluation tasks, of files or of the sources, ``num_eval_tasks`` of the training tasks are held out.
     """
-    environment = config.environment
-    notes: list[str] = []
-    if environment.tasks == WORLD:
-        world = make_world(environment.world_seed)
-        train, evaluation = world.train_tasks, world.eval_tasks
-    else:
-        loaded = load_tasks(environment.tasks)
-        notes.append(str(loaded.report))
-        train, evaluation = loaded.tasks, ()
+    environment, seed = config.environment, config.debugging.seed
+    sources = TaskSources.open(environment.tasks, environment)
+    train = sources.tasks("train", seed)
+    notes = list(sources.reports())
     if environment.eval_tasks:
-        loaded = load_tasks(environment.eval_tasks, whole=True)
-        notes.append(str(loaded.report))
-        evaluation = loaded.tasks
-        shared = len(overlap(train, evaluation))
-        if shared:
-            notes.append(f"{shared} evaluation questions are also training tasks; they are left out of training")
-            train = without_overlap(train, evaluation)
+        others = TaskSources.open(environment.eval_tasks, environment, whole=True)
+        evaluation = others.tasks("eval", seed)
+        notes += others.reports()
+    else:
+        evaluation = sources.tasks("eval", seed)
+    if shared := len(overlap(train, evaluation)):
+        notes.append(f"{shared} evaluation questions are also training tasks; they are left out of training")
+        train = without_overlap(train, evaluation)
     if not evaluation:
-        order = random.Random(config.debugging.seed).sample(range(len(train)), len(train))
+        order = random.Random(seed).sample(range(len(train)), len(train))
         held_out = set(order[: min(num_eval_tasks, int(len(train) * HELD_OUT_SHARE))])
         evaluation = tuple(task for index, task in enumerate(train) if index in held_out)
         train = tuple(task for index, task in enumerate(train) if index not in held_out)
@@ -201,12 +207,8 @@ def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str],
     index_dir = run_dir / "index"
     if index_dir.exists():  # a resumed run: the index is written whole or not at all
         return index_dir
-    is_world = settings.corpus == WORLD
-    passages: Iterable[Passage] = (
-        make_world(config.environment.world_seed).passages if is_world else read_passages(settings.corpus)
-    )
     return build_index(
-        passages,
+        corpus_of(config),
         index_dir,
         encoder=settings.encoder or STATIC,
         index_type=settings.type,
@@ -220,20 +222,15 @@ def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str],
 
 def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], index_dir: Path | None) -> str:
     """Return ``policy.model``, or make a tiny policy in ``run_dir`` for the words of ``tasks`` and index."""
-    policy = config.policy
-    if policy.model != TINY:  # absolute: an actor elsewhere must not look for a folder's name on a hub
+    policy, maker = config.policy, policy_maker(config.policy)
+    if maker is None:  # absolute: an actor elsewhere must not look for a folder's name on a hub
         folder = named_folder(policy.model)
         return str(folder.absolute()) if folder is not None else policy.model
     directory = run_dir / POLICY
 
     def write(writing: Path) -> None:
-        make_tiny_policy(
-            writing,
-            _texts(config, tasks, index_dir),
-            seed=config.debugging.seed,
-            **read_tiny(policy).model_dump(),
-            max_position_embeddings=config.env_runners.max_context_tokens,
-        )
+        texts, limit = _texts(config, tasks, index_dir), config.env_runners.max_context_tokens
+        maker.write(writing, texts, seed=config.debugging.seed, max_position_embeddings=limit)
         write_list(writing)
 
     if not directory.exists():  # a resumed run: as with the index
@@ -267,22 +264,19 @@ def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None)
     """Yield the texts that the policy reads and writes."""
     environment = config.environment
     yield environment.prompt
-    if environment.tasks == WORLD:
-        world = make_world(environment.world_seed)
-        yield from world.texts()
-        yield from Demonstrator(world, environment.max_queries_per_turn, environment.query_format).texts()
-        return
-    yield from (f" {task.question}" for task in tasks)
-    if index_dir is not None:
+    sources = TaskSources.open(environment.tasks, environment)
+    for name, (_, source) in zip(sources.names(), sources.named, strict=True):
+        yield from source.texts([task for task in tasks if task.source in ("", name)])
+    if index_dir is not None and not sources.passages():
         yield from (f" {passage.title}: {passage.text}" for passage in Corpus.open(index_dir))
 
 
 def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
-    """Draw ``count`` demonstrations, seeded. Training tasks repeat if there are fewer; those of a file do not."""
+    """Draw ``count`` demonstrations, seeded. Tasks repeat if there are fewer; those of a teacher's file do not."""
     rng = random.Random(f"demonstrations {seed}")
     drawn: list[tuple[Task, tuple[str, ...]]] = []
     tasks = workspace.demonstrated_tasks
-    count = count if tasks == workspace.train_tasks else min(count, len(tasks))
+    count = min(count, len(tasks)) if workspace.is_taught else count
     while len(drawn) < count:
         for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
             # each attempt has its own id, since the same task may be demonstrated twice

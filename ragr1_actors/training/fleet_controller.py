@@ -28,9 +28,6 @@ from cluster.nodes import draining_nodes, free_resources, num_without_room
 from ragr1_actors.core.config import (
     RetrieverAutoscaling,
     RunConfig,
-    read_encoder_autoscaling,
-    read_retriever_autoscaling,
-    read_runner_autoscaling,
 )
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
@@ -190,7 +187,7 @@ class FleetController:
             found.append(_Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
         names: tuple[FleetName, ...] = ("retrievers", "encoders")
         sizes = (retrieval.num_retrievers, retrieval.num_encoders)
-        settings = (read_retriever_autoscaling(retrieval), read_encoder_autoscaling(retrieval))
+        settings = (retrieval.autoscaling, retrieval.encoders.autoscaling)
         fleets = sampler.retrievers.fleets
         for name, fleet, size, keys in zip(names, fleets, sizes, settings, strict=False):
             found.append(_Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, _retriever_scaler(keys)))
@@ -309,7 +306,8 @@ class FleetController:
 
 
 def _runner_scaler(config: RunConfig) -> Callable[[int], Autoscaler] | None:
-    settings, runners = read_runner_autoscaling(config.env_runners), config.env_runners
+    runners = config.env_runners
+    settings = runners.autoscaling
     most, lag = runners.max_concurrent_trajectories, config.training.max_policy_lag
     return None if settings is None else lambda size: autoscale_runners(settings, size, most, lag)
 

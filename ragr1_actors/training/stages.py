@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
-from ragr1_actors.core.config import RunConfig, read_fault_tolerance, read_guard
+from ragr1_actors.core.advice import command_name
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
@@ -82,12 +83,12 @@ class TrainingRun:
         self._profiled: list[dict[str, float]] | None = None  # metrics; None before a profile and after it
         self._config = config
         self._place = find_place(run_dir)
-        self._place.retry_for(read_fault_tolerance(config.debugging).storage_retry_s)
+        self._place.retry_for(config.debugging.fault_tolerance.storage_retry_s)
         self._run_dir = self._place.path
         self._console = console
         self._incidents = IncidentLog(lambda line: console.print(line, highlight=False, markup=False))
         self._stages: list[StageReport] = []
-        self._guard = Guard(read_guard(config.training))
+        self._guard = Guard(config.training.guard)
         self._held: HeldBlock = nullcontext
         self._evaluated: tuple[int, dict[str, float]] | None = None  # iteration and metrics that are not logged yet
         self._wall_before_s = 0.0
@@ -149,7 +150,7 @@ class TrainingRun:
                         self._describe(workspace, recall)
                         self._run_stages(algorithm, logger)
                     except KeyboardInterrupt:
-                        if not interrupts.is_torn:  # else learner and task sampler differ; the one before is valid
+                        if not interrupts.is_torn:  # else learner and task ledger differ; the one before is valid
                             self._save(algorithm)
                         raise
                 finally:
@@ -232,7 +233,7 @@ class TrainingRun:
 
     def _score(self, result: EvalResult) -> float | None:
         metric = self._config.checkpointing.best_metric
-        return float(getattr(result, metric)) if metric else None
+        return result.by_name()[metric] if metric else None
 
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
@@ -359,7 +360,7 @@ class TrainingRun:
         iteration = algorithm.iteration
 
         def on_result(result: EvalResult) -> None:
-            values = {f"eval/{name}": float(value) for name, value in asdict(result).items()}
+            values = {f"eval/{name}": float(value) for name, value in result.by_name().items()}
             self._evaluated = iteration, values | {"eval/policy_version": float(algorithm.policy_version)}
             score = self._score(result)
             if is_sound and (is_due or (score is not None and algorithm.is_best(score))):
@@ -383,7 +384,7 @@ class TrainingRun:
             raise UserError(
                 f"the guard stopped the run{why_stop or ', for want of an earlier checkpoint'}, at {alarms[0]}; go on "
                 f"in spite of it with --resume, from {algorithm.place.checkpoint_name(algorithm.iteration)}, or begin "
-                "a new run with a smaller training.lr or with training.guard={action: roll_back}"
+                "a new run with a smaller training.lr or with training.guard.action=roll_back"
             )
         self._say(
             f"rolled back to iteration {algorithm.iteration}, the learning rate is multiplied by "
@@ -413,7 +414,7 @@ class TrainingRun:
             return None
         with counted_bar(self._console, "evaluating") as on_task:
             result = algorithm.evaluate(name, on_task)
-        values = {f"eval/{key}": value for key, value in asdict(result).items()}
+        values = {f"eval/{key}": value for key, value in result.by_name().items()}
         logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
         logger.log_examples(f"eval_{name}", algorithm.iteration, algorithm.examples)
         self._stages.append(StageReport(name, result, time.monotonic() - started))
@@ -427,7 +428,7 @@ class TrainingRun:
             told = f"training tasks given up: {len(failed):,}, listed in the report; the last was {failed[-1].task_id}"
             self._console.print(f"{told}: {failed[-1].error}", highlight=False, markup=False)
         self._console.print(
-            f"TensorBoard   tensorboard --logdir {run_dir}/tensorboard\n"
+            f"TensorBoard   {Path(command_name()).with_name('tensorboard')} --logdir {run_dir}/tensorboard\n"
             f"trajectories  {run_dir}/trajectories\n"
             f"checkpoint    {self._place.checkpoints().latest()}\n"
             f"report        {run_dir}/report.html\n"

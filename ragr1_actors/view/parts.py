@@ -27,14 +27,14 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from envs.base import exact_match
+from envs.measures import exact_match
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import write_file
-from ragr1_actors.core.schema import TRAJECTORY_SCHEMA, check_format
-from ragr1_actors.core.types import RetrievalRecord, StopReason, Task, normalize_answer
+from ragr1_actors.core.schema import TRAJECTORY_SCHEMA, check_format, current_format
+from ragr1_actors.core.types import Record, StopReason, Task, normalize_answer
 from retrieval.corpora.text import found_evidence
 
-FORMAT = "3"
+FORMAT = "4"
 """Raise it when the meaning of a column changes; parts of another format, or with other columns, are made again."""
 PART_SCHEMA = pa.schema(
     {
@@ -53,7 +53,7 @@ PART_SCHEMA = pa.schema(
         "is_malformed": pa.bool_(),
         "has_evidence": pa.bool_(),
         "num_turns": pa.int32(),
-        "num_queries": pa.int32(),
+        "num_calls": pa.int32(),
         "num_cached": pa.int32(),
         "num_model_tokens": pa.int32(),
         "latency_s": pa.float64(),
@@ -212,7 +212,7 @@ def _rows_of(path: Path) -> Iterator[pa.RecordBatch]:
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
             batch.validate(full=True)  # damaged offsets would lead out of the mapped memory
-            batches.append(batch)
+            batches.append(current_format(batch))
             if sum(batch.num_rows for batch in batches) >= _ROWS_AT_ONCE or index + 1 == reader.num_record_batches:
                 yield _rows(batches, first)
                 first, batches = index + 1, []
@@ -230,9 +230,8 @@ def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
     task, turns = batch.column("task"), batch.column("turns")
     turn_offsets, turn = _flat(turns)
-    query_counts = _lengths(turn.field("queries"))
-    search_offsets, search = _flat(turn.field("retrievals"))
-    row_searches = search_offsets[turn_offsets]
+    call_offsets, call = _flat(turn.field("calls"))
+    row_calls = call_offsets[turn_offsets]
     reasons, answers = batch.column("stop_reason").to_pylist(), batch.column("answer").to_pylist()
     questions, ids = task.field("question").to_pylist(), batch.column("trajectory_id").to_pylist()
     completions, actions = turn.field("completion_text").to_pylist(), turn.field("action").to_pylist()
@@ -252,12 +251,12 @@ def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
         "is_failed": [reason in _FAILED for reason in reasons],
         "is_truncated": [reason in _TRUNCATED for reason in reasons],
         "is_malformed": ["malformed" in actions[start:end] for start, end in bounds],
-        "has_evidence": _evidence(search, row_searches, task.field("supporting_ids").to_pylist(), golden),
+        "has_evidence": _evidence(call, row_calls, task.field("supporting_ids").to_pylist(), golden),
         "num_turns": np.diff(turn_offsets),
-        "num_queries": _sums(query_counts, turn_offsets),
-        "num_cached": _sums(search.field("is_cached").to_numpy(zero_copy_only=False), row_searches),
+        "num_calls": np.diff(row_calls),
+        "num_cached": _sums(call.field("is_cached").to_numpy(zero_copy_only=False), row_calls),
         "num_model_tokens": _sums(turn.field("num_model_tokens").to_numpy(), turn_offsets),
-        "latency_s": _sums(search.field("latency_s").to_numpy(), row_searches),
+        "latency_s": _sums(call.field("latency_s").to_numpy(), row_calls),
         "text": [
             "\n".join((name, question, *completions[start:end], answer, error))
             for name, question, (start, end), answer, error in zip(
@@ -276,16 +275,16 @@ def is_correct(answer: str, golden_answers: tuple[str, ...]) -> bool:
 
 
 def _evidence(
-    search: pa.StructArray, row_searches: NDArray[np.int64], supporting: list[list[str]], golden: list[list[str]]
+    call: pa.StructArray, row_calls: NDArray[np.int64], supporting: list[list[str]], golden: list[list[str]]
 ) -> list[bool | None]:
     """Return per row whether its documents held the evidence; None where that cannot be known.
 
     The evidence is all supporting passages where the task names them, else a document with a golden answer in it.
     """
-    passage_offsets, passages = _flat(search.field("passage_ids"))
-    ids, titles = passages.to_pylist(), search.field("titles").flatten().to_pylist()
-    texts = search.field("texts").flatten().to_pylist() if not all(supporting) else []
-    bounds = passage_offsets[row_searches].tolist()
+    record_offsets, record = _flat(call.field("records"))
+    ids, titles = record.field("id").to_pylist(), record.field("title").to_pylist()
+    texts = record.field("text").to_pylist() if not all(supporting) else []
+    bounds = record_offsets[row_calls].tolist()
     rows: list[bool | None] = []
     for row, (wanted, answers) in enumerate(zip(supporting, golden, strict=True)):
         start, end = bounds[row], bounds[row + 1]
@@ -298,11 +297,11 @@ def _evidence(
     return rows
 
 
-def evidence_flags(task: Task, record: RetrievalRecord) -> list[bool]:
-    """Return for each document of a search whether it is evidence, by the rule of ``has_evidence``."""
-    gold, named = set(task.supporting_ids), _named(task.golden_answers)
-    documents = zip(record.passage_ids, record.titles, record.texts, strict=True)
-    return [bool(found_evidence(gold, (i,), (title,))) if gold else _holds(text, named) for i, title, text in documents]
+def is_evidence(task: Task, record: Record) -> bool:
+    """Return whether a record is evidence, by the rule of ``has_evidence``."""
+    if gold := set(task.supporting_ids):
+        return bool(found_evidence(gold, (record.id,), (record.title,)))
+    return _holds(record.text, _named(task.golden_answers))
 
 
 def _named(golden_answers: Iterable[str]) -> list[str]:
@@ -322,11 +321,6 @@ def _flat(column: pa.ListArray) -> tuple[NDArray[np.int64], pa.Array]:
     """Return the offsets of a list column, from 0, and the values of all its lists."""
     offsets = column.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0], column.flatten()
-
-
-def _lengths(column: pa.ListArray) -> NDArray[np.int64]:
-    lengths: NDArray[np.int64] = np.diff(column.offsets.to_numpy().astype(np.int64))
-    return lengths
 
 
 def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:

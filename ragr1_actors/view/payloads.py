@@ -15,15 +15,15 @@ from tokenizers import Tokenizer
 
 from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.schema import LEARNED_SCHEMA, groups_from_record_batch
+from ragr1_actors.core.schema import LEARNED_SCHEMA, current_format, groups_from_record_batch
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
 from ragr1_actors.view.index import Snapshot
-from ragr1_actors.view.parts import STAGES, evidence_flags, is_correct, map_file
+from ragr1_actors.view.parts import STAGES, is_correct, is_evidence, map_file
 from ragr1_actors.view.queries import OUTCOMES, Found
 
 logger = logging.getLogger(__name__)
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
-_COUNTED = ("num_turns", "num_queries", "num_cached", "num_model_tokens")
+_COUNTED = ("num_turns", "num_calls", "num_cached", "num_model_tokens")
 _MAX_QUESTION_CHARS = 300
 
 
@@ -107,11 +107,14 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
         "turns": [_turn(trajectory.task, turn) for turn in trajectory.turns],
         "answer": trajectory.answer,
         "error": trajectory.error,
+        "variant": trajectory.variant,
+        "parent": trajectory.parent,
         "is_correct": is_correct(trajectory.answer, trajectory.task.golden_answers),
         "metrics": dict(sorted(trajectory.metrics.items())),
         "siblings": siblings,
         "tokens": {
             "pieces": pieces.of(trajectory.token_ids.tolist()),
+            "row_starts": [row.start for row in trajectory.rows],
             "kinds": trajectory.kinds.tolist(),
             "kind_names": [kind.name.lower() for kind in TokenKind],
             "logprobs": trajectory.logprobs.tolist(),
@@ -123,10 +126,12 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
 
 
 def _turn(task: Task, turn: Turn) -> dict[str, Any]:
-    """Return a turn with ``gold`` in each of its searches: whether a document is evidence."""
+    """Return a turn with ``asked`` in each of its calls, and ``gold`` in each record: whether it is evidence."""
     shown = asdict(turn)
-    for found, record in zip(shown["retrievals"], turn.retrievals, strict=True):
-        found["gold"] = evidence_flags(task, record)
+    for made, call in zip(shown["calls"], turn.calls, strict=True):
+        made["asked"] = call.asked
+        for found, record in zip(made["records"], call.records, strict=True):
+            found["gold"] = is_evidence(task, record)
     return shown
 
 
@@ -149,7 +154,7 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
     try:
         batch = pa.ipc.open_file(map_file(path)).get_batch(int(columns["batch"][row]))
         batch.validate(full=True)  # the file may have been damaged since
-        batch = batch.slice(int(columns["row"][row]), 1)
+        batch = current_format(batch.slice(int(columns["row"][row]), 1))
         (group,) = groups_from_record_batch(batch)
         names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
         learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}

@@ -150,7 +150,7 @@ def outcome_mask(snapshot: Snapshot, outcome: str) -> Mask:
         case "wrong":
             return wrong
         case "unsearched":
-            unsearched: Mask = correct & (columns["num_queries"] == 0)
+            unsearched: Mask = correct & (columns["num_calls"] == 0)
             return unsearched
         case "ignored":
             ignored: Mask = wrong & columns["has_evidence"]

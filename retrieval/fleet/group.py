@@ -260,7 +260,7 @@ def _start_retrievers(
 def _start_encoders(
     shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions, hang_timeout_s: float
 ) -> ActorFleet:
-    num_cpus, num_gpus = settings.num_cpus_per_encoder, settings.num_gpus_per_encoder
+    num_cpus, num_gpus = settings.encoders.num_cpus, settings.encoders.num_gpus
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
     arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
     fleet = ActorFleet(

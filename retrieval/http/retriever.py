@@ -32,8 +32,8 @@ from pydantic import Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
-from ragr1_actors.core.config import Section
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
+from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise, valid_unicode
 from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal

@@ -66,7 +66,9 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     from huggingface_hub.errors import StrictDataclassError
 
     from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
+    from ragr1_actors.core.models.process_memory import limit_kernel_caches
 
+    limit_kernel_caches()
     try:
         with _without_output():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from envs.actions import ANY_TAG, THINK
 from envs.observations import control_tokens, defuse
-from ragr1_actors.core.config import PolicySettings
+from ragr1_actors.core.config import PolicySettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
+from ragr1_actors.core.weight_transport import choose_transport
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
@@ -56,6 +57,21 @@ class EngineSettings:
     """Whether code in the policy's folder may be run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
+
+    @classmethod
+    def of(cls, config: SamplerConfig, version: int) -> EngineSettings:
+        """Return those of a recipe; ``version`` is that of the weights in the policy's folder."""
+        settings = config.env_runners
+        return cls(
+            max_rows=settings.max_concurrent_trajectories,
+            max_context_tokens=settings.max_context_tokens,
+            dtype=config.policy.dtype,
+            device="cuda" if settings.num_gpus_per_env_runner else "cpu",
+            version=version,
+            sleeps=choose_transport(config) == "ipc",
+            trust_remote_code=config.policy.trust_remote_code,
+            options=settings.engine_options,
+        )
 
 
 class PolicyTokenizer:

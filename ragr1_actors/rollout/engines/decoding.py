@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ragr1_actors.core.models.freed_memory import release_cache
 from ragr1_actors.core.models.huggingface import Cache, CacheLayerMixin, PretrainedConfig
+from ragr1_actors.core.models.process_memory import release_cache
 from ragr1_actors.core.types import Completion, OnText, Sampling
 
 _BLOCK = 64

@@ -26,7 +26,7 @@ from ragr1_actors.core.errors import EngineError, one_line
 from ragr1_actors.core.models.huggingface import PreTrainedModel
 from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
+from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
@@ -124,10 +124,11 @@ class TransformersEngine:
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in between two passes; every trajectory's cache is then computed again."""
-        arrays = {name: np.array(value) for name, value in weights.items() if name != BASE_KEY}
-        state = {name: as_weight(torch.from_numpy(value)) for name, value in arrays.items()}
+        arrays = ((name, value) for name, value in weights.items() if name != BASE_KEY)
         await self.start_weight_update()
-        self._receive(state, str(weights.get(BASE_KEY, "")))
+        for part in in_parts(arrays, PART_BYTES):  # the object store's are read-only, which torch warns of: copied
+            state = {name: as_weight(torch.from_numpy(np.array(value))) for name, value in part.items()}
+            self._receive(state, str(weights.get(BASE_KEY, "")))
         await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import re
 
-from ragr1_actors.core.types import RetrievalRecord, Trajectory
+from ragr1_actors.core.types import ToolCall, Trajectory
 
 MAX_CHARS = 600
-"""Of the text of a passage."""
+"""Of the text of a record."""
 
 
 def as_markdown(trajectory: Trajectory) -> str:
-    """Return question, turns with their searches, and answer. What policy and corpus wrote is in code blocks."""
+    """Return question, turns with their calls, and answer. What policy and corpus wrote is in code blocks."""
     task = trajectory.task
     lines = [f"**question** {_block(task.question)}", f"**gold answers** {_block(' | '.join(task.golden_answers))}"]
     for number, turn in enumerate(trajectory.turns, start=1):
         lines.append(f"**turn {number}, {turn.num_model_tokens} tokens** {_block(turn.completion_text)}")
-        lines += [_found(found) for found in turn.retrievals]
+        lines += [_called(call) for call in turn.calls]
     end = f"**answer, reward {trajectory.reward:g}, {trajectory.stop_reason.value}**"
     lines.append(f"{end} {_block(trajectory.answer)}")
     return "\n\n".join(lines)
 
 
-def _found(found: RetrievalRecord) -> str:
-    passages = [
-        f"{score:.3f}  {title}: {text[:MAX_CHARS]}"
-        for title, text, score in zip(found.titles, found.texts, found.scores, strict=True)
-    ]
-    return f"**search** {_block(found.query)}\n\n{_block(chr(10).join(passages))}"
+def _called(call: ToolCall) -> str:
+    records = [f"{record.score:.3f}  {record.title}: {record.text[:MAX_CHARS]}" for record in call.records]
+    result = "\n".join(filter(None, (call.result[:MAX_CHARS], *records)))
+    return f"**{call.tool}** {_block(call.asked)}\n\n{_block(result)}"
 
 
 def _block(text: str) -> str:

@@ -218,6 +218,11 @@ def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith((*TIMING_PREFIXES, INCIDENTS))}
 
 
+def ratio(means: Mapping[str, float], over: str, under: str) -> float:
+    """Return one mean divided by another; 0 where that one is 0 or is not there."""
+    return means[over] / means[under] if means.get(under) else 0.0
+
+
 def mean_over(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Average each name over the mappings that have it.
 

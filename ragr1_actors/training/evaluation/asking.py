@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from envs.measures import num_queries, num_rounds, searches
 from ragr1_actors.core.types import Task, Trajectory, Turn
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest
-from ragr1_actors.rollout.task_sampler import Issue
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.training.evaluation.evaluated_policy import index_of, sampler_config
@@ -109,9 +111,9 @@ def answer_as_json(trajectory: Trajectory) -> dict[str, Any]:
         "error": trajectory.error,
         "counts": {
             "turns": len(trajectory.turns),
-            "rounds": trajectory.num_search_rounds,
-            "queries": trajectory.num_queries,
-            "documents": sum(len(found.passage_ids) for turn in trajectory.turns for found in turn.retrievals),
+            "rounds": int(num_rounds(trajectory)),
+            "queries": int(num_queries(trajectory)),
+            "documents": sum(len(call.records) for call in trajectory.calls),
             "model_tokens": trajectory.num_model_tokens,
             "context_tokens": trajectory.num_tokens,
         },
@@ -119,9 +121,7 @@ def answer_as_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _turn_as_json(turn: Turn) -> dict[str, Any]:
-    documents = [
-        {"query": found.query, "id": id_, "title": title, "text": text, "score": score}
-        for found in turn.retrievals
-        for id_, title, text, score in zip(found.passage_ids, found.titles, found.texts, found.scores, strict=True)
-    ]
-    return {"text": turn.completion_text, "action": turn.action, "queries": list(turn.queries), "documents": documents}
+    calls = searches(turn.calls)
+    queries = [call.asked for call in calls]
+    documents = [{"query": call.asked, **asdict(record)} for call in calls for record in call.records]
+    return {"text": turn.completion_text, "action": turn.action, "queries": queries, "documents": documents}

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.leftovers import scratch_folder
-from envs.tasks.files import load_tasks, overlap
-from envs.tasks.paths import NamedTasks, shown, task_files
+from envs.base import ENVS, TextEnv
+from envs.measures import MEASURES, RATIOS
+from envs.sources import TaskSources
+from envs.tasks.files import overlap
+from envs.tasks.paths import NamedTasks, shown
 from envs.tasks.published_sets import load_sets
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.progress_bar import Shown, unseen
-from ragr1_actors.core.resolve import WORLD
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
-from ragr1_actors.rollout.env_runner import GroupSummary, engine_settings
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, describe_loading
+from ragr1_actors.rollout.summary import GroupSummary
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
     EvalSettings,
@@ -39,7 +43,7 @@ from ragr1_actors.runs.scores import (
     score,
     tasks_digest,
 )
-from ragr1_actors.runs.telemetry.metrics import mean_over
+from ragr1_actors.runs.telemetry.metrics import mean_over, ratio
 from ragr1_actors.training.data import prepare_index, split_tasks
 from ragr1_actors.training.evaluation.evaluated_policy import (
     EvalRequest,
@@ -182,6 +186,8 @@ class _Pass:
             subject.decoding,
         )
         self._temperature = subject.temperature
+        environment: type[TextEnv] = load_object(subject.config.environment.env, ENVS)
+        self._own = tuple(name for name in environment.measures if name not in MEASURES)
         self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
         self.num_failed = 0
 
@@ -197,7 +203,7 @@ class _Pass:
         def on_group(group: FinishedGroup) -> None:
             if not group.summary.num_failed:
                 (sampled,) = groups_from_record_batch(group.batch)
-                self.scores.append(score(sampled.trajectories[0]))
+                self.scores.append(score(sampled.trajectories[0], self._own))
                 if self._out is not None:
                     append_score(self._out, self.scores[-1])
                 on_task()
@@ -222,10 +228,10 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
     check_gpus(config)
     check_sampler(config, has_index=subject.place is not None)
     retrieval = config.retrieval
-    searches_world = needs_index(retrieval.type) and not retrieval.index and retrieval.corpus == WORLD
-    if which.tasks is not None and subject.place is None and searches_world:
+    has_no_index = needs_index(retrieval.type) and not retrieval.index and not retrieval.corpus
+    if which.tasks is not None and subject.place is None and has_no_index:
         raise DataError(
-            "no index is named, and the generated world has no passages about these tasks; name one with --index, or a "
+            "no index is named, and the recipe's own passages are not about these tasks; name one with --index, or a "
             "server with retrieval.type=http"
         )
 
@@ -236,7 +242,7 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     config = subject.config
     check_services(config)
     if config.env_runners.engine == "endpoint":
-        asyncio.run(EndpointEngine("", EndpointTokenizer(), engine_settings(config, 0)).probe())
+        asyncio.run(EndpointEngine("", EndpointTokenizer(), EngineSettings.of(config, 0)).probe())
     with scratch_folder() as scratch:
         place = subject.place.path if subject.place is not None else scratch
         index_dir = prepare_index(config, place)
@@ -248,9 +254,22 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
 
 def _result(whole: _Pass) -> EvalResult:
     mean = mean_over([{name: float(getattr(one, name)) for name in _IN_RESULT} for one in whole.scores])
-    queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
-    num_tasks, num_failed = len(whole.scores), whole.num_failed
-    return EvalResult(**mean, queries_per_round=queries_per_round, num_tasks=num_tasks, num_failed=num_failed)
+    own = mean_over([one.measures for one in whole.scores])
+    return _from_means(mean, len(whole.scores), whole.num_failed, own)
+
+
+def _from_means(mean: Mapping[str, float], num_tasks: int, num_failed: int, own: dict[str, float]) -> EvalResult:
+    return EvalResult(
+        em=mean["em"],
+        f1=mean["f1"],
+        rounds=mean["rounds"],
+        queries_per_round=ratio(mean, *RATIOS["queries_per_round"]),
+        queries=mean["queries"],
+        tokens=mean["tokens"],
+        num_tasks=num_tasks,
+        num_failed=num_failed,
+        measures=own,
+    )
 
 
 def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
@@ -262,11 +281,13 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     environment = subject.run.environment
     if not subject.folder:
         return None
-    if environment.tasks == WORLD or not _are_here(environment.tasks):
+    sources = TaskSources.open(environment.tasks, environment)
+    if len(sources.files) < len(sources.named) or not _are_here(sources):
         return None
+    held_out = TaskSources.open(environment.eval_tasks, environment, whole=True)
     try:
-        if environment.eval_tasks and not _are_here(environment.eval_tasks):
-            trained = load_tasks(environment.tasks).tasks
+        if environment.eval_tasks and not _are_here(held_out):
+            trained = sources.tasks("train", subject.run.debugging.seed)
         else:
             trained, _, _ = split_tasks(subject.run, subject.run.evaluation.num_tasks)
     except DataError as error:  # the evaluation does not need the file
@@ -275,12 +296,14 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
     return len(overlap(trained, tasks))
 
 
-def _are_here(named: NamedTasks) -> bool:
+def _are_here(sources: TaskSources) -> bool:
     """Return whether the task files of a run are on this machine, too."""
     try:
-        return bool(task_files(named))
+        for files in sources.files:
+            files.check_files()
     except DataError:
         return False
+    return True
 
 
 def evaluation_tasks(
@@ -297,7 +320,8 @@ def evaluation_tasks(
         loaded = load_sets(tasks, data)
         logger.warning("%s", loaded.report)  # not only what is left out: how the files were read, too
         return loaded.tasks[:num_tasks]
-    if count > num_held_out and environment.tasks != WORLD and not environment.eval_tasks:
+    is_split = not TaskSources.open(environment.tasks, environment).tasks("eval", 0) and not environment.eval_tasks
+    if count > num_held_out and is_split:
         raise DataError(
             f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
             "fewer, or name a file with --tasks"
@@ -306,10 +330,12 @@ def evaluation_tasks(
     return held_out[:count]
 
 
-def eval_result(summaries: Sequence[GroupSummary], num_failed: int) -> EvalResult:
-    """Average the groups without a failed trajectory; ``num_failed`` tasks have none."""
+def eval_result(summaries: Sequence[GroupSummary], num_failed: int, measures: Iterable[str] = ()) -> EvalResult:
+    """Average the groups without a failed trajectory; ``num_failed`` tasks have none.
+
+    ``measures`` names those of the environment, ``TextEnv.measures``.
+    """
     answered = [summary for summary in summaries if not summary.num_failed]
     mean = mean_over([summary.means for summary in answered])
-    per_task = {name: mean[name] for name in _IN_RESULT}
-    queries_per_round = mean["queries"] / mean["rounds"] if mean["rounds"] else 0.0
-    return EvalResult(**per_task, queries_per_round=queries_per_round, num_tasks=len(answered), num_failed=num_failed)
+    own = {name: mean[name] for name in measures if name not in MEASURES}
+    return _from_means(mean, len(answered), num_failed, own)

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.storage import is_uri
+from envs.base import search_options
 from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
-from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.config import EncoderActors, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
 from ragr1_actors.runs.places import INDEX, Place
@@ -31,15 +32,15 @@ from retrieval.base import needs_index
 
 Baseline = Literal["direct", "rag", "single-query"]
 BASELINES: dict[Baseline, dict[str, Any]] = {
-    "direct": {"env": "direct", "prompt": DIRECT_PROMPT, "max_turns": 1},
-    "rag": {"env": "rag", "prompt": RAG_PROMPT, "max_turns": 1},
-    "single-query": {"max_queries_per_turn": 1, "query_format": "single"},
+    "direct": {"options": {"mode": "direct"}, "prompt": DIRECT_PROMPT, "max_turns": 1},
+    "rag": {"options": {"mode": "rag"}, "prompt": RAG_PROMPT, "max_turns": 1},
+    "single-query": {"options": {"max_queries_per_turn": 1, "query_format": "single"}},
 }
-"""What each changes in the section ``environment``."""
+"""What each changes in the section ``environment``; its options beside those that they do not name."""
 NO_RETRIEVER = "envs.baselines:NoRetriever"
 ENDPOINT_CONCURRENCY = 8
 """Requests at the same time, unless ``--concurrency`` says otherwise: most endpoints limit their rate."""
-_NOT_IN_DIGEST = {"tasks", "eval_tasks", "world_seed", "reward"}
+_NOT_IN_DIGEST = {"options", "tasks", "eval_tasks", "reward"}
 _SHAPES_ANSWERS = {
     "env_runners": ("engine", "max_context_tokens", "max_new_tokens_per_turn"),
     "retrieval": ("type", "options", "encoder", "reranker"),
@@ -49,7 +50,7 @@ _SHAPES_ANSWERS = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible chat endpoint; see ``EndpointOptions`` for the fields."""
+    """An OpenAI-compatible chat endpoint; see ``EndpointSettings`` for the fields."""
 
     url: str
     model: str
@@ -112,7 +113,11 @@ class EvaluatedPolicy:
     def digest(self) -> str:
         """Return 16 hexadecimal characters over the settings that shape an answer."""
         sections = self.config.model_dump(mode="json")
-        environment = sections["environment"]
+        options = search_options(self.config.environment).model_dump(mode="json")
+        mode = options.pop("mode")
+        environment = sections["environment"] | options
+        if mode != "search":  # as in the last release, in whose files of scores digests are
+            environment["env"] = mode
         shaping: dict[str, Any] = {
             name: {key: sections[name][key] for key in keys} for name, keys in _SHAPES_ANSWERS.items()
         }
@@ -131,18 +136,19 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
     place, folder = _find(request)
     run = resolve(override(_sections(request, place), request.overrides))
     changes = _changes(request, run)
-    _check_overrides(request, run, changes | {"policy": {"model": folder}})
+    searches_index = request.index is not None or (place is not None and needs_index(run.retrieval.type))
+    _check_overrides(request, run, changes | {"policy": {"model": folder}}, searches_index)
     retrieval = changes["retrieval"]
     if request.baseline == "direct":
-        retrieval |= {"type": NO_RETRIEVER, "options": {}, "index": "", "autoscaling": {}, "encoder_autoscaling": {}}
-    elif request.index is not None or (place is not None and needs_index(run.retrieval.type)):
+        retrieval |= {
+            "type": NO_RETRIEVER,
+            "options": {},
+            "index": "",
+            "autoscaling": None,
+            "encoders": EncoderActors(),
+        }
+    elif searches_index:
         retrieval["index"] = str(request.index or index_of(run, place))
-        if "retrieval.corpus" in _named(request):
-            corpus = shortened(run.retrieval.corpus)
-            raise ConfigError(
-                f"got retrieval.corpus={corpus}, which has no effect where an index is searched; make one of it, ragr1 "
-                f"index build --corpus {corpus} --out DIR, and name it with --index DIR"
-            )
         if request.index is not None and "retrieval.encoder" not in _named(request):
             retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
     changes["policy"] = {"model": folder} if folder and place is None else {}
@@ -199,6 +205,8 @@ def _sections(request: EvalRequest, place: Place | None) -> Sections:
 def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
     """Return what the request changes in the settings, by section."""
     environment: dict[str, Any] = dict(BASELINES[request.baseline]) if request.baseline else {}
+    if "options" in environment:
+        environment["options"] = run.environment.options | environment["options"]
     named = _named(request)
     if request.prompt is not None:
         environment["prompt"] = _read_prompt(request.prompt)
@@ -230,7 +238,9 @@ def _named(request: EvalRequest) -> set[str]:
     return {assignment.partition("=")[0] for assignment in request.overrides}
 
 
-def _check_overrides(request: EvalRequest, run: RunConfig, changes: dict[str, dict[str, Any]]) -> None:
+def _check_overrides(
+    request: EvalRequest, run: RunConfig, changes: dict[str, dict[str, Any]], searches_index: bool
+) -> None:
     """Refuse an override that would have no effect.
 
     Two may be there: the environment's give way to ``--baseline`` and ``--prompt``, so that both sides of a comparison
@@ -248,6 +258,12 @@ def _check_overrides(request: EvalRequest, run: RunConfig, changes: dict[str, di
         raise ConfigError(
             "got env_runners.top_p, which has no effect on greedy answers; set env_runners.temperature too, or leave "
             "it out"
+        )
+    if searches_index and request.baseline != "direct" and "retrieval.corpus" in named:
+        corpus = shortened(run.retrieval.corpus)
+        raise ConfigError(
+            f"got retrieval.corpus={corpus}, which has no effect where an index is searched; make one of it, ragr1 "
+            f"index build --corpus {corpus} --out DIR, and name it with --index DIR"
         )
 
 

@@ -20,7 +20,8 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 
-from envs.world import make_world
+from envs.base import search_options
+from envs.sources import is_source
 from learners.deepspeed.memory import (
     CUDA_CONTEXT_BYTES,
     ELEMENT_BYTES,
@@ -30,14 +31,16 @@ from learners.deepspeed.memory import (
     rank_memory,
     trained_parameters,
 )
-from ragr1_actors.core.config import RunConfig, read_tiny
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.core.resolve import STATIC, TINY, WORLD
+from ragr1_actors.core.resolve import STATIC
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
+from ragr1_actors.training.planning.corpus import corpus_of
 from ragr1_actors.training.planning.gpus import num_gpus_here, reserved_gpus
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from ragr1_actors.training.planning.remedies import find_remedy, place_changes, search_changes
+from ragr1_actors.training.planning.tiny_policy import policy_maker
 from retrieval.base import needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
@@ -211,8 +214,8 @@ def count_passages(config: RunConfig) -> int:
         return 0
     if retrieval.index:
         return Manifest.read(retrieval.index).count
-    if retrieval.corpus == WORLD:
-        return len(make_world(config.environment.world_seed).passages)
+    if not retrieval.corpus or is_source(retrieval.corpus):
+        return sum(1 for _ in corpus_of(config))
     try:
         with Path(retrieval.corpus).open("rb") as file:
             return ceil(file.seek(0, os.SEEK_END) / PASSAGE_BYTES)
@@ -269,21 +272,8 @@ class _Run:
 
     @cached_property
     def shape(self) -> ModelShape:
-        policy = self.config.policy
-        if policy.model != TINY:
-            return ModelShape.of(policy.model)
-        sizes = read_tiny(policy)
-        return ModelShape(
-            hidden_size=sizes.hidden_size,
-            intermediate_size=2 * sizes.hidden_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_heads,
-            head_dim=sizes.hidden_size // sizes.num_heads,
-            vocab_size=sizes.vocab_size,
-            is_tied=True,
-            has_qkv_bias=True,
-        )
+        maker = policy_maker(self.config.policy)
+        return ModelShape.of(self.config.policy.model) if maker is None else maker.shape
 
     @cached_property
     def encoder(self) -> EncoderShape | None:
@@ -472,7 +462,7 @@ class _Run:
         environment = self.config.environment
         turns = (environment.max_turns + 1) / 2
         num_retrievers = max(1, self.config.retrieval.num_retrievers)
-        most_at_once = self._num_trajectories() * environment.max_queries_per_turn
+        most_at_once = self._num_trajectories() * search_options(environment).max_queries_per_turn
         in_flight = min(_MAX_BATCH, ceil(most_at_once / num_retrievers))
         search_s = most_at_once * (turns - 1) / in_flight * self._batch_s(in_flight) / num_retrievers
         gpu = self.machine.gpu
@@ -508,8 +498,8 @@ class _Run:
         else:
             scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
         if retrieval.num_encoders:
-            on_gpu = retrieval.num_gpus_per_encoder > 0 and gpu is not None
-            flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.num_cpus_per_encoder) * CORE_FLOPS
+            on_gpu = retrieval.encoders.num_gpus > 0 and gpu is not None
+            flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.encoders.num_cpus) * CORE_FLOPS
         encoding = encode_s(self.encoder, num_queries, TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
         return encoding + scan
 

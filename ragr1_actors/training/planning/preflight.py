@@ -10,20 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import is_uri, without_secrets
-from envs.base import ENVS, REWARDS, TextEnv
-from envs.tasks.files import load_tasks
-from envs.tasks.paths import NamedTasks, task_files
+from envs.base import ENVS, TextEnv, read_options, search_options
+from envs.measures import MEASURES
+from envs.rewards import REWARDS, Reward
+from envs.sources import SOURCES, TaskSources, is_source
 from envs.teacher import load_demonstrations
 from learners.options import LEARNERS, learner_options
-from ragr1_actors.core.config import RETRIEVAL_TYPES, RunConfig, SamplerConfig, TrainingSettings
-from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.config import (
+    RETRIEVAL_TYPES,
+    EnvironmentSettings,
+    EnvRunnerSettings,
+    ModelSettings,
+    RunConfig,
+    SamplerConfig,
+    TaskNames,
+)
+from ragr1_actors.core.errors import ConfigError, UserError, nearest
 from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
-from ragr1_actors.core.resolve import CORRECT, MIXTURE, TINY, WORLD, load_object, named_folder, path_of
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
 from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
+from ragr1_actors.rollout.engines.chat_client import open_models
+from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
+from ragr1_actors.training.curriculum import CURRICULA, Curriculum, make_curriculum
+from ragr1_actors.training.planning.corpus import corpus_of
 from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
+from ragr1_actors.training.planning.tiny_policy import POLICIES, policy_maker
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.local import named_index
 
@@ -42,21 +56,27 @@ def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool 
         DataError: ``retrieval.index`` names a directory without an index, or an index of another encoder; or a file of
             tasks or demonstrations is damaged.
     """
+    environment, demonstrations = config.environment, config.sft.demonstrations
+    check_classes(config)
+    _check_tasks("environment.tasks", environment.tasks, environment)
+    if environment.eval_tasks:
+        _check_tasks("environment.eval_tasks", environment.eval_tasks, environment)
     check_sampler(config, has_index=has_index, has_policy=has_policy)
     if config.env_runners.engine == "endpoint":
         raise ConfigError(
             "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
             "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
         )
-    environment, demonstrations = config.environment, config.sft.demonstrations
-    if environment.tasks != WORLD:
-        _check_tasks("environment.tasks", environment.tasks, WORLD)
-        load_tasks(environment.tasks)
-    if environment.eval_tasks:
-        _check_tasks("environment.eval_tasks", environment.eval_tasks)
-        load_tasks(environment.eval_tasks, whole=True)
+    check_curriculum(environment)
+    _check_best_metric(config)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
-        load_demonstrations(demonstrations, environment.query_format)
+        load_demonstrations(demonstrations, search_options(environment).query_format)
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    metric, known = config.checkpointing.best_metric, {**MEASURES, **check_environment(config.environment.env).measures}
+    if metric and metric not in known:
+        raise ConfigError(f"checkpointing.best_metric: got {metric!r}{nearest(metric, known)}")
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:
@@ -87,8 +107,9 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy:
     check_classes(config)
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
+    policy_maker(config.policy)
     model = config.policy.model
-    if not has_policy and (policy := _model_folder("policy.model", model, "Qwen/Qwen2.5-7B", TINY)) is not None:
+    if not has_policy and (policy := _model_folder("policy.model", model, "Qwen/Qwen2.5-7B", *POLICIES)) is not None:
         check_code(policy, trusted=config.policy.trust_remote_code)
         _check_model(policy, trusted=config.policy.trust_remote_code)
         check_tokenizer(config)
@@ -101,10 +122,10 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy:
             f"retrieval.options: the URI {without_secrets(run)} has credentials, which would be stored with the run; "
             "put them into the environment"
         )
-    if not needs_index(retrieval.type) and (retrieval.autoscaling or retrieval.encoder_autoscaling):
+    if not needs_index(retrieval.type) and (retrieval.autoscaling or retrieval.encoders.autoscaling):
         raise ConfigError(
             f"retrieval.autoscaling: got settings with retrieval.type={retrieval.type}, which has no actors to scale; "
-            "leave autoscaling and encoder_autoscaling empty"
+            "leave autoscaling and encoders.autoscaling empty"
         )
     if retrieval.type in SHARED_KEYS:  # it reads its options when it is made
         shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
@@ -113,17 +134,26 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy:
         named_index(retrieval)
     elif needs_index(retrieval.type) and not has_index:
         expected = "a corpus file, or retrieval.index=FOLDER of an index that is built"
-        _is_file("retrieval.corpus", retrieval.corpus, expected, WORLD)
+        if not retrieval.corpus or is_source(retrieval.corpus):
+            corpus_of(config)
+        else:
+            _is_file("retrieval.corpus", retrieval.corpus, expected, *SOURCES)
 
 
 def check_classes(config: SamplerConfig) -> None:
     """Check the names of classes and functions, custom ones too; ``ConfigError`` on one that cannot be used."""
     check_environment(config.environment.env)
-    _check_reward(config.environment.reward)
-    _check_engine(config.env_runners.engine)
+    read_options(config.environment)
+    _load("environment.reward", config.environment.reward, REWARDS)
+    Reward(config.environment)
+    open_models(config.environment.models)
+    for name, settings in config.environment.models.items():
+        _check_asked(name, settings)
+    _check_engine("env_runners.engine", config.env_runners.engine)
+    check_strategy(config.env_runners)
     _check_retrieval_type(config.retrieval.type)
     if isinstance(config, RunConfig):
-        _check_learner(config.training)
+        _check_learner(config)
 
 
 def check_environment(name: str) -> type[TextEnv]:
@@ -133,26 +163,46 @@ def check_environment(name: str) -> type[TextEnv]:
     return found
 
 
-def _check_reward(name: str) -> None:
-    key, reward = "environment.reward", _load("environment.reward", name, REWARDS)
-    expected = "a function (task, answer) -> float"
-    if not callable(reward) or isinstance(reward, type):
-        raise _wrong_kind(key, name, reward, expected)
-    if inspect.iscoroutinefunction(reward):
-        raise ConfigError(f"{key}: {name} is a coroutine function, expected {expected}; leave async out")
-    _check_signature(key, name, reward, "(task, answer)", 2)
+def check_strategy(settings: EnvRunnerSettings) -> RolloutStrategy:
+    """Return the strategy; ``ConfigError`` if it is no ``RolloutStrategy``, takes other input, or cannot be made."""
+    key, name = "env_runners.strategy", settings.strategy
+    _check_class(key, name, _load(key, name, STRATEGIES), RolloutStrategy, "(options)", 1)
+    strategy = make_strategy(settings)
+    _check_signature(key, f"{name}.sample", strategy.sample, "(request, play)", 2)
+    if not inspect.iscoroutinefunction(strategy.sample):
+        raise ConfigError(f"{key}: {named(strategy.sample)} is plain, expected async def")
+    return strategy
 
 
-def _check_engine(name: str) -> None:
+def check_curriculum(environment: EnvironmentSettings) -> Curriculum:
+    """Return the curriculum; ``ConfigError`` if it is no ``Curriculum``, takes other input, or cannot be made."""
+    key, name = "environment.curriculum", environment.curriculum
+    _check_class(key, name, _load(key, name, CURRICULA), Curriculum, "(options)", 1)
+    curriculum = make_curriculum(environment)
+    _check_signature(key, f"{name}.order", curriculum.order, "(rest, stats, epoch, rng)", 4)
+    _check_signature(key, f"{name}.skip", curriculum.skip, "(task, stats)", 2)
+    return curriculum
+
+
+def _check_asked(name: str, settings: ModelSettings) -> None:
+    key = f"environment.models.{name}"
+    if settings.engine == "endpoint":
+        raise ConfigError(f"{key}.engine: got endpoint; leave it empty, and give the address as {key}.url")
+    if settings.engine:
+        _check_engine(f"{key}.engine", settings.engine)
+        _model_folder(f"{key}.model", settings.model, "Qwen/Qwen2.5-7B-Instruct")
+
+
+def _check_engine(key: str, name: str) -> None:
     if name not in ENGINES:
-        key, engine = "env_runners.engine", _load("env_runners.engine", name, ENGINES)
+        engine = _load(key, name, ENGINES)
         expected = f"a class with the methods {', '.join(_ENGINE_METHODS)}, see {Engine.__module__}"
         _check_methods(key, name, engine, _ENGINE_METHODS, expected)
         _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
 
 
-def _check_learner(training: TrainingSettings) -> None:
-    key, name = "training.algorithm", training.algorithm
+def _check_learner(config: RunConfig) -> None:
+    key, name = "training.algorithm", config.training.algorithm
     if name == "sft":
         raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
     if name not in LEARNERS:
@@ -160,7 +210,7 @@ def _check_learner(training: TrainingSettings) -> None:
         from learners.learner import Learner  # torch and transformers: only to check a custom class
 
         _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
-    learner_options(training)
+    learner_options(config.training).check(config)
 
 
 def _check_retrieval_type(name: str) -> None:
@@ -249,12 +299,21 @@ def check_tokenizer(config: SamplerConfig) -> None:
         )
 
 
-def _check_tasks(key: str, named: NamedTasks, *words: str) -> None:
-    """Raise a ``ConfigError`` that begins with ``key`` if the task files that it names are not there."""
+def _check_tasks(key: str, named: TaskNames, environment: EnvironmentSettings) -> None:
+    """Raise a ``ConfigError`` that begins with ``key`` if a source or file that it names is not there.
+
+    All tasks are read once: ``DataError`` if a file is damaged, or a source raises or returns what are no tasks.
+    """
+    is_eval = key.endswith("eval_tasks")
     try:
-        task_files(named, *words)
-    except DataError as error:
+        sources = TaskSources.open(named, environment, whole=is_eval)
+        for files in sources.files:
+            files.check_files()
+    except UserError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if not is_eval:
+        sources.tasks("train", seed=0)
+    sources.tasks("eval", seed=0)
 
 
 def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
@@ -286,7 +345,7 @@ def _check_class(key: str, name: str, found: Any, base: type, arguments: str, co
         raise _wrong_kind(key, name, found, f"a subclass of {base.__name__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(f"{key}: {name} lacks the methods {', '.join(missing)}; write them")
+        raise ConfigError(f"{key}: {name} lacks the methods {', '.join(missing)}; write them{_at(found)}")
     _check_signature(key, name, found, arguments, count)
 
 
@@ -295,14 +354,15 @@ def _check_methods(key: str, name: str, found: Any, methods: Sequence[str], expe
         raise _wrong_kind(key, name, found, expected)
     missing = [method for method in methods if not callable(inspect.getattr_static(found, method, None))]
     if missing:
-        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}")
+        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}{_at(found)}")
 
 
 def _check_signature(key: str, name: str, function: Callable[..., Any], arguments: str, count: int) -> None:
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError as error:
-        raise ConfigError(f"{key}: {name} cannot be called with {arguments}: {error}; let it take these") from error
+        advice = f"let it take these{_at(function)}"
+        raise ConfigError(f"{key}: {name} cannot be called with {arguments}: {error}; {advice}") from error
     except ValueError:  # written in C, without a signature
         return
 
@@ -312,4 +372,10 @@ def _wrong_kind(key: str, name: str, found: Any, expected: str) -> ConfigError:
         kind = f"the class {found.__name__}"
     else:
         kind = "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
-    return ConfigError(f"{key}: {name} is {kind}, expected {expected}")
+    return ConfigError(f"{key}: {name} is {kind}, expected {expected}{_at(found)}")
+
+
+def _at(written: Any) -> str:
+    """Return where a user's class or function is written, as the end of a message."""
+    place = place_of(written)
+    return place and f" ({place})"

@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ragr1_actors.core.config import QueryFormat
+from envs.options import QueryFormat
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.training.planning.pace import EnginePace, SearchPace
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop

@@ -15,10 +15,13 @@ from math import fsum
 import pyarrow as pa
 
 from cluster.autoscaler import FleetState
+from envs.base import search_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.env_runner import EnvRunner, GroupRequest, summarize
+from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.summary import summarize
 from ragr1_actors.training.planning.pace import Pace
 from ragr1_actors.training.simulation.engine import LoadAt, SimulatedEngine, SimulatedReplica
 from ragr1_actors.training.simulation.virtual_time import VirtualLoop
@@ -47,8 +50,9 @@ class SimulatedRetrievers:
         """Start with ``num_replicas`` that are ready."""
         rng = random.Random(f"retrievers {config.debugging.seed}")
         self._pace, self._settings, self._rng = pace.search, config.retrieval, rng
-        text = "x" * max(1, round(workload.passage_tokens * CHARACTERS_PER_TOKEN / config.environment.top_k))
-        found = [Passage(f"p{i}", "title", text, 1.0) for i in range(config.environment.top_k)]
+        top_k = search_options(config.environment).top_k
+        text = "x" * max(1, round(workload.passage_tokens * CHARACTERS_PER_TOKEN / top_k))
+        found = [Passage(f"p{i}", "title", text, 1.0) for i in range(top_k)]
         self._hits = Hits(found, index_version="simulated")
         self._replicas: dict[str, tuple[SimulatedReplica, _Life]] = {}
         self._lives: list[_Life] = []
@@ -318,9 +322,8 @@ class SimulatedRunners:
         now_s, number = self._loop.time(), len(self._lives)
         life = _Life(now_s, now_s + after_s)
         self._lives.append(life)
-        engine = SimulatedEngine(
-            self._loop, self._pace.engine, self._config.environment.query_format, self._load_at, self._version
-        )
+        query_format = search_options(self._config.environment).query_format
+        engine = SimulatedEngine(self._loop, self._pace.engine, query_format, self._load_at, self._version)
         runner = EnvRunner(self._config, CountingTokenizer(), self._retrievers.client(number), engine)
         self._runners.append(_Runner(number, runner, engine, life))
         if after_s:

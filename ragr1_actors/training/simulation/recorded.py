@@ -100,14 +100,14 @@ def _finished(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 def _attempt(trajectory: Trajectory) -> Attempt:
     turns = tuple(
-        TurnShape(turn.num_model_tokens, len(turn.queries), sum(found.is_cached for found in turn.retrievals))
+        TurnShape(turn.num_model_tokens, len(turn.calls), sum(call.is_cached for call in turn.calls))
         for turn in trajectory.turns
     )
     return Attempt(turns, is_right=trajectory.reward >= 0.5)
 
 
 def _passage_tokens(trajectories: Sequence[Trajectory]) -> float:
-    num_queries = sum(trajectory.num_queries for trajectory in trajectories)
+    num_queries = sum(len(trajectory.calls) for trajectory in trajectories)
     num_tokens = sum(int((trajectory.kinds == TokenKind.OBSERVATION).sum()) for trajectory in trajectories)
     return num_tokens / max(1, num_queries)
 
@@ -137,7 +137,7 @@ def _search_pace(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
     What the median query took besides the mean batch is overhead: of the calls, and of an engine in the same process.
     """
-    latencies = [r.latency_s for t in trajectories for turn in t.turns for r in turn.retrievals if not r.is_cached]
+    latencies = [call.latency_s for t in trajectories for call in t.calls if not call.is_cached]
     usual_s = median(latencies) if latencies else 0.0
     sizes, each_s, weights = [], [], []
     for before, after in pairwise(row for row in rows if row.get("retrieval/retriever_batch")):

@@ -2,7 +2,7 @@
 
 ::
 
-    BatchCollector, TaskSampler, GroupBuffer                 the trainer's
+    BatchCollector, TaskLedger, GroupBuffer                  the trainer's
     EnvRunner, run_trajectory, SearchEnv, Batcher, Arrow     the fleets'
     engines, retrievers, learner                             scripted: they take the time that a Pace says
 """
@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import fsum
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
@@ -72,7 +72,7 @@ class Simulation:
     iterations: tuple[Iteration, ...]
     """Without those of the warm-up."""
     tasks: dict[str, int]
-    """The books of the task sampler, with the tasks that are ``outstanding``."""
+    """The books of the task ledger, with the tasks that are ``outstanding``."""
     num_batch_bytes: int
     """Of the record batches of all groups, those of the warm-up included."""
     load: Load
@@ -152,7 +152,8 @@ class Simulator:
         self.retrievers = SimulatedRetrievers(loop, config, pace, workload, size.num_retrievers)
         self.runners = runners(loop, config, pace, workload, self.retrievers, load_at)
         self.runners.scale_to(size.num_runners, 0.0)
-        self.collector = BatchCollector(config, [made_up_task(number) for number in range(num_tasks)], self.runners)
+        tasks = [made_up_task(number) for number in range(num_tasks)]
+        self.collector = BatchCollector(_shuffled(config), tasks, self.runners)
         self._learner = LearnerClock(loop.time)
         self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
         self._ticking = loop.create_task(self._tick())
@@ -233,6 +234,13 @@ class Simulator:
             "retriever_s": self.retrievers.replica_s(),
             "retriever_busy_s": self.retrievers.busy_s,
         }
+
+
+def _shuffled(config: RunConfig) -> RunConfig:
+    """Return the configuration with the default curriculum: others may read what made-up tasks do not have."""
+    environment = EnvironmentSettings()
+    default = {"curriculum": environment.curriculum, "curriculum_options": environment.curriculum_options}
+    return config.model_copy(update={"environment": config.environment.model_copy(update=default)})
 
 
 def load_of(config: RunConfig, iterations: Sequence[Iteration]) -> Load:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cluster.autoscaler import Autoscaler, autoscale_retrievers, autoscale_runners
-from ragr1_actors.core.config import RunConfig, read_retriever_autoscaling, read_runner_autoscaling
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.training.collector import BatchCollector
 from ragr1_actors.training.fleet_controller import LearnerClock
 from ragr1_actors.training.simulation.fleet import SimulatedRetrievers, SimulatedRunners
@@ -38,10 +38,10 @@ class SimulatedController:
         self.resized: list[Resized] = []
         self._runners, self._retrievers, self._learner, self._collector = runners, retrievers, learner, collector
         self._scalers: dict[str, Autoscaler] = {}
-        if (settings := read_runner_autoscaling(config.env_runners)) is not None:
+        if (settings := config.env_runners.autoscaling) is not None:
             most, lag = config.env_runners.max_concurrent_trajectories, config.training.max_policy_lag
             self._scalers["runners"] = autoscale_runners(settings, runners.num_running, most, lag)
-        if (by_queries := read_retriever_autoscaling(config.retrieval)) is not None:
+        if (by_queries := config.retrieval.autoscaling) is not None:
             self._scalers["retrievers"] = autoscale_retrievers(by_queries, retrievers.num_running)
 
     def tick(self) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling
 from ragr1_actors.training.planning.pace import Pace
 from ragr1_actors.training.simulation.run import Simulation, Size, simulate
 from ragr1_actors.training.simulation.workload import Workload
@@ -85,8 +85,10 @@ def smallest_enough(curve: Sequence[Simulation]) -> Simulation:
 def with_autoscaling(config: RunConfig, largest: Size | None) -> RunConfig:
     """Let both fleets follow their load, from one replica to a size, if the recipe says nothing; None: neither."""
     runners, retrieval = config.env_runners, config.retrieval
-    by_runners = {} if largest is None else runners.autoscaling or {"max_replicas": largest.num_runners}
-    by_queries = {} if largest is None else retrieval.autoscaling or {"max_replicas": largest.num_retrievers}
+    by_runners = None if largest is None else runners.autoscaling or RunnerAutoscaling(max_replicas=largest.num_runners)
+    by_queries = (
+        None if largest is None else retrieval.autoscaling or RetrieverAutoscaling(max_replicas=largest.num_retrievers)
+    )
     return config.model_copy(
         update={
             "env_runners": runners.model_copy(update={"autoscaling": by_runners}),

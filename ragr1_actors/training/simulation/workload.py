@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from envs.actions import format_queries
-from ragr1_actors.core.config import QueryFormat, RunConfig
+from envs.base import search_options
+from envs.options import QueryFormat
+from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.training.planning.plan import TOKENS_PER_QUERY, TOKENS_PER_TURN
 
@@ -66,12 +68,13 @@ class DrawnWorkload:
     def __init__(self, config: RunConfig) -> None:
         """Draw for a recipe."""
         environment = config.environment
-        self._max_turns, self._num_queries = environment.max_turns, environment.max_queries_per_turn
+        options = search_options(environment)
+        self._max_turns, self._num_queries = environment.max_turns, options.max_queries_per_turn
         self._max_tokens = config.env_runners.max_new_tokens_per_turn
         self._mu = math.log(min(TOKENS_PER_TURN, self._max_tokens)) - TURN_SIGMA**2 / 2
-        share = environment.max_observation_tokens // self._num_queries
-        room = min(environment.max_observation_tokens_per_query, share) - FRAME_TOKENS  # as full as it is without a cut
-        self.passage_tokens = float(max(1, min(environment.top_k * PASSAGE_TOKENS, room)))
+        share = options.max_observation_tokens // self._num_queries
+        room = min(options.max_observation_tokens_per_query, share) - FRAME_TOKENS  # as full as it is without a cut
+        self.passage_tokens = float(max(1, min(options.top_k * PASSAGE_TOKENS, room)))
 
     def attempts(self, rng: random.Random, count: int) -> Sequence[Attempt]:
         """Return independent attempts."""
@@ -100,6 +103,10 @@ class CountingTokenizer:
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of all messages."""
         return self.encode("".join(message.content for message in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return no text: that of the ids is not kept."""
+        return ""
 
     def turn_start(self, prompt_ids: Sequence[int]) -> str:
         """Return that a turn begins with nothing."""

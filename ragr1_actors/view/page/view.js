@@ -66,14 +66,14 @@ function badges(row) {
   const made = [node("span", { class: "badge " + (row.is_correct ? "good" : "bad") }, row.is_failed ? "failed" : row.is_correct ? "correct" : "wrong")];
   if (row.is_truncated) made.push(node("span", { class: "badge" }, "truncated"));
   if (row.is_malformed) made.push(node("span", { class: "badge" }, "malformed"));
-  if (row.is_correct && !row.num_queries) made.push(node("span", { class: "badge" }, "no search"));
+  if (row.is_correct && !row.num_calls) made.push(node("span", { class: "badge" }, "no search"));
   if (!row.is_correct && !row.is_failed && row.has_evidence) made.push(node("span", { class: "badge" }, "ignored evidence"));
   return made;
 }
 function showRows() {
   $("rows").replaceChildren(...rows.map((row, index) => node("li", { role: "option", id: "row" + index, "aria-selected": String(index === chosen), onclick: () => choose(index) },
     node("div", {}, row.question || row.trajectory_id),
-    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_queries} ${row.num_queries === 1 ? "query" : "queries"} · ${row.num_model_tokens} tokens · ${row.file}`))));
+    node("div", { class: "soft" }, ...badges(row), `${row.answer || "no answer"} · reward ${number(row.reward)} · ${row.num_calls} ${row.num_calls === 1 ? "call" : "calls"} · ${row.num_model_tokens} tokens · ${row.file}`))));
 }
 function showOutcomes(counts) {
   const focused = document.activeElement && document.activeElement.dataset.outcome;
@@ -147,6 +147,7 @@ function tokens(given) {
   const versions = given.policy_versions.filter((version) => version >= 0);
   const low = versions.reduce((a, b) => Math.min(a, b), Infinity), high = versions.reduce((a, b) => Math.max(a, b), -Infinity);
   given.pieces.forEach((piece, index) => {
+    if (index && given.row_starts.includes(index)) box.append(node("p", { class: "soft" }, `row ${given.row_starts.indexOf(index) + 1}: the conversation was rewritten`));
     const kind = given.kind_names[given.kinds[index]] || "unknown", isModel = kind === "model";
     const token = node("span", { title: `${kind}, token ${index}` + (isModel ? `, log-prob ${number(given.logprobs[index], 4)}, policy version ${given.policy_versions[index]}` +
       Object.entries(LEARNED).map(([name, key]) => (given[key] ? `, ${name} ${number(given[key][index], 4)}` : "")).join("") : "") }, given.is_text ? piece : piece + " ");
@@ -160,19 +161,20 @@ function tokens(given) {
   return box;
 }
 function turn(given, index) {
-  return node("div", { class: "turn" }, node("p", { class: "soft" }, `turn ${index + 1}: ${given.action}, ${given.num_model_tokens} tokens`), node("pre", {}, given.completion_text),
-    ...given.retrievals.map((found) => node("details", { open: "" }, node("summary", {}, node("b", {}, found.query),
-      ` · ${number(found.latency_s * 1000, 0)} ms, waited ${number(found.waited_s * 1000, 0)} ms · ${found.is_cached ? "from the cache" : "searched"} · ${found.texts.length} of ${found.k} documents`),
-    ...found.texts.map((text, place) => node("div", { class: "doc" }, node("span", { class: found.gold[place] ? "gold" : "soft" },
-      `${number(found.scores[place], 3)} · ${found.titles[place]} · ${found.passage_ids[place]}${found.gold[place] ? " · evidence" : ""}`), node("p", {}, text))))));
+  return node("div", { class: "turn" }, node("p", { class: "soft" }, `turn ${index + 1}: ${given.action}, ${given.num_model_tokens} tokens${given.finish_reason === "length" ? ", cut at the limit" : ""}${given.reward ? `, reward ${number(given.reward)}` : ""}`), node("pre", {}, given.completion_text),
+    ...given.calls.map((call) => node("details", { open: "" }, node("summary", {}, node("b", {}, call.asked),
+      ` · ${call.tool} · ${number(call.latency_s * 1000, 0)} ms, waited ${number(call.waited_s * 1000, 0)} ms${call.is_cached ? " · from the cache" : ""} · ${call.records.length} documents`),
+    ...(call.result ? [node("pre", {}, call.result)] : []),
+    ...call.records.map((found) => node("div", { class: "doc" }, node("span", { class: found.gold ? "gold" : "soft" },
+      `${number(found.score, 3)} · ${found.title} · ${found.id}${found.gold ? " · evidence" : ""}`), node("p", {}, found.text))))));
 }
 async function siblings() {
   const all = await Promise.all(detail.siblings.map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));
   return node("div", {}, node("h2", {}, `attempts of this group: ${detail.siblings.length}`), node("div", { class: "sides" }, ...all.map((found, index) => {
     const row = detail.siblings[index];
     return node("div", { class: "side" + (row.trajectory_id === detail.summary.trajectory_id ? " this" : "") }, node("p", {}, node("a", { href: link(row) }, row.trajectory_id)),
-      node("p", {}, ...badges(row)), node("p", { class: "soft" }, `reward ${number(row.reward)}, ${number(row.above_mean)} above the mean of the group`),
-      ...found.turns.map((given) => node("div", { class: "turn" }, node("pre", {}, given.completion_text), ...given.retrievals.map((hit) => node("p", { class: "soft" }, `${hit.query}: ${hit.titles.join(", ")}`)))),
+      node("p", {}, ...badges(row)), node("p", { class: "soft" }, `reward ${number(row.reward)}, ${number(row.above_mean)} above the mean of the group${found.variant ? `, variant ${found.variant}` : ""}${found.parent ? `, a fork of ${found.parent}` : ""}`),
+      ...found.turns.map((given) => node("div", { class: "turn" }, node("pre", {}, given.completion_text), ...given.calls.map((call) => node("p", { class: "soft" }, `${call.asked}: ${call.records.map((found) => found.title).join(", ")}`)))),
       node("p", {}, "answer: ", node("b", {}, found.answer || "none")));
   })));
 }
@@ -181,10 +183,10 @@ async function overIterations() {
   const files = new Map();
   for (const row of found.rows) files.set(row.file, [...(files.get(row.file) || []), row]);
   const line = ([file, members]) => node("tr", {}, node("td", {}, file), node("td", {}, `${members.filter((row) => row.is_correct).length} of ${members.length}`),
-    node("td", {}, number(members.reduce((sum, row) => sum + row.reward, 0) / members.length)), node("td", {}, number(members.reduce((sum, row) => sum + row.num_queries, 0) / members.length, 1)),
+    node("td", {}, number(members.reduce((sum, row) => sum + row.reward, 0) / members.length)), node("td", {}, number(members.reduce((sum, row) => sum + row.num_calls, 0) / members.length, 1)),
     node("td", {}, ...members.flatMap((row) => [node("a", { href: link(row), class: row.is_correct ? "good" : "bad" }, row.answer || "none"), " "])));
   return node("div", {}, node("h2", {}, `${detail.task.task_id} over iterations`, found.num_rows > found.rows.length ? ` (the first ${found.rows.length} of ${found.num_rows})` : ""),
-    node("table", { id: "over" }, node("tr", {}, ...["file", "correct", "mean reward", "queries", "answers"].map((name) => node("th", {}, name))), ...[...files].map(line)));
+    node("table", { id: "over" }, node("tr", {}, ...["file", "correct", "mean reward", "calls", "answers"].map((name) => node("th", {}, name))), ...[...files].map(line)));
 }
 
 // -- the run, live

@@ -1,4 +1,4 @@
-"""TaskSampler: the order of the training tasks. Each is trained once per epoch, through failures and resumes."""
+"""TaskLedger: the books of the tasks. Each is trained or skipped once per epoch, through failures and resumes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,117 +15,115 @@ from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
 from ragr1_actors.core.types import FailedTask, Failure, Task
+from ragr1_actors.rollout.issue import Issue
+from ragr1_actors.training.curriculum import Curriculum, all_skipped, checked_order, checked_skip
+from ragr1_actors.training.task_stats import NO_STATS, TaskStats, pack_stats, unpack_stats
 
 MAX_ERROR_CHARACTERS = 500
 _POSITION = np.dtype("<i4")
 
 
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """One task handed out: ``Issue("world/train/17#2", task, epoch=2, attempt=0)``."""
-
-    issue_id: str
-    """Task and epoch. All attempts share it, so that a task that is trained twice is counted."""
-    task: Task
-    epoch: int
-    attempt: int = 0
-    num_failures: int = 0
-    """Attempts with a failure of the data."""
-    num_outages: int = 0
-    """Attempts with a failure of the infrastructure only."""
-
-    @property
-    def group_id(self) -> str:
-        """Unique per attempt: the sampling seeds depend on it."""
-        return f"{self.issue_id}.{self.attempt}" if self.attempt else self.issue_id
-
-    def failed(self, failure: Failure) -> Issue:
-        """Return the issue with one more attempt that failed."""
-        is_data = failure is Failure.DATA
-        return replace(self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data))
-
-
-class TaskSampler:
-    """Issues tasks in a seeded order and remembers which are outstanding.
+class TaskLedger:
+    """Issues the tasks in the order of a ``Curriculum``, and remembers which are outstanding.
 
     An issue is outstanding until it is ``trained``, or until ``give_up`` after too many failures: while it waits, while
     it is sampled, while its group is in the buffer and while the learner works on it. The state therefore holds no
     group and no request. A resumed run issues outstanding tasks again; their groups, finished ones included, are
     sampled anew. What is trained changes only together with the learner, so no task is lost or trained twice.
 
-    The state has the rest of the epoch's order too. The counts do not rely on it: they know which tasks of an epoch
-    were issued and trained. A task that an order repeats is counted as doubled, and one that it leaves out as lost.
+    The state has the rest of the epoch's order too. The counts do not rely on it: they know what an epoch issued,
+    skipped and trained. A task that an order repeats is counted as doubled, and one that it leaves out as lost.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, curriculum: Curriculum) -> None:
         """Take the training tasks; their ids are unique."""
         self._tasks = list(tasks)
         self._seed = seed
+        self._curriculum = curriculum
         texts = "\0".join(f"{task.task_id}\0{task.question}" for task in tasks)
         self._fingerprint = hashlib.sha256(texts.encode()).hexdigest()
         self._epoch = 0
-        self._order = deque(self._shuffle(0))
+        self._order = deque(range(len(tasks)))
         """What is left of the epoch: positions of tasks."""
+        self._is_due = True
+        """Whether the curriculum orders them before the next one is issued."""
         self._issued_ids: set[str] = set()
-        """Ids of the tasks that this epoch has issued."""
+        self._skipped_ids: set[str] = set()
+        """Ids of the tasks that this epoch has issued, and of those that it has skipped."""
         self._trained_ids: set[str] = set()
         """Ids of the issues that were trained, in this epoch and in earlier ones with outstanding issues."""
         self._num_never_issued = 0
         self._again: deque[Issue] = deque()
         self._outstanding: dict[str, Issue] = {}
-        self.num_issued = self.num_trained = self.num_doubled = 0
+        self.num_issued = self.num_trained = self.num_skipped = self.num_doubled = 0
+        self._stats: dict[str, TaskStats] = {}
         self.failed_tasks: list[FailedTask] = []
-        """In the order in which they were given up."""
+        """Once for each epoch, in the order in which they were given up."""
         self._quarantined: set[str] = set()
 
-    @property
-    def num_failed(self) -> int:
-        """Tasks that were given up, once for each epoch."""
-        return len(self.failed_tasks)
-
-    def _shuffle(self, epoch: int) -> list[int]:
-        order: list[int] = np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks)).tolist()
-        return order
-
     def next(self) -> Issue:
-        """Return the next issue: one to sample again, else the next task of the epoch that is not in quarantine.
+        """Return the next issue: one to sample again, else the next task of the epoch that is not passed over.
 
         Raises:
             FleetError: every task is in quarantine.
+            ConfigError: the curriculum fails, or skips every task of an epoch.
         """
         if self._again:
             return self._again.popleft()
         if len(self._quarantined) == len(self._tasks):
-            raise FleetError(
-                f"all of {len(self._tasks)} tasks failed; the last one with: {self.failed_tasks[-1].error}"
-            )
-        while (task := self._next_task()).task_id in self._quarantined:
-            pass
+            error = self.failed_tasks[-1].error
+            raise FleetError(f"all of {len(self._tasks)} tasks failed; the last one with: {error}")
+        while (task := self._upcoming()).task_id in self._quarantined or self._is_skipped(task):
+            self._order.popleft()
+        self._order.popleft()
         issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
         self.num_issued += task.task_id not in self._issued_ids
         self._issued_ids.add(task.task_id)
         self._outstanding[issue.issue_id] = issue
         return issue
 
-    def _next_task(self) -> Task:
+    def _upcoming(self) -> Task:
+        """Return the task whose turn it is."""
         if not self._order:
-            expected = {task.task_id for task in self._tasks} - self._quarantined
-            self._num_never_issued += len(expected - self._issued_ids)
-            self._epoch += 1
-            self._order = deque(self._shuffle(self._epoch))
-            self._issued_ids = set()
-            open_epochs = {issue.epoch for issue in self._outstanding.values()}
-            self._trained_ids = {id_ for id_ in self._trained_ids if int(id_.rpartition("#")[2]) in open_epochs}
-        return self._tasks[self._order.popleft()]
+            self._begin_epoch()
+        if self._is_due:
+            rest = sorted(self._order)
+            # numpy pads a seed with zeros: the first order of an epoch has the generator of [seed, epoch]
+            rng = np.random.default_rng([self._seed, self._epoch, len(self._tasks) - len(rest)])
+            tasks, stats = [self._tasks[at] for at in rest], MappingProxyType(self._stats)
+            self._order = deque(rest[at] for at in checked_order(self._curriculum, tasks, stats, self._epoch, rng))
+            self._is_due = False
+        return self._tasks[self._order[0]]
 
-    def trained(self, issue: Issue) -> None:
-        """Count an issue that the learner has used."""
+    def _is_skipped(self, task: Task) -> bool:
+        if not checked_skip(self._curriculum, task, MappingProxyType(self._stats)):
+            return False
+        self.num_skipped += task.task_id not in self._skipped_ids
+        self._skipped_ids.add(task.task_id)
+        return True
+
+    def _begin_epoch(self) -> None:
+        expected = {task.task_id for task in self._tasks} - self._quarantined
+        if self._skipped_ids and not self._issued_ids:
+            raise all_skipped(self._curriculum, len(expected), self._epoch)
+        self._num_never_issued += len(expected - self._issued_ids - self._skipped_ids)
+        self._epoch += 1
+        self._order, self._is_due = deque(range(len(self._tasks))), True
+        self._issued_ids, self._skipped_ids = set(), set()
+        open_epochs = {issue.epoch for issue in self._outstanding.values()}
+        self._trained_ids = {id_ for id_ in self._trained_ids if int(id_.rpartition("#")[2]) in open_epochs}
+
+    def trained(self, issue: Issue, rewards: Sequence[float]) -> None:
+        """Count an issue that the learner has used, and the rewards of its trajectories that did not fail."""
         was_outstanding = self._outstanding.pop(issue.issue_id, None) is not None
         if was_outstanding and issue.issue_id not in self._trained_ids:
             self.num_trained += 1
         else:
             self.num_doubled += 1
         self._trained_ids.add(issue.issue_id)
+        if rewards:
+            self._stats[issue.task.task_id] = self._stats.get(issue.task.task_id, NO_STATS).plus(rewards)
+        self._is_due = self._is_due or not self._curriculum.is_fixed
 
     def again(self, issue: Issue) -> None:
         """Issue a task again, because it failed, became stale or was lost with its node."""
@@ -142,16 +141,14 @@ class TaskSampler:
         self._outstanding.pop(issue.issue_id, None)
 
     def counts(self) -> dict[str, int]:
-        """Return the counts. Every issued task is trained, given up (failed), outstanding, or else lost."""
+        """Return the counts. Every issued task is trained, failed, outstanding or lost; skipped ones are not issued."""
+        num_failed = len(self.failed_tasks)
         return {
             "issued": self.num_issued,
             "trained": self.num_trained,
-            "failed": self.num_failed,
-            "lost": self.num_issued
-            - self.num_trained
-            - self.num_failed
-            - len(self._outstanding)
-            + self._num_never_issued,
+            "failed": num_failed,
+            "skipped": self.num_skipped,
+            "lost": self.num_issued - self.num_trained - num_failed - len(self._outstanding) + self._num_never_issued,
             "doubled": self.num_doubled,
         }
 
@@ -159,15 +156,17 @@ class TaskSampler:
         """Return the state as JSON; ``set_state`` issues its outstanding tasks again."""
         return {
             "epoch": self._epoch,
-            "cursor": len(self._tasks) - len(self._order),
             "order": _as_text(np.array(self._order, _POSITION)),
-            "issued": _as_text(np.packbits([task.task_id in self._issued_ids for task in self._tasks])),
+            "due": self._is_due,
+            "issued": self._bits(self._issued_ids),
+            "skipped": self._bits(self._skipped_ids),
             "never_issued": self._num_never_issued,
             "tasks": self._fingerprint,
             "outstanding": [
                 [i.task.task_id, i.epoch, i.attempt, i.num_failures, i.num_outages] for i in self._outstanding.values()
             ],
             "counts": self.counts(),
+            "stats": pack_stats(self._stats, self._tasks),
             "failed_tasks": [asdict(failed) for failed in self.failed_tasks],
         }
 
@@ -180,31 +179,33 @@ class TaskSampler:
                 "task files back as they were when the run began"
             )
         self._epoch = state["epoch"]
-        if state["order"] is None:
-            order = self._shuffle(self._epoch)[state["cursor"] :]
-            positions = set(range(len(self._tasks))) - set(order)
-        else:
-            order = np.frombuffer(b64decode(state["order"]), _POSITION).tolist()
-            bits = np.unpackbits(np.frombuffer(b64decode(state["issued"]), np.uint8))
-            positions = set(np.flatnonzero(bits).tolist())
-        self._order = deque(order)
+        self._order = deque(np.frombuffer(b64decode(state["order"]), _POSITION).tolist())
+        self._is_due = state["due"]
+        self._issued_ids, self._skipped_ids = self._ids(state["issued"]), self._ids(state["skipped"])
+        self._stats = unpack_stats(state["stats"], self._tasks)
         self._num_never_issued = state["never_issued"]
-        issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *numbers) for id_, epoch, *numbers in state["outstanding"]]
+        issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *tries) for id_, epoch, *tries in state["outstanding"]]
         self._outstanding = {issue.issue_id: issue for issue in issues}
         self._again = deque(issues)
         counts = state["counts"]
         self.num_issued, self.num_trained = counts["issued"], counts["trained"]
-        self.num_doubled = counts["doubled"]
+        self.num_skipped, self.num_doubled = counts["skipped"], counts["doubled"]
         self.failed_tasks = [
             FailedTask(**failed | {"failure": Failure(failed["failure"])}) for failed in state["failed_tasks"]
         ]
         self._quarantined = {failed.task_id for failed in self.failed_tasks if failed.failure is Failure.DATA}
-        self._issued_ids = {self._tasks[at].task_id for at in positions}
         given_up = {f"{failed.task_id}#{failed.epoch}" for failed in self.failed_tasks}
         issued = {f"{task_id}#{self._epoch}" for task_id in self._issued_ids}
         earlier = {issue.epoch for issue in issues if issue.epoch < self._epoch}
         issued |= {f"{task_id}#{epoch}" for epoch in earlier for task_id in by_id}
         self._trained_ids = issued - given_up - self._outstanding.keys()
+
+    def _bits(self, ids: set[str]) -> str:
+        return _as_text(np.packbits([task.task_id in ids for task in self._tasks]))
+
+    def _ids(self, bits: str) -> set[str]:
+        positions = np.flatnonzero(np.unpackbits(np.frombuffer(b64decode(bits), np.uint8)))
+        return {self._tasks[at].task_id for at in positions}
 
 
 def _as_text(numbers: NDArray[Any]) -> str:

@@ -1,12 +1,28 @@
-"""Memory that a process has freed and still holds: given back, so that the other processes of a machine can have it."""
+"""Memory that a process holds without a need: given back, so that the other processes of a machine can have it."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 
 import torch
+
+NUM_KERNELS = 64
+"""Matrix products, by shape and dtype, whose compiled code oneDNN keeps in a process."""
+KERNEL_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables from which oneDNN, and torch for its own copies, read their limit at the first product."""
+
+
+def limit_kernel_caches() -> None:
+    """Let oneDNN keep the code of ``NUM_KERNELS`` matrix products, not of 1,024, unless the environment says otherwise.
+
+    It compiles code for every number of rows, which is another one for almost every micro-batch and prefill, and torch
+    keeps it a second time: ``docs/decisions/heap.md``.
+    """
+    for name in KERNEL_LIMITS:
+        os.environ.setdefault(name, str(NUM_KERNELS))
 
 
 def release_cache(device: torch.device) -> None:

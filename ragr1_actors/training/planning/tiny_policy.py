@@ -11,10 +11,17 @@ the saved one; so the words are added tokens, space included, and load as they w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from ragr1_actors.core.config import PolicySettings
+from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.section import Section
 
 _TAG_NAMES = ("think", "search", "information", "answer")
 PROTOCOL_TAGS = tuple(f"<{slash}{name}>" for name in _TAG_NAMES for slash in ("", "/"))
@@ -29,6 +36,72 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class TinyOptions(Section):
+    """Sizes of the ``tiny`` policy; the defaults suit two CPU cores."""
+
+    vocab_size: int = Field(2048, ge=300)
+    """Tokens in the vocabulary."""
+    hidden_size: int = Field(128, ge=8)
+    """Width; an even multiple of ``num_heads``."""
+    num_layers: int = Field(3, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(4, ge=1, validate_default=True)
+    """Attention heads."""
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides_width(cls, num_heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("hidden_size", 2 * num_heads)  # missing where it was refused itself
+        if width % (2 * num_heads):
+            even = max(4, (width // num_heads + 1) // 2 * 2)
+            problem = f"hidden_size is {width}, expected an even multiple of the heads, such as {even * num_heads}"
+            raise ValueError(f"{problem}: rotary positions turn pairs of numbers")
+        return num_heads
+
+
+@dataclass(frozen=True)
+class TinyPolicy:
+    """The maker of ``policy.model: tiny``."""
+
+    options: TinyOptions
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """Read ``policy.options``; ``ConfigError`` on a wrong one."""
+        return cls(TinyOptions.read(options, "policy.options"))
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes, for ``ragr1 plan``."""
+        sizes = self.options
+        return ModelShape(
+            hidden_size=sizes.hidden_size,
+            intermediate_size=2 * sizes.hidden_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_heads,
+            head_dim=sizes.hidden_size // sizes.num_heads,
+            vocab_size=sizes.vocab_size,
+            is_tied=True,
+            has_qkv_bias=True,
+        )
+
+    def write(self, directory: Path, texts: Iterable[str], *, seed: int, max_position_embeddings: int) -> None:
+        """Write the folder of the policy, whose vocabulary has the commonest words of ``texts``."""
+        sizes = self.options.model_dump()
+        make_tiny_policy(directory, texts, seed=seed, **sizes, max_position_embeddings=max_position_embeddings)
+
+
+POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy}
+"""Known words in ``policy.model``, for policies that are made in the run directory; others are folders or hub names."""
+
+
+def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
+    """Return what makes the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
+    maker = POLICIES.get(policy.model)
+    return None if maker is None else maker.read(policy.options)
 
 
 def make_tiny_policy(

@@ -1,0 +1,45 @@
+"""``ragr1 rescore``: what another reward would have said of the trajectories that a run has kept."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragr1_actors.cli import JsonLinesOption, print_json, print_line
+
+
+def rescore(
+    run: Annotated[str, typer.Argument(help="A run directory or URI.")],
+    reward: Annotated[str, typer.Option("--reward", help="exact_match, token_f1, none or my_module:my_reward.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="environment.key=value ...")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the trajectories with the new rewards here.")] = None,
+    as_json: JsonLinesOption = False,
+) -> None:
+    """Compute the rewards of a run's trajectories again, with another reward. Nothing is sampled."""
+    from ragr1_actors.core.errors import DataError
+    from ragr1_actors.core.resolve import override, resolve
+    from ragr1_actors.core.schema import TRAJECTORIES
+    from ragr1_actors.runs.places import find_place
+    from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.training.evaluation.rescore import Rescored
+    from ragr1_actors.training.evaluation.rescore import rescore as compute
+
+    place = find_place(run)
+    sections = override(open_run_directory(place).model_dump(), [f"environment.reward={reward}", *(overrides or [])])
+    if out is not None and (out / TRAJECTORIES).exists():
+        raise DataError(f"{out / TRAJECTORIES} is there already; name another --out, or delete it")
+
+    def show(found: Rescored) -> None:
+        if as_json:
+            print_json(asdict(found))
+            return
+        correlation = "-" if found.correlation is None else f"{found.correlation:.3f}"
+        print_line(
+            f"{found.file:<28} {found.num_trajectories:>6,} trajectories   mean {found.before:.3f} -> {found.after:.3f}"
+            f"   changed {found.changed:.3f}   correlation {correlation}"
+        )
+
+    compute(resolve(sections), place.bring(TRAJECTORIES).parent, out, show)

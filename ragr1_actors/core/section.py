@@ -1,0 +1,64 @@
+"""Section: the base of every group of keys and of every part's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from ragr1_actors.core.errors import ConfigError, first_problem, nearest
+
+NoneIfEmpty = BeforeValidator(lambda value: None if value == {} else value)
+"""For a group of keys that may be absent: recipes write ``{}`` for it, too."""
+
+
+class Section(BaseModel):
+    """A group of keys: frozen, without unknown keys, and without NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def check_keys(cls, options: Mapping[str, Any], key: str) -> None:
+        """Refuse a name in ``options`` that is no key, with a ``ConfigError`` that has the most similar known one."""
+        known = list(cls.model_fields)
+        for name, value in options.items():
+            if name not in known:
+                instead = nearest(str(name), known) if known else f"; it has no keys: leave {key} empty"
+                raise ConfigError(f"unknown key {key}.{name}{instead}")
+            if not isinstance(value, Mapping) or (group := cls.section_in(name)) is None:
+                continue
+            groups = {f"{key}.{name}": value}
+            if cls._is_mapping(name):  # of groups by name, such as environment.models
+                groups = {f"{key}.{name}.{inner}": keys for inner, keys in value.items()}
+            for inner, keys in groups.items():
+                if isinstance(keys, Mapping):
+                    group.check_keys(keys, inner)
+
+    @classmethod
+    def group(cls, name: str) -> type[Section] | None:
+        """Return the class of a key that is a group of keys itself, such as ``training.guard``; None for others."""
+        return None if cls._is_mapping(name) else cls.section_in(name)
+
+    @classmethod
+    def _is_mapping(cls, name: str) -> bool:
+        return get_origin(cls.model_fields[name].annotation) is dict
+
+    @classmethod
+    def section_in(cls, name: str) -> type[Section] | None:
+        """Return the class of a key's group of keys, or of the groups that it has by name; None for other keys."""
+        annotation = cls.model_fields[name].annotation
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                return kind
+        return None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], key: str) -> Self:
+        """Check a mapping under ``key``, such as ``retrieval.options``; ``ConfigError`` on a wrong name or value."""
+        cls.check_keys(options, key)
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            name, found, problem = first_problem(error)
+            raise ConfigError(f"{key}.{name}: got {found!r}; {problem}") from error

@@ -1,0 +1,258 @@
+"""Language models that answer messages: over HTTP, or with an engine in this process.
+
+``ChatClient`` speaks to any OpenAI-compatible endpoint. The engine ``endpoint`` samples with it, and rewards,
+environments and retrievers ask it by the name that ``environment.models`` gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from yarl import URL
+
+from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
+from ragr1_actors.core.credentials import refuse_credentials
+from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
+from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.types import ChatModel, Message, Sampling
+from ragr1_actors.rollout.engines.base import ENGINES, EngineSettings, load_tokenizer
+from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, is_token, retry
+
+LONGEST_PAUSE_S = 60.0
+"""The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
+KEY_REFUSED = (401, 402, 403)
+PROBE_TIMEOUT_S = 60.0
+"""For the one short request before the first task. The first answer of a server that has just started takes longest."""
+_PROBE = [Message("user", "Answer with the word yes.")]
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """How often a request is sent: ``attempts`` times, after errors that ``may_pass``."""
+
+    may_pass: Callable[[BaseException], bool]
+    attempts: int
+    longest_pause_s: float
+
+
+_PROBE_TRIES = Tries(is_busy, 3, 10.0)
+"""An endpoint that is away is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """What an endpoint answered."""
+
+    text: str
+    is_cut: bool
+    """It ran into the limit of tokens."""
+    num_tokens: int | None
+    """As the endpoint counted them; None if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a person names the settings of an endpoint, for messages."""
+
+    where: str = "--endpoint"
+    key_env: str = "--key-env"
+    model: str = "--model"
+    body: str = "--body"
+    load: str = "--concurrency"
+
+
+class ChatClient:
+    """Asks one model at an OpenAI-compatible endpoint."""
+
+    def __init__(self, settings: EndpointSettings, max_in_flight: int, named: Options) -> None:
+        """Check the settings; nothing is sent before the first question.
+
+        With ``max_in_flight`` requests in flight, further ones wait.
+
+        Raises:
+            ConfigError: the address is none, or the variable that should hold the key does not.
+        """
+        refuse_credentials(settings.url, named.where)
+        key = _read_key(settings.key_env, named.key_env)
+        self._settings, self._named = settings, named
+        self._url = _completions_url(settings.url, named.where)
+        self._client = HttpClient(max_connections=max_in_flight, secret=key)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._slots = asyncio.Semaphore(max_in_flight)
+
+    async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
+        """See ``ChatModel.chat``."""
+        return (await self.complete(messages, sampling)).text
+
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, tries: Tries | None = None) -> ChatAnswer:
+        """Return the answer to a conversation.
+
+        Raises:
+            ServiceError: no attempt succeeded, or the answer is no chat completion; a ``StatusError`` is its cause.
+        """
+        tries = tries or Tries(_may_pass, self._settings.max_retries + 1, LONGEST_PAUSE_S)
+        fields: dict[str, Any] = {
+            "model": self._settings.model,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.top_p < 1 and sampling.temperature else None,
+            "seed": sampling.seed % 2**31 if sampling.seed is not None and sampling.temperature else None,
+            "stop": list(sampling.stop) or None,
+        }
+        body = {name: value for name, value in (fields | self._settings.body).items() if value is not None}
+        retrying = retry(tries.may_pass, attempts=tries.attempts, longest_pause_s=tries.longest_pause_s)
+        try:
+            content: bytes = await retrying(self._send, body)
+            return self._read(self._client.read_json(content, self._url))
+        except RetrievalError as error:
+            counted = f" ({tries.attempts} attempts)" if tries.may_pass(error) else ""
+            raise ServiceError(f"{error}{counted}") from error
+
+    async def probe(self) -> None:
+        """Send one short request, so that a wrong address, key or field fails before the first task.
+
+        Raises:
+            ConfigError: the endpoint does not answer it; the message says what to change.
+        """
+        sampling = Sampling(_PROBE_TOKENS, temperature=0.0, stop=("</answer>",))
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self.complete(_PROBE, sampling, _PROBE_TRIES)
+        except TimeoutError as error:
+            server = self._client.name_of(self._url)
+            raise ConfigError(
+                f"{self._named.where}: {server}: no answer within {PROBE_TIMEOUT_S:g} s; {self.advice(0)}"
+            ) from error
+        except ServiceError as error:
+            raise ConfigError(f"{self._named.where}: {error}; {self.advice(status_of(error))}") from error
+
+    def advice(self, status: int) -> str:
+        """Return what a person can do about an answer with a status; 0 is no answer."""
+        named = self._named
+        if status in KEY_REFUSED:
+            return f"export a valid key as {self._settings.key_env}, or name another variable with {named.key_env}"
+        if status == 404:
+            return (
+                f"give the address that ends in /v1, and in {named.model} a name that the endpoint lists at /v1/models"
+            )
+        if status in (400, 422):
+            return f"leave the field that it refuses out, such as {named.body} '{{\"stop\": null}}'"
+        if status == 429:
+            return f"wait, or lower {named.load}"
+        return "see whether the server runs, and correct the address"
+
+    async def _send(self, body: dict[str, Any]) -> bytes:
+        timeout_s = self._settings.timeout_s
+        async with self._slots:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._client.send("POST", self._url, body=body, headers=self._headers)
+            except TimeoutError:
+                raise RetrievalError(f"{self._client.name_of(self._url)}: no answer within {timeout_s:g} s") from None
+
+    def _read(self, answer: Any) -> ChatAnswer:
+        server = self._client.name_of(self._url)
+        try:
+            choice = answer["choices"][0]
+            content, ended = choice["message"].get("content"), choice.get("finish_reason")
+            counted = (answer.get("usage") or {}).get("completion_tokens")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise ServiceError(f"{server}: expected a chat completion with choices[0].message, got another") from None
+        if content is None and ended == "length":
+            content = ""  # cut in the thought, which the server keeps elsewhere
+        if content is None:
+            raise ServiceError(
+                f"{server}: the message has no content (finish_reason {ended!r}), expected text; if the server moves "
+                "thoughts or tool calls out of it, turn off its reasoning and tool parsers"
+            )
+        if not isinstance(content, str):
+            raise ServiceError(f"{server}: the content of the message is no text")
+        text = content.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no UTF-8
+        is_count = type(counted) is int  # true is an int for isinstance
+        return ChatAnswer(text, ended == "length", counted if is_count else None)
+
+
+class EngineChat:
+    """Asks a model that an engine of this process runs; it loads with the first question."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        """Load nothing yet."""
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._loaded: tuple[Any, Any] | None = None
+
+    async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
+        """See ``ChatModel.chat``; ``ValueError`` if the conversation does not fit into the context."""
+        tokenizer, engine = self._loaded = self._loaded or self._load()
+        request_id = f"chat/{next(self._numbers)}"
+        prompt_ids = tokenizer.prompt_ids(messages)
+        room = min(sampling.max_new_tokens, self._settings.max_context_tokens - len(prompt_ids))
+        if room < 1:
+            raise ValueError(
+                f"{self._settings.model}: got a conversation of {len(prompt_ids)} tokens, expected fewer than "
+                f"{self._settings.max_context_tokens}; shorten it, or raise its max_context_tokens"
+            )
+        try:
+            completion = await engine.generate(
+                prompt_ids, Sampling(room, sampling.temperature, sampling.top_p, sampling.stop), request_id=request_id
+            )
+        except EngineError as error:
+            raise ServiceError(f"the engine {self._settings.engine} of {self._settings.model}: {error}") from error
+        finally:
+            engine.release(request_id)
+        return str(completion.text)
+
+    def _load(self) -> tuple[Any, Any]:
+        settings = self._settings
+        tokenizer = load_tokenizer(settings.model, PolicySettings())
+        limits = EngineSettings(settings.max_in_flight, settings.max_context_tokens)
+        return tokenizer, load_object(settings.engine, ENGINES)(settings.model, tokenizer, limits)
+
+
+def open_models(models: Mapping[str, ModelSettings]) -> dict[str, ChatModel]:
+    """Return what answers for each of ``environment.models``; nothing is loaded or sent yet. Raises ``ConfigError``."""
+    return {name: _open(name, settings) for name, settings in models.items()}
+
+
+def _open(name: str, settings: ModelSettings) -> ChatModel:
+    key = f"environment.models.{name}"
+    if bool(settings.url) == bool(settings.engine):
+        raise ConfigError(
+            f"{key}: got url {settings.url!r} and engine {settings.engine!r}, expected one of them: the address of an "
+            "endpoint, or an engine that runs the folder model in each env runner"
+        )
+    if settings.engine:
+        return EngineChat(settings)
+    names = {field: f"{key}.{field}" for field in ("key_env", "model", "body")}
+    return ChatClient(settings, settings.max_in_flight, Options(f"{key}.url", **names, load=f"{key}.max_in_flight"))
+
+
+def status_of(error: ServiceError) -> int:
+    """Return the status that an endpoint answered with; 0 if it did not answer."""
+    return error.__cause__.status if isinstance(error.__cause__, StatusError) else 0
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, RetrievalError) and not (isinstance(error, StatusError) and error.is_refusal)
+
+
+def _completions_url(url: str, where: str) -> URL:
+    parsed = check_url(url, where)
+    path = parsed.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+    return parsed.with_path(f"{path}/chat/completions", keep_query=True)
+
+
+def _read_key(variable: str, named: str) -> str:
+    key = os.environ.get(variable, "") if variable else ""
+    if not key and variable not in ("", DEFAULT_KEY_ENV):
+        raise ConfigError(f"{named}: the environment variable {variable!r} is not set; export it")
+    if not is_token(key):
+        raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a key")
+    return key

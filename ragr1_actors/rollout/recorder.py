@@ -1,0 +1,317 @@
+"""Recorder: what one attempt at a task has become so far, as rows of token ids.
+
+::
+
+    restart(messages)   opens a row         [ P  P  P ]
+    generate()          the policy's turn   [ P  P  P | M  M  M ]
+    add(messages)       what follows it     [ P  P  P | M  M  M | O  O  N ]
+
+A row only ever grows, and nothing in it is encoded again. An attempt has one row, unless its conversation is rewritten:
+``restart`` then opens another, which is PROMPT as a whole. So every sampled token is MODEL in exactly one row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.types import (
+    Completion,
+    FinishReason,
+    GenerateFn,
+    Message,
+    OnText,
+    Sampling,
+    StopReason,
+    Task,
+    TokenKind,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
+
+_KINDS = {
+    "tool": TokenKind.OBSERVATION,
+    "user": TokenKind.NOTICE,
+    "system": TokenKind.NOTICE,
+    "assistant": TokenKind.INJECTED,
+}
+"""Of the tokens that are added behind a turn, by the role of the message."""
+_OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
+
+
+Fork = tuple[Trajectory, int, str]
+"""Parent, the number of its turns that are kept, and a text written into the next turn: ``(one, 2, "Wait,")``."""
+
+
+class Tokenizer(Protocol):
+    """The methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
+
+    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def defuse(self, text: str) -> str: ...  # noqa: D102
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
+    def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
+    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of a turn is read while it is sampled."""
+
+    stop: tuple[str, ...] = ()
+    """The strings that end a turn."""
+    left_open: Callable[[str], str] = lambda text: ""
+    """See ``TextEnv.left_open``."""
+    watchers: tuple[OnText, ...] = ()
+    """Called with the turn's text so far, from what was open when it began; for none, an engine decodes no part."""
+
+
+@dataclass(slots=True)
+class _Row:
+    ids: list[int] = field(default_factory=list)  # [num_tokens], as the next three
+    kinds: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], kind: TokenKind) -> None:
+        """Append tokens that the policy did not sample."""
+        self.ids += ids
+        self.kinds += [kind] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def sample(self, completion: Completion) -> None:
+        """Append what the policy sampled."""
+        self.ids += completion.token_ids
+        self.kinds += [TokenKind.MODEL] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.policy_versions
+
+
+class Recorder:
+    """Records one attempt. Failures are the caller's: what was recorded before one is kept."""
+
+    def __init__(
+        self,
+        trajectory_id: str,
+        generate: GenerateFn,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        max_context_tokens: int,
+        run_seed: int,
+        variant: str = "",
+    ) -> None:
+        """Begin without a row; ``sampling`` is for each turn, and its ``stop`` and ``seed`` are set here.
+
+        ``max_context_tokens`` limits each row. ``trajectory_id`` is unique: it is the engine's request id and, as is
+        ``run_seed``, a part of the sampling seeds.
+        """
+        self.trajectory_id, self._run_seed, self._variant = trajectory_id, run_seed, variant
+        self._parent, self._num_copied = "", 0
+        self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self._max_context_tokens = max_context_tokens
+        self._rows: list[_Row] = []
+        self._completion = Completion([], [], [], "", FinishReason.STOP)  # the last turn's, without what was open
+        self._opened = ""  # what the next turn begins in, such as <think>
+        self.turns: list[Turn] = []
+
+    def defuse(self, text: str) -> str:
+        """Return a document or a question without tags and control tokens, for a prompt."""
+        return self._tokenizer.defuse(text)
+
+    @property
+    def seed(self) -> int:
+        """The seed of this attempt, for its environment."""
+        return turn_seed(self._run_seed, self.trajectory_id, -1)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the last row can still take."""
+        return self._max_context_tokens - len(self._rows[-1].ids)
+
+    def restart(self, messages: Sequence[Message], reading: Reading) -> None:
+        """Open a row with a conversation, up to the policy's turn; a last message of the assistant begins that turn."""
+        *before, last = messages
+        written = last.content if last.role == "assistant" else ""
+        row = _Row()
+        row.add(self._tokenizer.prompt_ids(before if written else messages), TokenKind.PROMPT)
+        self._rows.append(row)
+        self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
+        self._inject(written, reading)
+
+    def fork(self, parent: Trajectory, num_turns: int, inject: str, reading: Reading) -> list[Completion]:
+        """Begin as the parent before its turn ``num_turns``, with ``inject`` written into the next turn.
+
+        Returns the turns that were copied, for the environment to act on.
+
+        Raises:
+            ConfigError: the parent failed, or has no such turn.
+        """
+        check_fork(parent, num_turns, inject)
+        sampled = parent.turn_positions
+        cut = int(sampled[num_turns][0])
+        copied: list[Completion] = []
+        for part in parent.rows:
+            if part.start < cut:
+                self._copy(parent, slice(part.start, min(part.stop, cut)), reading)
+            while len(copied) < num_turns and sampled[len(copied)][0] < part.stop:
+                copied.append(self._copy_turn(parent, sampled[len(copied)], reading))
+        self._open(self._written_before(parent, cut), reading)
+        self._parent, self._num_copied = parent.trajectory_id, sum(len(turn.token_ids) for turn in copied)
+        self._inject(inject, reading)
+        return copied
+
+    def _copy(self, parent: Trajectory, part: slice, reading: Reading) -> None:
+        arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
+        row = _Row(*(array[part].tolist() for array in arrays))
+        self._rows.append(row)
+        num_prompt = next((at for at, kind in enumerate(row.kinds) if kind in _OF_A_TURN), len(row.ids))
+        self._opened = reading.left_open(self._tokenizer.turn_start(row.ids[:num_prompt]))
+
+    def _copy_turn(self, parent: Trajectory, positions: NDArray[np.int64], reading: Reading) -> Completion:
+        turn = parent.turns[len(self.turns)]
+        self.turns.append(turn)
+        arrays = (parent.token_ids, parent.logprobs, parent.policy_versions)
+        ids, logprobs, versions = (array[positions].tolist() for array in arrays)
+        self._open(self._written_before(parent, int(positions[0])), reading)
+        text = self._opened + turn.completion_text
+        self._opened = reading.left_open(text)
+        return Completion(ids, logprobs, versions, text, turn.finish_reason)
+
+    def _written_before(self, parent: Trajectory, at: int) -> str:
+        """Return the text that code wrote into the turn whose first sampled token is at a position."""
+        start = at
+        while parent.kinds[start - 1] == TokenKind.INJECTED:
+            start -= 1
+        return self._tokenizer.decode(parent.token_ids[start:at].tolist()) if start < at else ""
+
+    def _inject(self, text: str, reading: Reading) -> None:
+        self._rows[-1].add(self._tokenizer.encode(text), TokenKind.INJECTED)
+        self._open(text, reading)
+
+    def _open(self, text: str, reading: Reading) -> None:
+        """Note what a text that code writes into a turn leaves open."""
+        if text:
+            self._opened = reading.left_open(self._opened + text)
+
+    def add(self, messages: Sequence[Message]) -> bool:
+        """Append what follows a turn, as plain ids; False, and nothing is appended, if no turn would fit behind it."""
+        added = [(self._tokenizer.encode(message.content), _KINDS[message.role]) for message in messages]
+        if sum(len(ids) for ids, _ in added) >= self.room:
+            return False
+        for ids, kind in added:
+            self._rows[-1].add(ids, kind)
+        return True
+
+    async def generate(self, reading: Reading) -> Completion:
+        """Sample a turn and append it; its text begins with what was open before it.
+
+        An engine ends a part of a turn at any stop string; at one that the turn leaves open, such as a tag that a
+        thought mentions, the next part begins.
+
+        Raises:
+            EngineError: the engine failed, or returned a log-prob that is not finite.
+        """
+        room = min(self._sampling.max_new_tokens, self.room)
+        turn = part = await self._sample(room, self._opened, 0, reading)
+        while (left := room - len(turn.token_ids)) > 0:
+            is_stopped = part.finish_reason is FinishReason.STOP and any(text in part.text for text in reading.stop)
+            if not is_stopped or not reading.left_open(self._opened + turn.text):
+                break
+            part = await self._sample(left, self._opened + turn.text, len(turn.token_ids), reading)
+            turn = turn + part
+        whole = replace(turn, text=self._opened + turn.text)
+        self._completion, self._opened = turn, reading.left_open(whole.text)
+        return whole
+
+    def end_turn(self, action: str, calls: tuple[ToolCall, ...], reply: str, reward: float) -> Turn:
+        """Record what the turn that was generated did, and the text that it was answered with."""
+        turn = self._completion
+        self.turns.append(
+            Turn(
+                completion_text=turn.text,
+                num_model_tokens=len(turn.token_ids),
+                action=action,
+                calls=calls,
+                observation=reply,
+                reward=reward,
+                finish_reason=turn.finish_reason,
+            )
+        )
+        return self.turns[-1]
+
+    def trajectory(
+        self,
+        task: Task,
+        stop_reason: StopReason,
+        *,
+        answer: str = "",
+        error: str = "",
+        metrics: dict[str, float] | None = None,
+    ) -> Trajectory:
+        """Return what was recorded so far, with the rewards of its turns unless it failed."""
+        rows = [row for row in self._rows if TokenKind.MODEL in row.kinds] or self._rows[:1]
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            task=task,
+            token_ids=np.array([token_id for row in rows for token_id in row.ids], np.int32),
+            kinds=np.array([kind for row in rows for kind in row.kinds], np.uint8),
+            logprobs=np.array([logprob for row in rows for logprob in row.logprobs], np.float32),
+            policy_versions=np.array([version for row in rows for version in row.versions], np.int32),
+            turns=tuple(self.turns),
+            stop_reason=stop_reason,
+            reward=0.0 if stop_reason.is_failure else sum((turn.reward for turn in self.turns), 0.0),
+            answer=answer,
+            error=error,
+            metrics=metrics if metrics is not None else {},
+            variant=self._variant,
+            parent=self._parent,
+            num_copied_tokens=self._num_copied,
+            row_lengths=tuple(len(row.ids) for row in rows) if len(rows) > 1 else (),
+        )
+
+    async def _sample(self, room: int, before: str, num_sampled: int, reading: Reading) -> Completion:
+        """Sample up to a stop string, and append it; the turn so far has the text ``before``."""
+        part_id = f"{self.trajectory_id}/{num_sampled}" if num_sampled else self.trajectory_id
+        seed = turn_seed(self._run_seed, part_id, len(self.turns))
+        sampling = replace(self._sampling, max_new_tokens=room, stop=reading.stop, seed=seed)
+
+        def on_text(text: str) -> None:
+            for watcher in reading.watchers:
+                watcher(before + text)
+
+        row = self._rows[-1]
+        seen = on_text if reading.watchers else None
+        completion = await self._generate(row.ids, sampling, request_id=self.trajectory_id, on_text=seen)
+        if not all(map(math.isfinite, completion.logprobs)):
+            raise EngineError("the engine returned a log-prob that is not finite")
+        row.sample(completion)
+        return completion
+
+
+def can_fork(parent: Trajectory, num_turns: int) -> bool:
+    """Return whether the parent did not fail, and has a turn behind ``num_turns`` others."""
+    return not parent.stop_reason.is_failure and 0 <= num_turns < len(parent.turns)
+
+
+def check_fork(parent: Trajectory, num_turns: int, inject: str) -> None:
+    """Raise a ``ConfigError`` if the parent cannot be forked there."""
+    if not can_fork(parent, num_turns):
+        raise ConfigError(
+            f"got a fork of {parent.trajectory_id}, which ended as {parent.stop_reason.value} after "
+            f"{len(parent.turns)} turns, before its turn {num_turns + 1}; expected a parent that did not fail, and "
+            "one of its turns"
+        )
+
+
+def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
+    """Return a 63-bit sampling seed that depends only on the run, the trajectory and the turn."""
+    digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

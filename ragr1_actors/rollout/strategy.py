@@ -1,0 +1,169 @@
+"""Rollout strategies: which attempts at a task make a group. Independent attempts are one of them.
+
+::
+
+    class Hinted(RolloutStrategy):                            # env_runners.strategy: my_module:Hinted
+        async def sample(self, request, play):
+            plain = [await play(index) for index in range(4)]
+            wrong = [one for one in plain if not one.reward]
+            again = [play(4 + n, fork=(one, len(one.turns) - 1, "<think> Look at it in another way:"))
+                     for n, one in enumerate(wrong)]
+            return plain + list(await asyncio.gather(*again))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from inspect import isawaitable
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from envs.checker import Check, awaited_problem_of, made_up
+from envs.rewards import RewardContext
+from ragr1_actors.core.config import EnvRunnerSettings
+from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.resolve import make_part, named
+from ragr1_actors.core.section import Section
+from ragr1_actors.core.types import Trajectory
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
+
+KEY = "env_runners.strategy"
+
+
+class Play(Protocol):
+    """Makes one attempt of the group."""
+
+    async def __call__(self, index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        """Return the trajectory ``index`` of the group, which has ended, in any way.
+
+        ``variant`` reaches the environment as ``EnvContext.variant``, and is recorded. A ``fork`` begins as its parent:
+        the environment acts on the parent's turns again, the tokens are copied, and the text is INJECTED.
+        """
+        ...
+
+
+class RolloutStrategy(ABC):
+    """Chooses the attempts of a group; one instance serves all groups of an env runner."""
+
+    options_class: ClassVar[type[Section] | None] = None
+    """Reads ``env_runners.strategy_options``. None hands the mapping to the constructor as it is."""
+
+    def __init__(self, options: Any) -> None:
+        """Keep the options."""
+        self.options = options
+
+    @abstractmethod
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        """Return the group's trajectories, each of a ``play``; ``request.num_trajectories`` are asked for.
+
+        It is asked for the groups that are trained; an evaluation or a demonstration is one plain attempt.
+        """
+
+
+class Independent(RolloutStrategy):
+    """Independent attempts, at the same time."""
+
+    options_class = Section
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        """Play each index once."""
+        return list(await asyncio.gather(*(play(index) for index in range(request.num_trajectories))))
+
+
+STRATEGIES: dict[str, type[RolloutStrategy] | str] = {"independent": Independent}
+"""Known values of ``env_runners.strategy``; any other is ``my_module:MyStrategy``."""
+
+
+def make_strategy(settings: EnvRunnerSettings) -> RolloutStrategy:
+    """Make the strategy that a recipe names; ``ConfigError`` if there is none, or its options do not fit."""
+    return make_part(KEY, settings.strategy, STRATEGIES, settings.strategy_options)
+
+
+async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
+    """Let a strategy sample groups of 4 and of 1 over made-up attempts, every other of which is right."""
+
+    async def play(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        if fork is not None:
+            check_fork(*fork)
+        found = made_up("Riga" if index % 2 else "Oslo", index)
+        return replace(found, reward=float(index % 2), variant=variant, parent=fork[0].trajectory_id if fork else "")
+
+    checks = []
+    for count in (4, 1):
+        issue, context = Issue("check/0", made_up("").task, 0), RewardContext("train")
+        request = GroupRequest(issue, count, 1.0, context=context)
+        problem = await awaited_problem_of(partial(checked_sample, strategy, request, play), strategy.sample)
+        checks.append(Check(f"sample returns trajectories where {count} are asked for", problem))
+    return checks
+
+
+async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play: Play) -> list[Trajectory]:
+    """Return what ``sample`` returns.
+
+    Raises:
+        ConfigError: it is no list of trajectories, is empty, or has a trajectory twice, one that was not played here,
+            or one that was given numbers that cannot be learned from; or ``play`` is called in another way than
+            ``Play`` says.
+    """
+    played: dict[str, Trajectory] = {}
+    order: list[str] = []
+
+    async def noted(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        _check_play(index, variant, fork)
+        name = request.trajectory_id(index)
+        if name in order:
+            raise ConfigError(f"play({index}) was called twice in one group; take another index")
+        order.append(name)
+        found = await play(index, variant=variant, fork=fork)
+        if fork is not None and not can_fork(*fork[:2]):
+            found = replace(found, error=f"{found.error}; {named(strategy.sample)} asked for it")
+        played[name] = found
+        return found
+
+    sampling: Any = strategy.sample(request, noted)
+    if not isawaitable(sampling):
+        raise ConfigError(f"{named(strategy.sample)} is plain, expected async def")
+    returned: object = await sampling
+    if not isinstance(returned, list) or not all(isinstance(one, Trajectory) for one in returned):
+        got = shortened(repr(returned))
+        raise ConfigError(f"{named(strategy.sample)} returned {got}, expected a list of trajectories")
+    ids = [one.trajectory_id for one in returned]
+    if not ids or len(set(ids)) < len(ids) or not played.keys() >= set(ids):
+        expected = f"at least one of {order}, each once"
+        raise ConfigError(f"{named(strategy.sample)} returned the trajectories {ids}, expected {expected}")
+    for one in returned:
+        if one is not played[one.trajectory_id] and (problem := _problem(one)):
+            raise ConfigError(f"{named(strategy.sample)} returned {one.trajectory_id} with {problem}")
+    return returned
+
+
+def _problem(changed: Trajectory) -> str:
+    """Return what is wrong with the numbers that a strategy gave a trajectory; empty if nothing is."""
+    if not all(map(math.isfinite, (changed.reward, *changed.turn_rewards))):
+        return f"the reward {changed.reward} and {changed.turn_rewards} of its turns, expected finite numbers"
+    acted = changed.behaviour_logprobs
+    if acted is not None and (np.shape(acted) != changed.token_ids.shape or np.isinf(acted).any()):
+        return (
+            f"behaviour_logprobs of the shape {np.shape(acted)}, expected finite ones, or NaN where the policy that "
+            f"acted is not known, for each of {changed.num_tokens} tokens"
+        )
+    return ""
+
+
+def _check_play(index: object, variant: object, fork: object) -> None:
+    if not isinstance(index, int) or index < 0:
+        raise ConfigError(f"play got the index {index!r}, expected a whole number from 0")
+    if not isinstance(variant, str):
+        raise ConfigError(f"play({index}) got variant={shortened(repr(variant))}, expected text")
+    if fork is None:
+        return
+    match fork:
+        case (Trajectory(), int(), str()):
+            return
+    raise ConfigError(f"play({index}) got fork={shortened(repr(fork))}, expected (parent, number of turns, text)")

@@ -1,0 +1,120 @@
+"""Rewards of trajectories that a run has kept, computed again: what would another reward have said?
+
+Nothing is sampled. The policy's answers are those of the reward with which it was trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from envs.rewards import Reward, RewardContext, Split
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import DataError, ServiceError
+from ragr1_actors.core.resolve import raised_at
+from ragr1_actors.core.schema import TRAJECTORIES, groups_to_record_batch, read_trajectories, write_trajectories
+from ragr1_actors.core.types import Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.engines.chat_client import open_models
+
+MAX_AT_ONCE = 256
+"""Rewards that are waited for at once; ``environment.models`` have limits on top."""
+_ITERATION = re.compile(r"iteration_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """One file of trajectories under both rewards."""
+
+    file: str
+    num_trajectories: int
+    """That did not fail."""
+    before: float
+    after: float
+    """Means."""
+    changed: float
+    """Share of the trajectories whose reward is another one."""
+    correlation: float | None
+    """Pearson's, of both rewards over the trajectories; None where one of them is constant."""
+
+
+def rescore(
+    config: RunConfig,
+    folder: Path,
+    out: Path | None = None,
+    on_file: Callable[[Rescored], None] = lambda rescored: None,
+) -> list[Rescored]:
+    """Compute ``config.environment.reward`` for every trajectory in a run's folder that did not fail.
+
+    With ``out`` the trajectories are written there with the new rewards, as ``out/trajectories/*.arrow``. The new
+    reward takes the place of the whole old one, an environment's own rewards included.
+
+    Raises:
+        UserError: there are no trajectories, a file is damaged, or the reward cannot be used.
+        DataError: the reward fails for a trajectory; the message has its id.
+    """
+    files = sorted((folder / TRAJECTORIES).glob("*.arrow"))
+    if not files:
+        raise DataError(f"{folder} has no trajectories; rescore a run with checkpointing.keep_trajectories")
+    reward = Reward(config.environment)
+    found = []
+    for path in files:
+        groups = read_trajectories(path)
+        context = _context(path.stem, config)
+        new = asyncio.run(_rescored(groups, reward, replace(context, models=open_models(config.environment.models))))
+        if out is not None:
+            (out / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
+            write_trajectories(out / TRAJECTORIES / path.name, [groups_to_record_batch(new)] if new else [])
+        found.append(_compared(path.name, groups, new))
+        on_file(found[-1])
+    return found
+
+
+def _context(name: str, config: RunConfig) -> RewardContext:
+    """Return what a reward knew, or would have known, when the file was written."""
+    split: Split = "eval" if name.startswith("eval_") else "demonstration" if name == "demonstrations" else "train"
+    iteration = _ITERATION.fullmatch(name)
+    done = int(iteration[1]) - 1 if iteration else 0
+    return RewardContext(split, min(1.0, done / max(1, config.training.num_iterations)))
+
+
+async def _rescored(groups: Sequence[TrajectoryGroup], reward: Reward, context: RewardContext) -> list[TrajectoryGroup]:
+    room = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def of(trajectory: Trajectory) -> Trajectory:
+        if trajectory.stop_reason.is_failure:
+            return trajectory
+        plain = replace(trajectory, reward=0.0, turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns))
+        async with room:
+            try:
+                result = await reward(plain, context)
+            except ServiceError:
+                raise
+            except Exception as error:  # a user's reward may raise anything
+                raise DataError(
+                    f"{trajectory.trajectory_id}: the reward {reward.name} failed: {raised_at(error)}; mend it"
+                ) from error
+        per_turn = result.per_turn or [0.0] * len(plain.turns)
+        turns = tuple(replace(turn, reward=own) for turn, own in zip(plain.turns, per_turn, strict=True))
+        return replace(plain, reward=result.total, turns=turns)
+
+    async def of_group(group: TrajectoryGroup) -> TrajectoryGroup:
+        return replace(group, trajectories=tuple(await asyncio.gather(*map(of, group.trajectories))))
+
+    return list(await asyncio.gather(*map(of_group, groups)))
+
+
+def _compared(name: str, before: Sequence[TrajectoryGroup], after: Sequence[TrajectoryGroup]) -> Rescored:
+    old, new = (
+        np.array([t.reward for group in groups for t in group.trajectories if not t.stop_reason.is_failure])
+        for groups in (before, after)
+    )
+    if not len(old):
+        return Rescored(name, 0, 0.0, 0.0, 0.0, None)
+    varies = old.std() > 0 and new.std() > 0
+    correlation = float(np.corrcoef(old, new)[0, 1]) if varies else None
+    return Rescored(name, len(old), float(old.mean()), float(new.mean()), float((old != new).mean()), correlation)

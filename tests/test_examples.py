@@ -1,0 +1,199 @@
+"""The examples, played by scripts: each method of the table fits without a hack, in at most 60 lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from fakes import ByteTokenizer, DictRetriever
+from http_stub import stub_server
+
+from envs.checker import check_env, check_reward
+from envs.rewards import Reward, RewardContext
+from examples.hop_curriculum import ByHops
+from examples.leret import EXAMPLES
+from examples.rank_r1 import RankEnv
+from examples.rex_rag import Explore, HintLearner
+from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
+from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.engines.base import ScriptedEngine
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.strategy import try_strategy
+from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.training.curriculum import try_curriculum
+from ragr1_actors.training.task_stats import TaskStats
+from retrieval.base import Passage
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+TOKENIZER = ByteTokenizer()
+ANA, BO = Passage("a", "Ana", "Ana was born in Riga.", 0.4), Passage("b", "Bo", "Bo was born in Oslo.", 0.9)
+TASK = Task("t", "Ana", ("Riga",), supporting_ids=("Ana", "Bo"))
+SEARCH, RIGHT, WRONG = "<search>Ana</search>", "<answer>Riga</answer>", "<answer>Oslo</answer>"
+TRAINING = RewardContext("train", 0.5)
+
+
+class Finds(DictRetriever):
+    """Finds the passage of the name, or both for any other query."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        found = await super().search(queries, k)
+        return [hits if hits and k == 3 else [BO, ANA][:k] for hits in found]
+
+
+async def sample(
+    scripts: list[list[str]],
+    *,
+    task: Task = TASK,
+    context: RewardContext = TRAINING,
+    env_runners: Mapping[str, Any] | None = None,
+    **environment: Any,
+) -> TrajectoryGroup:
+    settings = EnvironmentSettings.model_validate({"prompt": "{question}", **environment})
+    config = SamplerConfig(environment=settings, env_runners=EnvRunnerSettings(**(env_runners or {})))
+    engine = ScriptedEngine({f"t/{n}": script for n, script in enumerate(scripts)}, TOKENIZER.encode)
+    runner = EnvRunner(config, TOKENIZER, Finds([ANA, BO]), engine)
+    group = await runner.sample_group(GroupRequest(Issue("t", task, 0), len(scripts), 1.0, context=context))
+    assert [one.error for one in group.trajectories] == [""] * len(group.trajectories)
+    return group
+
+
+async def play(*script: str, **more: Any) -> Trajectory:
+    return (await sample([list(script)], **more)).trajectories[0]
+
+
+def test_each_example_is_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
+    assert len(lengths) == 9 and max(lengths.values()) <= 60, lengths
+
+
+async def test_rank_r1_chooses_a_passage() -> None:
+    task = replace(TASK, question="Who was born in Riga?", supporting_ids=("Ana",))
+    keys = {
+        "env": "examples.rank_r1:RankEnv",
+        "reward": "examples.rank_r1:best_first",
+        "options": {"num_candidates": 2},
+    }
+    right, wrong = [await play(f"<answer>[{n}] > [1]</answer>", task=task, **keys) for n in (2, 1)]
+    none = await play("<answer>Ana</answer>", task=task, **keys)
+    assert [one.reward for one in (right, wrong, none)] == [1.0, 0.0, 0.0]
+    assert right.metrics["best_first"] == 1.0 and wrong.metrics["best_first"] == 0.0
+    assert (none.turns[0].action, right.turns[0].calls[0].arguments["k"]) == ("malformed", 2)
+    assert summarize(TrajectoryGroup(task, (right, wrong))).means["best_first"] == 0.5
+    checks = await check_env(RankEnv, EnvironmentSettings(options={"num_candidates": 2}))
+    assert [check.problem for check in checks] == [""] * len(checks)
+
+
+async def test_faq_pays_for_a_look() -> None:
+    keys = {"env": "examples.faq:FaqEnv", "reward": "none"}
+    follow_up = replace(TASK, meta={"follow_up": True})
+    fetched = await play("<act>fetch</act>", RIGHT, **keys)
+    skipped = await play("<act>skip</act>", RIGHT, task=follow_up, **keys)
+    assert (fetched.reward, fetched.turn_rewards) == (0.75, (-0.25, 1.0))
+    assert (skipped.reward, skipped.turn_rewards) == (1.25, (0.25, 1.0))
+    assert [turn.action for turn in fetched.turns] == ["fetch", "answer"]
+    assert fetched.turns[0].calls[0].tool == "fetch" and not skipped.turns[0].calls
+
+
+async def test_r1_searcher_changes_its_reward_with_the_run() -> None:
+    keys = {"reward": "examples.r1_searcher:two_stages"}
+
+    async def reward(progress: float, *script: str) -> float:
+        return (await play(*script, context=RewardContext("train", progress), **keys)).reward
+
+    assert [await reward(at, SEARCH, WRONG) for at in (0.0, 0.3)] == [1.0, 0.0]
+    assert [await reward(at, RIGHT) for at in (0.0, 0.3)] == [0.5, 1.0]
+    assert await reward(0.3, "no tag", RIGHT) == -1.0
+
+
+async def test_format_rewards_see_how_a_turn_ended() -> None:
+    async def reward(name: str, *script: str, limit: int = 99) -> float:
+        keys = {"reward": f"examples.format_rewards:{name}", "env_runners": {"max_new_tokens_per_turn": limit}}
+        return (await play(*script, **keys)).reward
+
+    assert [await reward("research", *script) for script in ([RIGHT], [WRONG], ["no tag", RIGHT])] == [1.0, 0.1, 0.0]
+    assert [await reward("search_r1", *script) for script in ([RIGHT], [WRONG], ["?", RIGHT])] == [1.0, 0.2, 0.8]
+    assert await reward("research", RIGHT + " and so on", limit=len(RIGHT)) == 0.0  # cut, though the answer is whole
+
+
+async def test_a_judge_is_asked_in_training_only() -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append((await request.json())["messages"][0]["content"])
+        return web.json_response({"choices": [{"message": {"content": "Yes."}, "finish_reason": "stop"}]})
+
+    async with stub_server(answer) as url:
+        keys = {"reward": "examples.judge:Judge", "models": {"judge": {"url": url, "model": "big"}}}
+        lenient = await play("<answer>the Latvian capital</answer>", **keys)
+        strict = await play("<answer>the Latvian capital</answer>", context=RewardContext("eval"), **keys)
+        plain = await play(RIGHT, **keys)
+    assert [one.reward for one in (lenient, strict, plain)] == [1.0, 0.0, 1.0]
+    assert len(asked) == 1 and "the Latvian capital" in asked[0]
+    assert lenient.metrics["reward_judged"] == 1.0
+
+
+async def test_rex_rag_goes_on_where_an_attempt_was_wrong() -> None:
+    runners = {"strategy": "examples.rex_rag:Explore", "strategy_options": {"max_forks": 1}}
+    scripts = [[SEARCH, WRONG], [RIGHT], ["</think>" + RIGHT]]
+    group = await _explored(scripts, runners, TRAINING)
+    assert [one.parent for one in group.trajectories] == ["", "", "t/0"]
+    fork = group.trajectories[2]
+    assert (fork.reward, fork.num_copied_tokens) == (1.0, len(SEARCH))
+    assert (fork.kinds == TokenKind.INJECTED).sum() > 10
+    assert len((await _explored(scripts, runners, RewardContext("eval"))).trajectories) == 2
+    assert HintLearner.trained_kinds == {TokenKind.MODEL, TokenKind.INJECTED}
+    options = Explore.options_class()
+    assert [check.problem for check in await try_strategy(Explore(options))] == ["", ""]
+
+
+async def _explored(scripts: list[list[str]], runners: dict[str, Any], context: RewardContext) -> TrajectoryGroup:
+    """Two attempts are asked for; the third script is the fork's."""
+    config = SamplerConfig(env_runners=EnvRunnerSettings(**runners))
+    engine = ScriptedEngine({f"t/{n}": script for n, script in enumerate(scripts)}, TOKENIZER.encode)
+    runner = EnvRunner(config, TOKENIZER, Finds([ANA, BO]), engine)
+    return await runner.sample_group(GroupRequest(Issue("t", TASK, 0), 2, 1.0, context=context))
+
+
+async def test_leret_compares_searches_under_unlike_prompts() -> None:
+    runners = {"strategy": "examples.leret:Prompts"}
+    keys = {"env": "examples.leret:FewShotEnv", "reward": "examples.leret:evidence"}
+    scripts = [[SEARCH, WRONG], ["<search>Ana\nBo</search>", WRONG], [WRONG], [WRONG]]
+    group = await sample(scripts, env_runners=runners, **keys)
+    assert [one.variant for one in group.trajectories] == ["names", "questions", "short", "names"]
+    assert [one.reward for one in group.trajectories] == [0.5, 1.0, 0.0, 0.0]
+    prompts = [TOKENIZER.decode(t.token_ids[t.kinds == TokenKind.PROMPT].tolist()) for t in group.trajectories]
+    assert EXAMPLES["questions"][0] in prompts[1] and EXAMPLES["short"][0] in prompts[2]
+    evaluated = await sample([[WRONG]], env_runners=runners, context=RewardContext("eval"), **keys)
+    assert evaluated.trajectories[0].variant == ""
+
+
+def test_a_curriculum_by_hops() -> None:
+    tasks = [Task(f"t/{n}", "?", ("a",), meta={"hops": hops}) for n, hops in enumerate((3, 1, 2, 1))]
+    order = ByHops({}).order(tasks, {}, 0, np.random.default_rng(0))
+    assert [tasks[at].meta["hops"] for at in order] == [1, 1, 2, 3]
+    known = {"t/0": TaskStats(8, 8, 8.0), "t/1": TaskStats(8, 7, 7.0), "t/2": TaskStats(4, 4, 4.0)}
+    assert [ByHops({}).skip(task, known) for task in tasks] == [True, False, False, False]
+    assert [check.problem for check in try_curriculum(ByHops({}))] == ["", ""]
+
+
+async def test_rewards_of_turns_are_where_they_were_earned() -> None:
+    keys = {"reward": "examples.turn_rewards:gained"}
+    found = await play(SEARCH, SEARCH, "<search>Bo</search>", RIGHT, **keys)
+    assert (found.turn_rewards, found.reward) == ((0.25, 0.0, 0.25, 1.0), 1.5)
+    assert found.metrics["reward_evidence"] == 1.0 and found.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.parametrize(
+    "name", ["r1_searcher:two_stages", "format_rewards:research", "format_rewards:search_r1", "turn_rewards:gained"]
+)
+def test_ragr1_check_finds_nothing_wrong(name: str) -> None:
+    settings = EnvironmentSettings(reward=f"examples.{name}")
+    assert [check.problem for check in asyncio.run(check_reward(settings))] == [""] * 3
+    assert Reward(settings).name == f"examples.{name}"

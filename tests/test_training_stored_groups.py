@@ -1,0 +1,167 @@
+"""Training on stored trajectories: each request is answered with a stored group, and the books are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from learners_common import make_groups
+from rich.console import Console
+from small_world import make_config, make_files
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch, write_trajectories
+from ragr1_actors.core.types import StopReason, TrajectoryGroup
+from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
+from ragr1_actors.training.collector import BatchCollector
+from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.stored_groups import StoredFleet, StoredGroups, training_fleet
+
+
+class NoFleet:
+    """The env runners, which are asked for nothing."""
+
+    num_unfinished = num_finished = 0
+
+    def submit(self, request: GroupRequest) -> None:
+        raise AssertionError("asked for a group")
+
+    def collect(self) -> list[FinishedGroup]:
+        return []
+
+
+def store(folder: Path, **files: list[TrajectoryGroup]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, groups in files.items():
+        write_trajectories(folder / f"{name}.arrow", [groups_to_record_batch(groups)])
+    return folder
+
+
+def two_files(folder: Path) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+    """Four tasks in each file; one trajectory failed, and all of one group."""
+    first, second = make_groups(0), make_groups(1)
+    failed = [replace(t, stop_reason=StopReason.ENGINE_ERROR) for t in first[0].trajectories]
+    first[0] = replace(first[0], trajectories=(failed[0], *first[0].trajectories[1:]))
+    second[3] = replace(second[3], trajectories=tuple(failed))
+    store(folder, iteration_00001=first, iteration_00002=second, eval_rl=make_groups(2, num_groups=6))
+    return first, second
+
+
+def test_groups_come_by_task_and_epoch(tmp_path: Path) -> None:
+    first, second = two_files(tmp_path / "trajectories")
+    stored = StoredGroups(tmp_path)
+    assert [task.task_id for task in stored.tasks] == [f"made/{number}" for number in range(4)]  # no evaluation's
+    ids = [one.trajectory_id for one in stored.group("made/0", 0).trajectories]
+    assert ids == [t.trajectory_id for t in first[0].trajectories[1:]]
+    assert stored.group("made/1", 0).trajectories[0].trajectory_id == first[1].trajectories[0].trajectory_id
+    assert stored.group("made/1", 1).trajectories[0].trajectory_id == second[1].trajectories[0].trajectory_id
+    assert stored.group("made/1", 2).task == stored.group("made/1", 0).task
+    assert stored.group("made/3", 5).trajectories[0].trajectory_id == first[3].trajectories[0].trajectory_id
+    assert len(StoredGroups(tmp_path / "trajectories").tasks) == 6  # of a plain folder, all files
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_every_task_is_trained_once_per_epoch(tmp_path: Path, lag: int) -> None:
+    two_files(tmp_path / "trajectories")
+    keys = {"train_batch_size": 2, "max_policy_lag": lag, "from_trajectories": str(tmp_path)}
+    config = RunConfig.model_validate({"training": keys})
+    fleet = training_fleet(config, NoFleet())
+    assert isinstance(fleet, StoredFleet)
+    collector = BatchCollector(config, StoredGroups(tmp_path).tasks, fleet)
+    trained: Counter[str] = Counter()
+    for version in range(8):
+        batch = collector.next_batch(version)
+        assert batch.num_stale == 0
+        for group in batch.groups:
+            (read,) = groups_from_record_batch(group.batch)
+            assert read.task.task_id == group.request.issue.task.task_id
+            assert group.summary.num_sampled_tokens == 0 and group.summary.num_failed == 0
+            trained[read.task.task_id] += 1
+        collector.trained(batch.groups)
+    assert trained == Counter({f"made/{number}": 4 for number in range(4)})
+    counts = collector.tasks.counts()
+    assert counts["lost"] == counts["doubled"] == 0
+
+
+def test_what_was_asked_for_before_a_roll_back_is_dropped(tmp_path: Path) -> None:
+    """The ledger of the checkpoint issues those tasks again: each is trained once."""
+    two_files(tmp_path / "trajectories")
+    keys = {"train_batch_size": 2, "max_policy_lag": 1, "from_trajectories": str(tmp_path)}
+    config = RunConfig.model_validate({"training": keys})
+    fleet, tasks = training_fleet(config, NoFleet()), StoredGroups(tmp_path).tasks
+    collector = BatchCollector(config, tasks, fleet)
+    state = collector.tasks.get_state()
+    for version in range(2):
+        collector.next_batch(version)
+        collector.keep_busy(while_learning=True)
+    assert fleet.num_unfinished == 2
+    fleet.drop()
+    assert fleet.num_unfinished == 0
+    collector = BatchCollector(config, tasks, fleet)
+    collector.tasks.set_state(state)
+    for version in range(2, 6):
+        collector.trained(collector.next_batch(version).groups)
+    counts = collector.tasks.counts()
+    assert (counts["trained"], counts["lost"], counts["doubled"]) == (8, 0, 0)
+
+
+def test_one_that_is_left_of_several_is_not_trained_alone(tmp_path: Path) -> None:
+    (group, alone), (member, *_) = make_groups(0)[:2], make_groups(0)[1].trajectories
+    failed = [replace(t, stop_reason=StopReason.ENGINE_ERROR) for t in group.trajectories[1:]]
+    shrunk = replace(group, trajectories=(group.trajectories[0], *failed))
+    store(tmp_path, found=[shrunk, replace(alone, trajectories=(member,))])
+    assert [task.task_id for task in StoredGroups(tmp_path).tasks] == [alone.task.task_id]
+
+
+def test_token_ids_of_another_tokenizer_are_found(tmp_path: Path) -> None:
+    store(tmp_path, found=make_groups(0))
+    stored = StoredGroups(tmp_path)
+    texts = {t.turns[0].completion_text for group in make_groups(0) for t in group.trajectories}
+    assert len(texts) == 1
+    stored.check_tokens(lambda ids: texts.copy().pop())
+    with pytest.raises(
+        DataError, match=r"the tokenizer of policy\.model reads 'other' where '.*' was sampled; name the"
+    ):
+        stored.check_tokens(lambda ids: "other")
+
+
+@pytest.mark.engine
+def test_a_run_learns_from_the_trajectories_of_another_as_that_one_did(tmp_path: Path) -> None:
+    """Policy and groups are the same, so the first update is; the second, of the same groups, is off-policy."""
+
+    def train(name: str, num_iterations: int, **training: Any) -> list[dict[str, Any]]:
+        config = make_config(files, {"num_steps": 30}, num_iterations=num_iterations, num_minibatches=1, **training)
+        create_run_directory(config, tmp_path / name)
+        report = TrainingRun(config, tmp_path / name, Console(quiet=True)).execute()
+        assert report.tasks.trained == report.tasks.issued == 8 * num_iterations
+        return [row for row in read_metrics(tmp_path / name) if is_iteration(row) and row["stage"] == "rl"]
+
+    files = make_files(tmp_path)
+    (sampled,) = train("sampled", 1)
+    first, second = train("stored", 2, from_trajectories=str(tmp_path / "sampled"))
+    assert sampled["rollout/reward"] == first["rollout/reward"] == second["rollout/reward"]
+    for name in ("learner/loss", "learner/grad_norm", "learner/logprob_gap_mean"):
+        assert first[name] == pytest.approx(sampled[name], rel=1e-3, abs=1e-6), name
+    assert second["learner/logprob_gap_mean"] > 100 * first["learner/logprob_gap_mean"]
+
+
+def test_without_the_key_the_env_runners_sample(tmp_path: Path) -> None:
+    assert not isinstance(training_fleet(RunConfig(), NoFleet()), StoredFleet)
+
+
+def test_a_folder_without_trajectories_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"training\.from_trajectories: .*none is no folder; give a run directory"):
+        StoredGroups(tmp_path / "none")
+    with pytest.raises(DataError, match=r"has no trajectories to train on; give a run with checkpointing"):
+        StoredGroups(tmp_path)
+    failed = [replace(t, stop_reason=StopReason.ENV_ERROR) for t in make_groups(0)[0].trajectories]
+    store(tmp_path, all_failed=[TrajectoryGroup(failed[0].task, tuple(failed))])
+    with pytest.raises(DataError, match="has no trajectories to train on"):
+        StoredGroups(tmp_path)
