@@ -26,7 +26,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDire
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
-from ragr1_actors.runs.report import RunReport
+from ragr1_actors.runs.report import EvalResult, RunReport
 from ragr1_actors.runs.run_directory import (
     create_run_directory,
     find_checkpoint,
@@ -158,9 +158,9 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     stored = {name.split("/")[1] for name in names if name.startswith("checkpoints/step_") and name.count("/") > 1}
     assert {f"checkpoints/{name}" for name in stored} == kept, "nothing is left of what is not kept"
 
-    shown = [json.loads(invoke("report", uri, "--json"))["stages"][-1]["eval"]]
-    shown.append(json.loads(invoke("evaluate", uri, "--json")))
-    assert {name: shown[1][name] for name in shown[0]} == shown[0]
+    reported = EvalResult(**json.loads(invoke("report", uri, "--json"))["stages"][-1]["eval"]).by_name()
+    evaluated = json.loads(invoke("evaluate", uri, "--json"))
+    assert {name: evaluated[name] for name in reported} == reported
     best = uri.replace("/run", "/run/checkpoints/best")
     for policy in (best.replace("best", "best/policy"), uri.replace("/run", "/run/policy_sft")):
         place, folder = find_checkpoint(policy)

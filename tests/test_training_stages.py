@@ -11,7 +11,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -344,6 +344,17 @@ def test_a_second_interrupt_in_a_held_block_marks_the_guard_as_torn() -> None:
             assert not guard.is_torn
             os.kill(os.getpid(), signal.SIGINT)
         assert guard.is_torn
+
+
+def test_an_interrupt_that_a_library_caught_is_raised_again_until_it_is_acknowledged() -> None:
+    with InterruptGuard() as guard:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(TerminationError), guard.held(), guard.held():
+            pass
+        guard.acknowledge()
+        with guard.held():
+            pass
 
 
 @pytest.mark.ray

@@ -28,7 +28,9 @@ class InterruptGuard:
     """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
 
     The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
-    once. Used as a context manager; in a thread other than the main one, which gets no signals, it does nothing.
+    once. A library may catch it and go on (a C extension that imports an optional module, for one), so every later
+    ``held()`` block raises it again at its end, until ``acknowledge``. Used as a context manager; in a thread other
+    than the main one, which gets no signals, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,8 @@ class InterruptGuard:
         self.is_torn = False
         """Whether a second signal ended a ``held()`` block in the middle, so that its states may differ."""
         self._depth = 0
-        self._pending: KeyboardInterrupt | None = None
+        self._is_pending = False
+        self._newest: KeyboardInterrupt | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -52,25 +55,29 @@ class InterruptGuard:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold an interrupt back until the end of the block."""
+        """Hold an interrupt back until the end of the block, and raise one that was lost before."""
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-        if self._pending and not self._depth:
-            interrupt, self._pending = self._pending, None
-            raise interrupt
+        if self._newest and not self._depth:
+            self._is_pending = False
+            raise self._newest
+
+    def acknowledge(self) -> None:
+        """Say that the interrupt arrived where it is answered: ``held()`` blocks raise it no more."""
+        self._newest = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         global _newest  # of the process, as signals are: an inner guard gets it, an outer one asks for the status
         _newest = number
-        interrupt = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
-        if self._depth and not self._pending:
-            self._pending = interrupt
+        self._newest = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
+        if self._depth and not self._is_pending:
+            self._is_pending = True
             return
         self.is_torn = self.is_torn or self._depth > 0
-        raise interrupt
+        raise self._newest
 
 
 @contextmanager

@@ -150,6 +150,7 @@ class TrainingRun:
                         self._describe(workspace, recall)
                         self._run_stages(algorithm, logger)
                     except KeyboardInterrupt:
+                        interrupts.acknowledge()
                         if not interrupts.is_torn:  # else learner and task ledger differ; the one before is valid
                             self._save(algorithm)
                         raise
