@@ -62,9 +62,9 @@ def describe() -> str:
 
 
 def bf16_overrides() -> tuple[str, ...]:
-    """bfloat16 where the CPU multiplies it in hardware (AMX): half of float32's time there, many times it elsewhere."""
+    """bfloat16 where the CPU multiplies it in hardware: at most half of float32's time, many times it elsewhere."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return ("policy.dtype=bfloat16",) if "amx_bf16" in flags else ()
+    return ("policy.dtype=bfloat16",) if {"amx_bf16", "avx512_bf16"} & set(flags.split()) else ()
 
 
 def run(only: str | None = None, repeats: int | None = None, quick: bool = False) -> Iterator[Measurement]:

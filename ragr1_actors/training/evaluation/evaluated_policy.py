@@ -40,6 +40,7 @@ BASELINES: dict[Baseline, dict[str, Any]] = {
 NO_RETRIEVER = "envs.baselines:NoRetriever"
 ENDPOINT_CONCURRENCY = 8
 """Requests at the same time, unless ``--concurrency`` says otherwise: most endpoints limit their rate."""
+_OF_TRAINING = {"sft", "training", "learners", "checkpointing"}
 _NOT_IN_DIGEST = {"options", "tasks", "eval_tasks", "reward"}
 _SHAPES_ANSWERS = {
     "env_runners": ("engine", "max_context_tokens", "max_new_tokens_per_turn"),
@@ -249,6 +250,8 @@ def _check_overrides(
     named = _named(request)
     for name in named - {"env_runners.engine_options"}:
         section, _, key = name.partition(".")
+        if section in _OF_TRAINING:
+            raise ConfigError(f"got {name}, which has no effect on an evaluation; leave it out")
         if section == "environment" or key not in changes.get(section, {}):
             continue
         given, taken = getattr(getattr(run, section), key), changes[section][key]
