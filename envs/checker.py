@@ -86,10 +86,19 @@ class OnePassage:
 
 
 async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> list[Check]:
-    """Check the class of an environment; each check makes its own by ``env_class(settings, context)``."""
+    """Check the class of an environment; each check makes its own by ``env_class(settings, context)``.
+
+    Options that cannot be read are one problem: no episode is played with them.
+    """
     trial = _Trial(env_class, settings)
+    checks = [
+        Check("its methods are async where they wait, and plain where they do not", _async_problem(env_class)),
+        Check("stop is a tuple of texts", _stop_problem(env_class)),
+        Check("options_class reads environment.options", problem_of(trial.options, env_class)),
+    ]
+    if checks[-1].problem:
+        return checks
     episodes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-        ("options_class reads environment.options", trial.options),
         ("reset returns the prompt as messages", trial.reset),
         ("peek looks at half a turn", trial.peek),
         ("left_open returns text", trial.left_open),
@@ -107,11 +116,7 @@ async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> 
         episodes += [("act takes any text, odd ones too", trial.act)]
     if env_class.measures:
         episodes += [("measures are finite numbers", trial.measures)]
-    return [
-        Check("its methods are async where they wait, and plain where they do not", _async_problem(env_class)),
-        Check("stop is a tuple of texts", _stop_problem(env_class)),
-        *[Check(name, await awaited_problem_of(play, env_class)) for name, play in episodes],
-    ]
+    return checks + [Check(name, await awaited_problem_of(play, env_class)) for name, play in episodes]
 
 
 def check_source(name: str, environment: EnvironmentSettings) -> list[Check]:
@@ -179,15 +184,19 @@ async def check_reward(environment: EnvironmentSettings) -> list[Check]:
     """
     reward, models = Reward(environment), dict.fromkeys(environment.models, _SaysYes())
 
-    async def ask(answer: str) -> None:
-        await reward(made_up(answer), RewardContext("train", models=models))
-        await reward(made_up(answer), RewardContext("eval", 1.0, models=models))
+    async def ask(answer: str, given: list[str]) -> None:
+        for context in (RewardContext("train", models=models), RewardContext("eval", 1.0, models=models)):
+            given.append(f"{(await reward(made_up(answer), context)).total:g}")
 
-    answers = {"a right answer": "Riga", "an answer that is wrong": "Oslo", "no answer": ""}
-    return [
-        Check(f"the reward of {title}", await awaited_problem_of(partial(ask, answer), reward))
-        for title, answer in answers.items()
-    ]
+    checks = []
+    for title, answer in {"a right answer": "Riga", "an answer that is wrong": "Oslo", "no answer": ""}.items():
+        given: list[str] = []
+        problem = await awaited_problem_of(partial(ask, answer, given), reward)
+        found = (
+            "" if problem else f" is {given[0]}" + ("" if len(set(given)) == 1 else f", in an evaluation {given[1]}")
+        )
+        checks.append(Check(f"the reward of {title}{found}", problem))
+    return checks
 
 
 class _SaysYes:
@@ -225,7 +234,7 @@ class _Trial(Generic[E]):
         await env.reset(_TASK)
         return env
 
-    async def options(self) -> None:
+    def options(self) -> None:
         part_options(self.env_class, self.settings.options, "environment.env", "environment.options")
 
     async def reset(self) -> None:

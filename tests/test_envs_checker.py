@@ -174,6 +174,12 @@ async def test_an_environment_that_works_has_no_fault(env_class: type[TextEnv], 
     assert [check for check in await check_env(env_class, settings) if check.problem] == []
 
 
+def test_options_that_cannot_be_read_are_one_problem() -> None:
+    printed = invoke("check-env", "envs.search:SearchEnv", "environment.options={max_querys: 2}")
+    wrong = [line for line in printed.splitlines() if "wrong" in line]
+    assert len(wrong) == 1 and "unknown key environment.options.max_querys" in wrong[0], printed
+
+
 def test_the_command_prints_a_line_per_check_and_fails_if_one_fails() -> None:
     good = CliRunner().invoke(cli.app, ["check-env", f"{__name__}:Polite", "environment.max_turns=2"])
     assert good.exit_code == 0, good.output

@@ -341,5 +341,13 @@ async def test_what_is_wrong_with_a_reward_is_said_before_a_run(name: str, check
     assert problem in found[title]
 
 
-async def test_a_reward_that_works_has_no_fault() -> None:
-    assert [one.problem for one in await check_reward(EnvironmentSettings())] == [""] * 3
+def halved_in_evaluation(trajectory: Trajectory, context: RewardContext) -> float:
+    return 0.5 if context.split == "eval" else 1.0
+
+
+async def test_a_reward_that_works_has_no_fault_and_its_values_are_shown() -> None:
+    checks = await check_reward(EnvironmentSettings())
+    assert [one.problem for one in checks] == [""] * 3
+    assert [one.name.partition(" is ")[2] for one in checks] == ["1", "wrong is 0", "0"]
+    (first, *_) = await check_reward(EnvironmentSettings(reward=f"{HERE}:halved_in_evaluation"))
+    assert first.name == "the reward of a right answer is 1, in an evaluation 0.5"
