@@ -252,8 +252,8 @@ def test_actors_that_cannot_start_are_not_waited_for(
     ray_local: ModuleType, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_fleet, "START_TIMEOUT_S", 0.5)
-    with pytest.raises(FleetError, match=r"no actor with num_cpus=0, num_gpus=0\.25 started within 0\.5 s"):
-        fill_store(world.store(tmp_path), world.directory, world.encoder, Workers(2, 0, 0.25))
+    with pytest.raises(FleetError, match=r"no actor with num_cpus=0, num_gpus=3 started within 0\.5 s"):
+        fill_store(world.store(tmp_path), world.directory, world.encoder, Workers(2, 0, 3))  # there are 2 GPUs
 
 
 @pytest.mark.ray
