@@ -188,6 +188,7 @@ def test_two_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
     first, second = task_file(tmp_path / "x", "train", 1), task_file(tmp_path / "y", "train", 1)
     sources = opened([{"source": first}, {"source": second}])
     assert sources.names() == ["train", "train#2"]
+    assert opened([{"source": one} for one in (first, second, first)]).names() == ["train", "train#2", "train#3"]
     with pytest.raises(DataError, match=r"1 tasks are in two sources, such as train/0; give the files other names"):
         sources.tasks("train", 0)
 

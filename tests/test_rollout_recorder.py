@@ -22,7 +22,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.recorder import Recorder
+from ragr1_actors.rollout.recorder import Reading, Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 
 TASK = Task("t/0", "Where?", ("Riga",))
@@ -78,6 +78,29 @@ async def test_a_rewritten_conversation_is_a_row_on_its_own() -> None:
     num_prompt = len(engine.asked[2].encode())
     assert (found.kinds[second][:num_prompt] == TokenKind.PROMPT).all()
     assert set(found.policy_versions[is_model]) == {3} and not (found.policy_versions[~is_model] + 1).any()
+
+
+def started(*messages: Message) -> Recorder:
+    recorder = Recorder("x", Listening(["look"]).generate, TOKENIZER, Sampling(max_new_tokens=99), 60, 0)
+    recorder.restart(messages, Reading())
+    return recorder
+
+
+def test_what_follows_a_turn_leaves_room_for_a_token_of_the_next() -> None:
+    recorder = started(Message("user", "Where?"))
+    room = recorder.room
+    assert not recorder.add([Message("tool", "o" * (room - 4)), Message("user", "goon")])
+    assert recorder.room == room
+    assert recorder.add([Message("tool", "o" * (room - 5)), Message("user", "goon")])
+    assert recorder.room == 1
+
+
+def test_a_last_message_of_the_assistant_begins_the_turn() -> None:
+    question = Message("user", "Where?")
+    found = started(question, Message("assistant", "So")).trajectory(TASK, StopReason.MAX_TURNS)
+    prompt = TOKENIZER.prompt_ids([question])
+    assert found.token_ids.tolist() == [*prompt, *TOKENIZER.encode("So")]
+    assert found.kinds.tolist() == [TokenKind.PROMPT] * len(prompt) + [TokenKind.INJECTED] * 2
 
 
 async def test_a_turn_has_its_reward_and_its_end() -> None:

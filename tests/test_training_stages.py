@@ -355,6 +355,12 @@ def test_an_interrupt_that_a_library_caught_is_raised_again_until_it_is_acknowle
         guard.acknowledge()
         with guard.held():
             pass
+        with pytest.raises(KeyboardInterrupt), guard.held():
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), guard.held():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not guard.is_torn, "the first of this block is held back"
+        assert not guard.is_torn
 
 
 @pytest.mark.ray

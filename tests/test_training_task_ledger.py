@@ -201,9 +201,11 @@ class Lazy(Curriculum):
         super().__init__({})
         self.skipped: Any = skipped
         self.asked: list[tuple[list[str], dict[str, TaskStats], int]] = []
+        self.drawn: list[float] = []
 
     def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
         self.asked.append(([task.task_id for task in rest], dict(stats), epoch))
+        self.drawn.append(rng.random())
         return range(len(rest))
 
     def skip(self, task: Task, stats: Stats) -> bool:
@@ -224,6 +226,7 @@ def test_the_rest_is_ordered_again_once_something_was_trained() -> None:
     assert ledger.counts() == {"issued": 4, "trained": 2, "failed": 0, "skipped": 1, "lost": 0, "doubled": 0}
     second = [ledger.next() for _ in range(3)][-1]
     assert (second.issue_id, curriculum.asked[2:]) == ("t/0#1", [(ids, stats, 1)])
+    assert len(set(curriculum.drawn)) == 3, "each order draws other numbers"
 
 
 def test_a_resumed_run_knows_what_its_epoch_has_skipped() -> None:
