@@ -12,7 +12,7 @@ from ragr1_actors import RewardContext, RewardResult, Trajectory
 from retrieval.corpora.text import found_evidence
 
 SHARE = 0.5
-"""Of the reward, for finding all of the evidence."""
+"""The part of the reward that is paid for finding all of the evidence."""
 
 
 async def gained(trajectory: Trajectory, context: RewardContext) -> RewardResult:

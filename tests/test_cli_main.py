@@ -269,7 +269,7 @@ PRINTS_JSON = {
     "simulate": ["quickstart", "--iterations", "1", "--runners", "1", "--retrievers", "1"],
 }
 ELSEWHERE = {"bench", "chaos", "doctor", "rescore", "select"}
-"""Of these, "bench", "doctor" and "rescore" print several lines."""
+"""The commands "bench", "doctor" and "rescore" print several lines of JSON."""
 
 
 @pytest.fixture(scope="module")

@@ -349,7 +349,7 @@ def sequence_ratios(learner: Learner, groups: list[TrajectoryGroup]) -> tuple[to
 @pytest.mark.parametrize("num_epochs", [1, 2])
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_the_ratios_of_trajectories_by_hand(build: Build, kind: str, num_epochs: int) -> None:
-    """Each counts once per epoch, whatever its length, with the learner as it was at the start of the update."""
+    """Each sequence counts once per epoch, short or long; the learner is that of the start of the update."""
     learner = build(GRPOLearner, corrected_config(kind, num_epochs=num_epochs, num_minibatches=2, lr=0.01))
     groups = with_gap(learner, make_groups(0), noise(0.3))
     products, means, extremes = sequence_ratios(learner, groups)

@@ -133,7 +133,7 @@ class Chain(RolloutStrategy):
 
 
 class Hearing(SearchEnv):
-    """Keeps the texts of the turns that it acts on; its first turn begins with a word of its own."""
+    """Keeps the texts of the turns that it acts on; its prompt begins the first turn with a word."""
 
     heard: ClassVar[list[str]] = []
 
@@ -209,7 +209,7 @@ async def test_numbers_that_a_strategy_gives_are_checked(changes: dict[str, floa
 
 
 class Variants(RolloutStrategy):
-    """Three attempts, whatever is asked for; each has another variant."""
+    """Plays three attempts, each with another variant; ignores the number that is asked for."""
 
     class Names(Section):
         names: list[str] = Field(["plain"], min_length=1)

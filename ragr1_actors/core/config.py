@@ -121,7 +121,7 @@ class ModelSettings(EndpointSettings):
     max_in_flight: int = Field(16, ge=1)
     """Questions that each env runner asks at once."""
     max_context_tokens: int = Field(4096, ge=16)
-    """Of question and answer, with ``engine``."""
+    """Longest question and answer together, in tokens; used with ``engine``."""
 
 
 class EnvironmentSettings(Section):

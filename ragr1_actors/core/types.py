@@ -229,7 +229,7 @@ class ToolCall:
     is_cached: bool = False
     """Answered from the calling process's cache."""
     version: str = ""
-    """Of what answered, such as an index's version from its manifest; empty if it has none."""
+    """Version of the service that answered, such as an index's from its manifest; empty if it has none."""
 
     @property
     def asked(self) -> str:
@@ -250,7 +250,7 @@ class Turn:
     """As executed."""
     observation: str = ""
     reward: float = 0.0
-    """Of this turn alone; what ``Trajectory.reward`` has beside the sum over the turns is for the whole attempt."""
+    """Reward of this turn; the rest of ``Trajectory.reward`` belongs to the whole attempt."""
     finish_reason: FinishReason = FinishReason.STOP
     """Why the engine stopped."""
 

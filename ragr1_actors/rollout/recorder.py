@@ -43,7 +43,7 @@ _KINDS = {
     "system": TokenKind.NOTICE,
     "assistant": TokenKind.INJECTED,
 }
-"""Of the tokens that are added behind a turn, by the role of the message."""
+"""Kind of the tokens that are added behind a turn, by the role of the message."""
 _OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
 
 

@@ -7,7 +7,7 @@ import re
 from ragr1_actors.core.types import ToolCall, Trajectory
 
 MAX_CHARS = 600
-"""Of the text of a record."""
+"""Longest text of a record that is shown, in characters."""
 
 
 def as_markdown(trajectory: Trajectory) -> str:
