@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from envs.measures import MEASURES, Measure
 from envs.observations import defuse
-from envs.options import SearchOptions
+from envs.options import PassageOptions, SearchOptions
+from envs.tools.grammars import ToolSchema, TurnParser
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, part_options
@@ -37,8 +38,10 @@ class StepResult:
 
     observation: str = ""
     """Retrieved text with its tags; its tokens become ``TokenKind.OBSERVATION``."""
+    results: tuple[str, ...] = ()
+    """In place of an observation the result of each tool call that the turn wrote, in their order."""
     notice: str = ""
-    """A message of the environment, after the observation; its tokens become ``TokenKind.NOTICE``."""
+    """A message of the environment, after observation or results; its tokens become ``TokenKind.NOTICE``."""
     reward: float = 0.0
     """The reward of this turn. The trajectory's is the sum over its turns, plus ``environment.reward``."""
     terminated: bool = False
@@ -55,6 +58,14 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts, summed over the trajectory and averaged into the iteration's metrics; ``time/...`` holds seconds."""
 
+    @property
+    def messages(self) -> list[Message]:
+        """What the turn is answered with: a message for each tool call, or else one of the environment."""
+        if not self.results:
+            return [Message("user", self.observation, notice=self.notice)]
+        *first, last = self.results
+        return [*(Message("tool", text) for text in first), Message("tool", last, notice=self.notice)]
+
 
 def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     """Check and return the result of ``method``; a NaN is refused, as it would make the mean of the whole batch NaN.
@@ -68,8 +79,8 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     for text in (result.observation, result.notice, result.action, result.answer):
         if not isinstance(text, str):
             raise ConfigError(f"{named(method)} gave {text!r} as observation, notice, action or answer, expected text")
-    for name, kind in (("calls", ToolCall), ("restart", Message)):
-        given: object = {"calls": result.calls, "restart": result.restart}[name]
+    for name, kind in (("calls", ToolCall), ("restart", Message), ("results", str)):
+        given: object = {"calls": result.calls, "restart": result.restart, "results": result.results}[name]
         if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
             got = shortened(repr(given))
             raise ConfigError(f"{named(method)} gave {name}={got}, expected a tuple of {kind.__name__}")
@@ -107,6 +118,8 @@ class EnvContext:
     """What a rollout strategy plays this trajectory with, such as another prompt; empty: nothing special."""
     seed: int = 0
     """Seeds what the environment draws at random; each trajectory has another seed."""
+    parser: Callable[[Sequence[ToolSchema]], TurnParser] | None = None
+    """Makes the parser of a turn's tool calls; None where ``policy.chat_format`` is ``tags``."""
 
 
 class TextEnv(ABC):
@@ -120,6 +133,10 @@ class TextEnv(ABC):
     """What ``settings.options`` are read as, and checked by before a run; None for a class that reads them itself."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn in the engine, such as ``</search>``."""
+    chat_format: str = "tags"
+    """What ``policy.chat_format: auto`` means for this environment: ``tags``, or ``auto`` for that of the template."""
+    tools: Sequence[ToolSchema] = ()
+    """The tools that the chat template describes to the policy, where the chat format is not ``tags``."""
     measures: Mapping[str, Measure] = {}
     """Numbers of a trajectory that has ended, by the name of their metric, beside those of ``envs/measures.py``."""
 
@@ -166,7 +183,7 @@ def measure(env: TextEnv, ended: Trajectory) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv"}
+ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv", "tools": "envs.tools.env:ToolEnv"}
 """Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
 
 
@@ -180,6 +197,8 @@ def read_options(settings: EnvironmentSettings) -> Section | None:
 
 
 def search_options(settings: EnvironmentSettings) -> SearchOptions:
-    """Return the options of an environment that searches; the defaults for one with others. Raises ``ConfigError``."""
+    """Return the options of an environment that searches; the defaults where it has others. Raises ``ConfigError``."""
     options = read_options(settings)
+    if isinstance(options, PassageOptions) and not isinstance(options, SearchOptions):
+        return SearchOptions(**options.model_dump(include=set(PassageOptions.model_fields)))
     return options if isinstance(options, SearchOptions) else SearchOptions()

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from envs.actions import format_queries
+from envs.actions import Answer, Search, format_queries, parse_action, skip_thoughts
 from envs.options import QueryFormat
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
 from envs.world import YEARS, EntityKind, World
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import CallRequest, Message, Task
+from retrieval.base import SEARCH
 
 
 class Habit(StrEnum):
@@ -173,3 +174,17 @@ def evidence_demonstration(task: Task, max_queries: int, query_format: QueryForm
         thought = f"found {' , '.join(queries)}" if number else "find evidence"
         turns += [_search(thought, part, query_format) for part in _rounds(queries, max_queries, query_format)]
     return [*turns, _answer("found", task.golden_answers[0])]
+
+
+def as_message(turn: str, query_format: QueryFormat) -> Message:
+    """Return a turn that is written in tags as a message with a tool call, or with the bare answer.
+
+    A turn with neither is its text.
+    """
+    match parse_action(turn, query_format):
+        case Search(queries):
+            request = CallRequest(SEARCH, {"queries": [query.strip() for query in queries]})
+            return Message("assistant", turn[: skip_thoughts(turn)], (request,))
+        case Answer(text):
+            return Message("assistant", f"{turn[: skip_thoughts(turn)]} {text}")
+    return Message("assistant", turn)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envs.options import ObservationFormat
 from ragr1_actors.core.types import DefuseFn, EncodeFn
@@ -76,15 +76,19 @@ def format_observation(
     max_tokens_per_query: int,
     max_tokens: int,
     observation_format: ObservationFormat = "grouped",
+    is_tagged: bool = True,
     defuse: DefuseFn,
 ) -> str:
     r"""Write the passages of each query, ``results``, ``[len(queries)][<= k]``, best first, inside a closed tag.
 
     The text of one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. The rest is
     cut from the end of the longest blocks, between words or else between characters. If not even one token per query is
-    left, the tag is empty; the tag itself is never cut. ``encode`` and ``defuse`` are those of ``EnvContext``.
+    left, the tag is empty; the tag itself is never cut. Without ``is_tagged`` there is none: a chat template frames the
+    result of a tool itself. ``encode`` and ``defuse`` are those of ``EnvContext``.
     """
     layout = _LAYOUTS[observation_format]
+    if not is_tagged:
+        layout = replace(layout, opening="", closing="")
     parts = [
         (defuse(query), layout.block(query, passages, defuse)) for query, passages in zip(queries, results, strict=True)
     ]
@@ -112,11 +116,13 @@ def control_tokens(contents: Iterable[str]) -> re.Pattern[str]:
     ``control_tokens(["<|im_end|>", "[/INST]", "\\n\\n", " Ana", "'s", "</search>"])`` finds the first two. A control
     token has a letter or digit between other characters. The protocol's tags, white space and plain words are none.
     """
-    found = {core for content in contents if _is_control(core := content.strip(_BLANK)) and not _TAG.fullmatch(core)}
+    found = {core for content in contents if is_control(core := content.strip(_BLANK)) and not _TAG.fullmatch(core)}
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else _NO_TOKEN
 
 
-def _is_control(core: str) -> bool:
+def is_control(content: str) -> bool:
+    """Whether an added token is neither white space nor a plain word: ``"<tool_call>"``, ``"[/INST]"``."""
+    core = content.strip(_BLANK)
     return bool(core) and not (core[0].isalnum() or core[-1].isalnum()) and any(map(str.isalnum, core))
 
 

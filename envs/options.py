@@ -18,23 +18,35 @@ Mode = Literal["search", "direct", "rag"]
 """Whether the policy searches itself; see ``SearchOptions``."""
 
 
-class SearchOptions(Section):
-    """How a policy searches, and what it is shown."""
+class PassageOptions(Section):
+    """How many queries a turn may ask, and how much of what they find is shown."""
 
-    mode: Mode = "search"
-    """``search``; or a baseline of one turn: ``direct`` answers without a search, ``rag`` with the passages that a
-    search with the question finds; they replace ``{passages}`` in the prompt, or else follow it."""
     max_queries_per_turn: int = Field(3, ge=1, le=64)
     """Queries per turn that are executed; further ones are dropped and counted. Default: RAG-R1."""
-    query_format: QueryFormat = "lines"
-    """How a turn writes its queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1).
-    The default is this project's: no character of a query has a second meaning."""
-    observation_format: ObservationFormat = "grouped"
-    """How passages are shown: ``grouped`` by query (this project's), or ``ragr1_json``, ``ragr1``, ``searchr1`` for
-    published checkpoints."""
     top_k: int = Field(3, ge=1, le=100)
     """Passages per query. Default: Search-R1 and RAG-R1."""
     max_observation_tokens_per_query: int = Field(512, ge=8)
     """Token budget for the passages of one query; longer ones are cut. Default: about Search-R1's 500."""
     max_observation_tokens: int = Field(1536, ge=16)
     """Token budget of one observation. Default: three queries of 512 tokens."""
+
+
+class SearchOptions(PassageOptions):
+    """How a policy searches, and what it is shown."""
+
+    mode: Mode = "search"
+    """``search``; or a baseline of one turn: ``direct`` answers without a search, ``rag`` with the passages that a
+    search with the question finds; they replace ``{passages}`` in the prompt, or else follow it."""
+    query_format: QueryFormat = "lines"
+    """How a turn writes its queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1).
+    The default is this project's: no character of a query has a second meaning."""
+    observation_format: ObservationFormat = "grouped"
+    """How passages are shown: ``grouped`` by query (this project's), or ``ragr1_json``, ``ragr1``, ``searchr1`` for
+    published checkpoints."""
+
+
+class ToolOptions(PassageOptions):
+    """What the tools of a turn may do."""
+
+    max_calls_per_turn: int = Field(8, ge=1, le=64)
+    """Calls of a turn that are executed; further ones get a result that says so."""

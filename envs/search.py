@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from envs.actions import (
     FORMATS,
@@ -20,7 +20,6 @@ from envs.actions import (
     Action,
     Answer,
     Malformed,
-    QueryCleaner,
     QueryStream,
     Search,
     clean_queries,
@@ -31,11 +30,12 @@ from envs.actions import (
 from envs.base import EnvContext, StepResult, TextEnv, check_result
 from envs.observations import format_observation
 from envs.options import SearchOptions
+from envs.turn_searches import TurnSearches, search_call, search_metrics
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import named
 from ragr1_actors.core.types import Completion, Message, Task, ToolCall
-from retrieval.base import SEARCH, Hits, Passage, Retriever
+from retrieval.base import Passage
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
 MALFORMED_NOTICE = "\nWrite either <search> queries</search> or <answer> answer</answer>.\n"
@@ -67,7 +67,7 @@ class SearchEnv(TextEnv):
         self._turns_left = 1 if is_baseline else settings.max_turns
         self.stop = STOP_TAGS[1:] if is_baseline else STOP_TAGS
         self._called_before: tuple[ToolCall, ...] = ()
-        self._searches = _TurnSearches(self.options, context.retriever)
+        self._begin_turn()
 
     async def reset(self, task: Task) -> list[Message]:
         """Return ``search_prompt``, with passages in it where the mode is ``rag``."""
@@ -104,7 +104,8 @@ class SearchEnv(TextEnv):
     def peek(self, partial: str) -> None:
         """Start a search for each query of this turn that is complete."""
         if self._turns_left > 1:  # on the last turn no search is answered
-            self._searches.peek(partial)
+            for query in self._stream.feed(partial):
+                self._searches.begin(query)
 
     async def step(self, queries: list[str]) -> StepResult:
         """Clean the queries of one turn, answer them in parallel and lay the passages out."""
@@ -114,7 +115,7 @@ class SearchEnv(TextEnv):
         finally:
             searches.cancel()
 
-    async def _search(self, queries: list[str], searches: _TurnSearches) -> StepResult:
+    async def _search(self, queries: list[str], searches: TurnSearches) -> StepResult:
         ended = asyncio.get_running_loop().time()
         if self._turns_left == 0:
             return StepResult(truncated=True, metrics={"unanswered_search": 1.0})
@@ -131,10 +132,9 @@ class SearchEnv(TextEnv):
         calls = tuple(
             result.call(query, self.options.top_k, ended) for query, result in zip(clean.queries, results, strict=True)
         )
-        metrics["cached_queries"] = float(sum(call.is_cached for call in calls))
-        metrics["time/retrieval_s"] = sum(call.latency_s for call in calls)
-        metrics["time/retrieval_waited_s"] = max(call.waited_s for call in calls)
-        return StepResult(observation=observation, notice=self._notice(), calls=calls, metrics=metrics)
+        return StepResult(
+            observation=observation, notice=self._notice(), calls=calls, metrics=metrics | search_metrics(calls)
+        )
 
     async def _search_question(self, question: str) -> str:
         """Return the passages that the question finds, as an observation has them, and keep their record."""
@@ -175,92 +175,17 @@ class SearchEnv(TextEnv):
         """Cancel the searches of a turn that never ended."""
         self._searches.cancel()
 
-    def _end_turn(self) -> _TurnSearches:
+    def _begin_turn(self) -> None:
+        options = self.options
+        self._stream = QueryStream(options.query_format)
+        self._searches = TurnSearches(self._context.retriever, options.top_k, options.max_queries_per_turn)
+
+    def _end_turn(self) -> TurnSearches:
         """Count the turn, prepare the next one and return the searches that this one started."""
-        ended, self._searches = self._searches, _TurnSearches(self.options, self._context.retriever)
+        ended = self._searches
+        self._begin_turn()
         self._turns_left -= 1
         return ended
 
     def _notice(self) -> str:
         return LAST_TURN_NOTICE if self._turns_left == 1 else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """The passages of one query, and when they arrived."""
-
-    passages: list[Passage]
-    latency_s: float
-    found_at: float
-    """By the clock of the event loop."""
-
-    def call(self, query: str, k: int, turn_ended: float) -> ToolCall:
-        waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
-        return search_call(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
-
-
-def search_call(query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float) -> ToolCall:
-    """Return what a trajectory keeps of one query that found ``found``, at most ``k`` passages, best first."""
-    return ToolCall(
-        tool=SEARCH,
-        arguments={"query": query, "k": k},
-        records=tuple(found),
-        latency_s=latency_s,
-        waited_s=waited_s,
-        is_cached=found.is_cached if isinstance(found, Hits) else False,
-        version=found.index_version if isinstance(found, Hits) else "",
-    )
-
-
-class _TurnSearches:
-    """The searches of one turn, started early or in ``step``."""
-
-    def __init__(self, options: SearchOptions, retriever: Retriever) -> None:
-        self._retriever = retriever
-        self._top_k = options.top_k
-        self._stream = QueryStream(options.query_format)
-        self._cleaner = QueryCleaner(options.max_queries_per_turn)
-        self._tasks: dict[str, asyncio.Task[dict[str, _Result]]] = {}  # by query; queries asked together share one
-
-    def peek(self, partial: str) -> None:
-        """Start a search for each query that was completed since the last call."""
-        for raw in self._stream.feed(partial):
-            if self._cleaner.add(raw):
-                self._begin(self._cleaner.queries[-1:])
-
-    async def answer(self, queries: Sequence[str]) -> list[_Result]:
-        """Return the result of each query; those without a search yet are searched in one call."""
-        for query in self._tasks.keys() - set(queries):
-            self._tasks.pop(query).cancel()
-        late = [query for query in queries if query not in self._tasks]
-        if late:
-            self._begin(late)
-        found: dict[str, _Result] = {}
-        for results in await asyncio.gather(*dict.fromkeys(self._tasks.values())):
-            found |= results
-        return [found[query] for query in queries]
-
-    def cancel(self) -> None:
-        """Cancel the searches that are still running."""
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _begin(self, queries: list[str]) -> None:
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._search(queries, loop.time()))
-        task.add_done_callback(_note_failure)
-        self._tasks |= dict.fromkeys(queries, task)
-
-    async def _search(self, queries: list[str], asked_at: float) -> dict[str, _Result]:
-        results = await self._retriever.search(queries, self._top_k)
-        found_at = asyncio.get_running_loop().time()
-        return {
-            query: _Result(passages, found_at - asked_at, found_at)
-            for query, passages in zip(queries, results, strict=True)
-        }
-
-
-def _note_failure(task: asyncio.Task[dict[str, _Result]]) -> None:
-    """Retrieve the exception, so that asyncio does not report that of a search whose result is not needed."""
-    if not task.cancelled():
-        task.exception()

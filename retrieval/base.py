@@ -70,7 +70,7 @@ RETRIEVERS = {
 """Made as ``SomeRetriever(options)`` with the recipe's ``retrieval.options``, as a ``my_module:MyRetriever`` is."""
 
 SHARED_KEYS = {"http": ("timeout_s", "max_retries", "cache_size"), "web": ("timeout_s", "max_retries")}
-"""Keys of the recipe's ``retrieval`` section that a type takes among its options, where these do not name them."""
+"""Keys of the recipe's ``retrieval.requests`` that a type takes among its options, where these do not name them."""
 
 
 def needs_index(retrieval_type: str) -> bool:

@@ -39,7 +39,7 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
         UserError: the index or an option cannot be used.
     """
     if index_dir is None:
-        shared = {key: getattr(settings, key) for key in SHARED_KEYS.get(settings.type, ())}
+        shared = {key: getattr(settings.requests, key) for key in SHARED_KEYS.get(settings.type, ())}
         made: Retriever = load_object(settings.type, RETRIEVERS)(shared | dict(settings.options))
         return made
     num_threads = max(1, math.ceil(settings.num_cpus_per_retriever))

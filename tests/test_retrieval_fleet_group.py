@@ -42,7 +42,7 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(ray_local: ModuleType, index_dir: Path) -> Iterator[RetrieverGroup]:
     settings = RetrievalSettings(
-        num_retrievers=2, num_cpus_per_retriever=0.5, timeout_s=20, max_retries=4, cache_size=0
+        num_retrievers=2, num_cpus_per_retriever=0.5, requests={"timeout_s": 20, "max_retries": 4, "cache_size": 0}
     )
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=300)
     group.wait_until_ready()
@@ -187,7 +187,9 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_stopped_fleet_is_a_retrieval_error(ray_local: ModuleType, index_dir: Path) -> None:
-    group = RetrieverGroup(index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, timeout_s=4, max_retries=1))
+    group = RetrieverGroup(
+        index_dir, RetrievalSettings(num_cpus_per_retriever=0.1, requests={"timeout_s": 4, "max_retries": 1})
+    )
     group.wait_until_ready()
     client = group.retriever()
     assert (await client.search([NAMES[0]], 1))[0][0].id == "p0"
@@ -253,7 +255,9 @@ async def test_shards_and_encoders_on_separate_actors_answer_the_same(ray_local:
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_metrics_report_load_cache_hits_lost_actors_and_restarts(ray_local: ModuleType, index_dir: Path) -> None:
-    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1, cache_size=100, timeout_s=10)
+    settings = RetrievalSettings(
+        num_retrievers=2, num_cpus_per_retriever=0.1, requests={"cache_size": 100, "timeout_s": 10}
+    )
     group = RetrieverGroup(index_dir, settings)
 
     async def until(name: str, value: float) -> dict[str, float]:
@@ -296,7 +300,11 @@ async def test_actors_that_hang_are_ended_and_come_back(
 ) -> None:
     """Nothing is asked of the fleet meanwhile, as in an evaluation or behind a server."""
     settings = RetrievalSettings(
-        num_retrievers=1, num_encoders=1, num_cpus_per_retriever=0.1, encoders={"num_cpus": 0.1}, max_retries=50
+        num_retrievers=1,
+        num_encoders=1,
+        num_cpus_per_retriever=0.1,
+        encoders={"num_cpus": 0.1},
+        requests={"max_retries": 50},
     )
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
     try:
@@ -343,7 +351,9 @@ def test_a_replica_that_hangs_is_ended_when_it_leaves(
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
-    settings = RetrievalSettings(num_retrievers=1, num_cpus_per_retriever=0.1, cache_size=0, max_retries=4)
+    settings = RetrievalSettings(
+        num_retrievers=1, num_cpus_per_retriever=0.1, requests={"cache_size": 0, "max_retries": 4}
+    )
     group = RetrieverGroup(index_dir, settings)
     group.wait_until_ready()
     client = group.retriever()

@@ -23,7 +23,8 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError
 from ragr1_actors.core.types import FinishReason, Message, Sampling, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
-from ragr1_actors.rollout.recorder import Fork, Recorder
+from ragr1_actors.rollout.forks import Fork
+from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage
 

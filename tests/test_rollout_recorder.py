@@ -89,9 +89,9 @@ def started(*messages: Message) -> Recorder:
 def test_what_follows_a_turn_leaves_room_for_a_token_of_the_next() -> None:
     recorder = started(Message("user", "Where?"))
     room = recorder.room
-    assert not recorder.add([Message("tool", "o" * (room - 4)), Message("user", "goon")])
+    assert not recorder.add([Message("user", "o" * (room - 4), notice="goon")], Reading())
     assert recorder.room == room
-    assert recorder.add([Message("tool", "o" * (room - 5)), Message("user", "goon")])
+    assert recorder.add([Message("user", "o" * (room - 5), notice="goon")], Reading())
     assert recorder.room == 1
 
 

@@ -25,7 +25,8 @@ from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import read_metrics
-from ragr1_actors.training.algorithm import Algorithm, CheckpointSaver, OnProgress
+from ragr1_actors.training.algorithm import Algorithm, OnProgress
+from ragr1_actors.training.checkpoint_saver import CheckpointSaver
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = pytest.mark.engine

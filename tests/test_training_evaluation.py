@@ -328,7 +328,9 @@ def test_a_question_that_is_asked_again_for_its_latency_searches_again(files: Pa
 def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds: int) -> None:
     reader = Reader()
     with served(reader.answer) as url:
-        found = evaluated(files, "retrieval.cache_size=0", "--endpoint", url, "--model", "big", "--baseline", baseline)
+        found = evaluated(
+            files, "retrieval.requests.cache_size=0", "--endpoint", url, "--model", "big", "--baseline", baseline
+        )
     assert (found["em"], found["rounds"], found["num_tasks"]) == (em, rounds, 8)
     stops = {tuple(body["stop"]) for body in reader.bodies[1:]}
     assert stops == {("</search>", "</answer>") if baseline == "single-query" else ("</answer>",)}

@@ -93,7 +93,7 @@ def test_several_changes_are_named_where_one_does_not_suffice() -> None:
 def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
     config = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", "retrieval.num_cpus_per_retriever=1")
     (problem,) = make_plan(config, NODE, WIKI_18).problems
-    assert "more than retrieval.timeout_s (30)" in problem
+    assert "more than retrieval.requests.timeout_s (30)" in problem
     slow = configured("search_r1_7b", "retrieval.num_gpus_per_retriever=0", "retrieval.num_cpus_per_retriever=16")
     (problem,) = make_plan(slow, NODE, WIKI_18).problems
     assert "more than a third of generation" in problem
@@ -224,11 +224,11 @@ def test_the_number_of_passages(tmp_path: Path) -> None:
 
 def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     assert check_room(configured("quickstart"), tmp_path) == []
-    with pytest.raises(ConfigError, match=r"more than retrieval\.timeout_s \(1e-06\)"):
-        check_room(configured("quickstart", "retrieval.timeout_s=1e-6"), tmp_path)
+    with pytest.raises(ConfigError, match=r"more than retrieval\.requests\.timeout_s \(1e-06\)"):
+        check_room(configured("quickstart", "retrieval.requests.timeout_s=1e-6"), tmp_path)
     with pytest.raises(ConfigError, match="host memory: "):
         check_room(configured("quickstart", "policy.options={hidden_size: 65536, num_layers: 40}"), tmp_path)
-    elsewhere = configured("search_r1_7b", "retrieval.timeout_s=1e-6", "retrieval.corpus=world")
+    elsewhere = configured("search_r1_7b", "retrieval.requests.timeout_s=1e-6", "retrieval.corpus=world")
     assert check_room(elsewhere, tmp_path) == [], "a cluster with GPUs runs it"
     (unknown,) = check_room(configured("quickstart", f"policy.model={tmp_path}"), tmp_path)
     assert unknown.startswith("memory and time are not checked: ")

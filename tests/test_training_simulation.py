@@ -25,7 +25,7 @@ from small_world import invoke
 
 from cluster.storage import Storage
 from ragr1_actors.cli import simulate as cli
-from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling
+from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling, SearchRequests
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Sampling
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -170,7 +170,7 @@ def test_every_task_is_trained_failed_or_outstanding(lag: int) -> None:
     # a batch takes longer than the timeout now and then, so that searches fail and tasks are issued again
     search = SearchPace(partial(batch_s, 0.5, 0.0))
     config = configured(lag)
-    retrieval = config.retrieval.model_copy(update={"timeout_s": 0.6, "max_retries": 0})
+    retrieval = config.retrieval.model_copy(update={"requests": SearchRequests(timeout_s=0.6, max_retries=0)})
     config = config.model_copy(update={"retrieval": retrieval})
     found = simulated(config, replace(FAST, search=search), Size(2, 2), num_iterations=6)
     tasks = found.tasks

@@ -145,7 +145,9 @@ def run_http(index_dir: Path, queries_per_call: int, quick: bool, seed: int) -> 
 
 def run_fleet(index_dir: Path, queries_per_call: int, quick: bool, seed: int) -> Load:
     """The load over a fleet of two retrievers of one thread, each of which encodes its own queries."""
-    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=1, cache_size=0, timeout_s=60)
+    settings = RetrievalSettings(
+        num_retrievers=2, num_cpus_per_retriever=1, requests={"cache_size": 0, "timeout_s": 60}
+    )
 
     async def run(retriever: Any) -> Load:
         return await load(lambda queries: retriever.search(queries, TOP_K), queries_per_call, 3 if quick else 10, seed)
@@ -328,7 +330,9 @@ async def kill(index_dir: Path, quick: bool) -> tuple[Sample, Sample]:
     Returns:
         Wrong or missing answers of all that were asked, and the p99 of the 5 s after the kill against before.
     """
-    settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=1, cache_size=0, timeout_s=20, max_retries=4)
+    settings = RetrievalSettings(
+        num_retrievers=2, num_cpus_per_retriever=1, requests={"cache_size": 0, "timeout_s": 20, "max_retries": 4}
+    )
     known = evidence.queries(500, seed=5)
     latencies: list[tuple[float, float]] = []  # end, seconds
     wrong = asked = 0
@@ -375,7 +379,7 @@ def same_answer(found: Sequence[Passage], expected: Sequence[Passage]) -> bool:
 
 async def second_replica(index_dir: Path) -> Sample:
     """Seconds from ``scale_to(2)`` until the second replica has answered a search; encoders are separate actors."""
-    settings = RetrievalSettings(num_retrievers=1, num_encoders=1, cache_size=0, num_cpus_per_retriever=1)
+    settings = RetrievalSettings(num_retrievers=1, num_encoders=1, num_cpus_per_retriever=1, requests={"cache_size": 0})
     known = iter(evidence.queries(100_000, seed=8))
     with fleet(index_dir, settings) as group:
         client = group.retriever()

@@ -128,7 +128,9 @@ class EnvironmentSettings(Section):
     """The environment that the policy acts in, and its tasks."""
 
     env: str = "search"
-    """Environment: ``search``, or a class ``my_module:MyEnv``."""
+    """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
+    tools: list[str] = ["search"]
+    """Tools of the environment ``tools``: ``search``, functions and classes: ``[search, my_tools:add]``."""
     options: dict[str, Any] = {}
     """Options of the environment, by its own names: for ``search`` ``{top_k: 3, query_format: json}``."""
     tasks: TaskNames = "world"
@@ -168,6 +170,10 @@ class PolicySettings(Section):
     """Options of a policy that is made, by its own names: for ``tiny`` ``{hidden_size: 128, num_layers: 3}``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
+    chat_format: str = "auto"
+    """How messages are framed, and tool calls written: ``tags`` (what is added to a turn is plain text), or the chat
+    template with the calls of ``hermes``, ``qwen3_coder``, ``llama3_json``, ``pythonic``, ``mistral`` or
+    ``my_module:MyFormat``. ``auto`` is ``tags`` for ``env: search``, and reads the template for ``env: tools``."""
     template_options: dict[str, Any] = {}
     """Options of the policy's chat template, by its own names: ``{enable_thinking: false}``."""
     trust_remote_code: bool = False
@@ -283,6 +289,17 @@ class EncoderActors(Section):
     """As ``retrieval.autoscaling``, for ``num_encoders``."""
 
 
+class SearchRequests(Section):
+    """How a search is asked, repeated and remembered."""
+
+    timeout_s: float = Field(30, gt=0)
+    """Seconds that one attempt at one replica may take."""
+    max_retries: int = Field(2, ge=0)
+    """Attempts on other replicas after the first, before the search counts as failed."""
+    cache_size: int = Field(16384, ge=0)
+    """Queries whose results each searching process keeps; 0 is no cache."""
+
+
 class RetrievalSettings(Section):
     """The index and the retrievers that search it."""
 
@@ -320,12 +337,8 @@ class RetrievalSettings(Section):
     autoscaling: Annotated[RetrieverAutoscaling | None, NoneIfEmpty] = None
     """Let the number of retriever replicas follow the load: ``{max_replicas: 8}``. null (default) keeps
     ``num_retrievers``, which is the number at the start otherwise."""
-    cache_size: int = Field(16384, ge=0)
-    """Queries whose results each searching process keeps; 0 is no cache."""
-    timeout_s: float = Field(30, gt=0)
-    """Seconds that one attempt at one replica may take."""
-    max_retries: int = Field(2, ge=0)
-    """Attempts on other replicas after the first, before the search counts as failed."""
+    requests: SearchRequests = SearchRequests()
+    """How a search is asked, repeated and remembered: ``{timeout_s: 60}``."""
 
 
 class SFTSettings(Section):

@@ -41,6 +41,10 @@ class RetrievalError(ServiceError):
     """A search that failed on every replica it was tried on."""
 
 
+class ToolError(RagR1Error):
+    """A tool that was called wrongly, or cannot do what it was called for; the policy reads the message."""
+
+
 class RpcError(RagR1Error):
     """A remote call to an actor failed: no connection, or the method raised; the message has the cause."""
 

@@ -144,11 +144,24 @@ def normalize_answer(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class CallRequest:
+    """A tool call as a turn writes it: ``CallRequest("search", {"queries": ["Ana Bell"]})``."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """Values of JSON by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One chat message, as a chat template takes it."""
 
     role: str
     content: str
+    calls: tuple[CallRequest, ...] = ()
+    """Tool calls of an assistant's message; each is answered by a message of the role ``tool`` behind it."""
+    notice: str = ""
+    """Words of the environment behind the result of a tool."""
 
 
 @dataclass(frozen=True, slots=True)

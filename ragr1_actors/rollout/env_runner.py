@@ -22,6 +22,7 @@ from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import GenerateFn, Sampling, StopReason, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
     ColocatedEngine,
@@ -33,8 +34,9 @@ from ragr1_actors.rollout.engines.base import (
 )
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
+from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Recorder, Tokenizer
+from ragr1_actors.rollout.recorder import Recorder, Tokenizer
 from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
 from ragr1_actors.rollout.summary import EngineLoad, Meter
 from ragr1_actors.rollout.trajectory_loop import Watch, run_trajectory
@@ -55,7 +57,9 @@ class EnvRunner:
         models = open_models(config.environment.models)
         if isinstance(retriever, AskingRetriever):
             retriever.use_models(models)
-        self._context = EnvContext(retriever, tokenizer.encode, tokenizer.defuse, models)
+        self._chat = chat_format_of(config, tokenizer)
+        parser = None if isinstance(self._chat, TagsFormat) else self._chat.parser
+        self._context = EnvContext(retriever, tokenizer.encode, tokenizer.defuse, models, parser=parser)
         self._load = EngineLoad()
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
@@ -161,4 +165,5 @@ class EnvRunner:
             settings.max_context_tokens,
             self._config.debugging.seed,
             variant,
+            self._chat,
         )

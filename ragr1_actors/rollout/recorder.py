@@ -21,7 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import ConfigError, EngineError
+from envs.tools.grammars import ToolSchema
+from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import (
     Completion,
     FinishReason,
@@ -36,27 +37,16 @@ from ragr1_actors.core.types import (
     Trajectory,
     Turn,
 )
+from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFormat
+from ragr1_actors.rollout.forks import check_fork
 
-_KINDS = {
-    "tool": TokenKind.OBSERVATION,
-    "user": TokenKind.NOTICE,
-    "system": TokenKind.NOTICE,
-    "assistant": TokenKind.INJECTED,
-}
-"""Kind of the tokens that are added behind a turn, by the role of the message."""
 _OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
 
 
-Fork = tuple[Trajectory, int, str]
-"""Parent, the number of its turns that are kept, and a text written into the next turn: ``(one, 2, "Wait,")``."""
-
-
-class Tokenizer(Protocol):
+class Tokenizer(PromptTokenizer, Protocol):
     """The methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
 
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
     def defuse(self, text: str) -> str: ...  # noqa: D102
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
     def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
     def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
@@ -67,6 +57,8 @@ class Reading:
 
     stop: tuple[str, ...] = ()
     """The strings that end a turn."""
+    tools: Sequence[ToolSchema] = ()
+    """The tools that the policy is told of."""
     left_open: Callable[[str], str] = lambda text: ""
     """See ``TextEnv.left_open``."""
     watchers: tuple[OnText, ...] = ()
@@ -107,17 +99,21 @@ class Recorder:
         max_context_tokens: int,
         run_seed: int,
         variant: str = "",
+        chat: ChatFormat | None = None,
     ) -> None:
         """Begin without a row; ``sampling`` is for each turn, and its ``stop`` and ``seed`` are set here.
 
-        ``max_context_tokens`` limits each row. ``trajectory_id`` is unique: it is the engine's request id and, as is
-        ``run_seed``, a part of the sampling seeds.
+        ``chat`` frames prompts and what follows a turn; without it, as in ``tags``. ``max_context_tokens`` limits each
+        row. ``trajectory_id`` is unique: it is the engine's request id and, as is ``run_seed``, a part of the sampling
+        seeds.
         """
         self.trajectory_id, self._run_seed, self._variant = trajectory_id, run_seed, variant
         self._parent, self._num_copied = "", 0
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self._chat = chat if chat is not None else TagsFormat(tokenizer)
         self._max_context_tokens = max_context_tokens
         self._rows: list[_Row] = []
+        self._messages: list[Message] = []  # the conversation, where a chat format needs it
         self._completion = Completion([], [], [], "", FinishReason.STOP)  # the last turn's, without what was open
         self._opened = ""  # what the next turn begins in, such as <think>
         self.turns: list[Turn] = []
@@ -140,21 +136,26 @@ class Recorder:
         """Open a row with a conversation, up to the policy's turn; a last message of the assistant begins that turn."""
         *before, last = messages
         written = last.content if last.role == "assistant" else ""
+        self._messages = list(before if written else messages)
         row = _Row()
-        row.add(self._tokenizer.prompt_ids(before if written else messages), TokenKind.PROMPT)
+        row.add(self._chat.prompt_ids(self._messages, reading.tools), TokenKind.PROMPT)
         self._rows.append(row)
         self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
         self._inject(written, reading)
 
-    def fork(self, parent: Trajectory, num_turns: int, inject: str, reading: Reading) -> list[Completion]:
+    def fork(
+        self, parent: Trajectory, num_turns: int, inject: str, messages: Sequence[Message], reading: Reading
+    ) -> list[Completion]:
         """Begin as the parent before its turn ``num_turns``, with ``inject`` written into the next turn.
 
-        Returns the turns that were copied, for the environment to act on.
+        ``messages`` are the conversation before the parent's first turn. Returns the turns that were copied, for the
+        environment to act on; ``copied`` takes what it says.
 
         Raises:
             ConfigError: the parent failed, or has no such turn.
         """
         check_fork(parent, num_turns, inject)
+        self._messages = list(messages)
         sampled = parent.turn_positions
         cut = int(sampled[num_turns][0])
         copied: list[Completion] = []
@@ -167,6 +168,11 @@ class Recorder:
         self._parent, self._num_copied = parent.trajectory_id, sum(len(turn.token_ids) for turn in copied)
         self._inject(inject, reading)
         return copied
+
+    def copied(self, turn: str, reply: Sequence[Message], reading: Reading) -> None:
+        """Keep what a turn that was copied was answered with, for the conversation."""
+        self._note(turn, reading)
+        self._messages += reply
 
     def _copy(self, parent: Trajectory, part: slice, reading: Reading) -> None:
         arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
@@ -201,13 +207,24 @@ class Recorder:
         if text:
             self._opened = reading.left_open(self._opened + text)
 
-    def add(self, messages: Sequence[Message]) -> bool:
-        """Append what follows a turn, as plain ids; False, and nothing is appended, if no turn would fit behind it."""
-        added = [(self._tokenizer.encode(message.content), _KINDS[message.role]) for message in messages]
-        if sum(len(ids) for ids, _ in added) >= self.room:
+    def add(self, messages: Sequence[Message], reading: Reading) -> bool:
+        """Append what follows a turn; False, and nothing is appended, if no turn would fit behind it.
+
+        Where the chat format frames what was said before in another way now, a row with all of it is opened.
+        """
+        before, self._messages = self._messages, [*self._messages, *messages]
+        row = self._rows[-1]
+        has_end = row.ids[-1] in self._chat.end_ids
+        extension = self._chat.extension_ids(before, messages, reading.tools, has_end=has_end)
+        if extension is None:
+            self.restart(self._messages, reading)
+            return self.room > 0
+        if sum(len(ids) for ids, _ in extension.pieces) >= self.room:
             return False
-        for ids, kind in added:
-            self._rows[-1].add(ids, kind)
+        for ids, kind in extension.pieces:
+            row.add(ids, kind)
+        if extension.is_new_message:
+            self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
         return True
 
     async def generate(self, reading: Reading) -> Completion:
@@ -229,7 +246,13 @@ class Recorder:
             turn = turn + part
         whole = replace(turn, text=self._opened + turn.text)
         self._completion, self._opened = turn, reading.left_open(whole.text)
+        self._note(whole.text, reading)
         return whole
+
+    def _note(self, turn: str, reading: Reading) -> None:
+        """Keep a turn as a message of the conversation."""
+        parsed = self._chat.parser(reading.tools).end(turn)
+        self._messages.append(Message("assistant", parsed.content, parsed.calls))
 
     def end_turn(self, action: str, calls: tuple[ToolCall, ...], reply: str, reward: float) -> Turn:
         """Record what the turn that was generated did, and the text that it was answered with."""
@@ -294,21 +317,6 @@ class Recorder:
             raise EngineError("the engine returned a log-prob that is not finite")
         row.sample(completion)
         return completion
-
-
-def can_fork(parent: Trajectory, num_turns: int) -> bool:
-    """Return whether the parent did not fail, and has a turn behind ``num_turns`` others."""
-    return not parent.stop_reason.is_failure and 0 <= num_turns < len(parent.turns)
-
-
-def check_fork(parent: Trajectory, num_turns: int, inject: str) -> None:
-    """Raise a ``ConfigError`` if the parent cannot be forked there."""
-    if not can_fork(parent, num_turns):
-        raise ConfigError(
-            f"got a fork of {parent.trajectory_id}, which ended as {parent.stop_reason.value} after "
-            f"{len(parent.turns)} turns, before its turn {num_turns + 1}; expected a parent that did not fail, and "
-            "one of its turns"
-        )
 
 
 def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:

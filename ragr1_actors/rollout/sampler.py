@@ -17,6 +17,8 @@ from typing import Self
 
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
+from envs.base import search_options
+from envs.demonstrations import as_message
 from envs.rewards import RewardContext
 from ragr1_actors.core.config import (
     RunConfig,
@@ -25,6 +27,7 @@ from ragr1_actors.core.config import (
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
+from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
@@ -214,7 +217,13 @@ class Sampler:
         requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0, context=demonstration) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
         tokenizer = load_tokenizer(on_this_node(self._policy), self._config.policy)
-        engine = ScriptedEngine(turns, tokenizer.encode, turn_start=tokenizer.turn_start)
+        chat = chat_format_of(self._config, tokenizer)
+        if not isinstance(chat, TagsFormat):  # demonstrations are written in tags
+            query_format = search_options(self._config.environment).query_format
+            turns = {
+                name: [chat.write(as_message(turn, query_format)) for turn in script] for name, script in turns.items()
+            }
+        engine = ScriptedEngine(turns, chat.turn_ids, turn_start=tokenizer.turn_start)
         runner = EnvRunner(self._config, tokenizer, self.retrievers.retriever(), engine)
 
         async def play() -> list[TrajectoryGroup]:

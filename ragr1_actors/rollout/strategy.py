@@ -30,8 +30,8 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import make_part, named
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Trajectory
+from ragr1_actors.rollout.forks import Fork, can_fork, check_fork
 from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
 
 KEY = "env_runners.strategy"
 

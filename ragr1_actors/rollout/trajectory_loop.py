@@ -19,8 +19,9 @@ from envs.base import StepResult, TextEnv, check_prompt, check_result, measure
 from envs.rewards import RewardResult
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import raised_at
-from ragr1_actors.core.types import Completion, Message, OnText, StopReason, Task, Trajectory, Turn
-from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
+from ragr1_actors.core.types import Completion, OnText, StopReason, Task, Trajectory, Turn
+from ragr1_actors.rollout.forks import Fork
+from ragr1_actors.rollout.recorder import Reading, Recorder
 
 RewardCall = Callable[[Trajectory], Awaitable[RewardResult]]
 """The reward of a trajectory that has ended."""
@@ -106,7 +107,7 @@ class _Attempt:
         if fork is None:
             recorder.restart(messages, self._reading())
         else:
-            await self._act_again(recorder.fork(*fork, self._reading()))
+            await self._act_again(recorder.fork(*fork, messages, self._reading()))
         while recorder.room > 0:
             turn = await recorder.generate(self._reading())
             result = check_result(await self._env.act(turn), self._env.act)
@@ -117,7 +118,7 @@ class _Attempt:
                 return StopReason.MAX_TURNS
             if result.restart:
                 recorder.restart(result.restart, self._reading())
-            elif not recorder.add([Message("tool", result.observation), Message("user", result.notice)]):
+            elif not recorder.add(result.messages, self._reading()):
                 break  # the policy cannot read it, and the row would be longer than the context
         return StopReason.CONTEXT_FULL
 
@@ -129,16 +130,18 @@ class _Attempt:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))
             self._recorder.turns[number - 1] = own  # the parent's has what the reward gave that turn, too
+            self._recorder.copied(turn.text, result.messages, self._reading())
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
         """Return what has been recorded so far."""
         return self._recorder.trajectory(task, stop_reason, answer=self._answer, error=error, metrics=self._metrics)
 
     def _reading(self) -> Reading:
-        return Reading(self._env.stop, self._env.left_open, self._watchers)  # a class may change stop between turns
+        env = self._env
+        return Reading(env.stop, env.tools, env.left_open, self._watchers)  # a class may change stop between turns
 
     def _record(self, result: StepResult) -> None:
-        reply = result.observation + result.notice
+        reply = "\n".join(result.results or (result.observation,)) + result.notice
         turn = self._recorder.end_turn(result.action, result.calls, reply, float(result.reward))
         if self._watch is not None:
             self._watch.on_turn(turn)

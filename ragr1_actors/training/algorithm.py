@@ -44,9 +44,8 @@ from ragr1_actors.core.files import (
     POLICY_FOLDER,
     WRITING,
     reply_to,
-    write_json,
 )
-from ragr1_actors.core.folders import AnyFolder, Sink, part_of, warn_of_unlisted
+from ragr1_actors.core.folders import AnyFolder, part_of, warn_of_unlisted
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
@@ -54,7 +53,7 @@ from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
-from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, read_state
+from ragr1_actors.runs.checkpoint import read_state
 from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import (
@@ -67,6 +66,7 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
+from ragr1_actors.training.checkpoint_saver import CheckpointSaver
 from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.training.evaluation.evaluate import eval_result
@@ -561,39 +561,3 @@ def _learned(learner: Learner) -> pa.RecordBatch | None:
 
 def _scale_lr(learner: Learner, factor: float) -> None:
     learner.scale_lr(factor)
-
-
-class CheckpointSaver:
-    """Writes checkpoints of the learners while training continues: one at a time, each whole or absent.
-
-    The learners pause for a copy of their state. A thread of each rank writes its part during the next iterations. The
-    checkpoint gets its name in ``commit_if_written`` or ``finish``, at the latest when the next one begins.
-    """
-
-    def __init__(self, store: Checkpoints, learners: LearnerGroup) -> None:
-        """Save ``learners`` into ``store``."""
-        self._store = store
-        self._learners = learners
-        self._step: int | None = None
-        self._writing: Path | Sink = Path()
-
-    def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
-        """Begin the checkpoint ``step_<step>``, once the one before is whole; errors as of ``Algorithm.save``."""
-        self.finish()
-        self._writing = self._store.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
-        self._learners.begin_save(self._writing)
-        self._step = step
-
-    def commit_if_written(self) -> None:
-        """Give the checkpoint its name if it is written; return at once if it is not. Raises as ``finish``."""
-        if self._step is not None and self._learners.is_written():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait until the checkpoint that was begun, if any, is whole; ``UserError`` if it could not be written."""
-        if self._step is None:
-            return
-        step, self._step = self._step, None
-        num_ranks = max(1, self._learners.config.learners.num_learners)
-        final = self._store.commit(step, self._learners.finish_save, num_ranks)
-        self._learners.saved(self._writing, part_of(final, LEARNER_PREFIX, LIST_FILE))

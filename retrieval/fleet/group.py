@@ -120,7 +120,7 @@ class RetrieverGroup:
         if not self._fleets:
             return open_retriever(self._index_dir, settings)
         encoder_fleet = self._fleets[1].name if settings.num_encoders else ""
-        pool = PoolSettings(settings.timeout_s, settings.max_retries, settings.cache_size)
+        pool = PoolSettings(**settings.requests.model_dump())
         # a reranker needs the passages, which only the actors rerank
         index_dir = "" if settings.reranker else self._index_dir
         return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.actions import ANY_TAG, THINK
-from envs.observations import control_tokens, defuse
+from envs.observations import control_tokens, defuse, is_control
 from ragr1_actors.core.config import PolicySettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
@@ -93,7 +93,7 @@ class PolicyTokenizer:
             DataError: a file of the folder is damaged.
         """
         # here, or a recipe would wait for torch to be checked
-        from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         check_code(policy_dir, trusted=trust_remote_code)
         check_files(policy_dir)
@@ -129,14 +129,22 @@ class PolicyTokenizer:
         self._unwanted_ids = frozenset(token_id for token_id, token in added.items() if self._is_unwanted(token))
         if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
-        ends: list[int | None] = [self._tokenizer.eos_token_id, self._end_of_turn()]
-        with suppress(OSError):  # the file is optional
-            more = GenerationConfig.from_pretrained(policy_dir).eos_token_id
-            ends += more if isinstance(more, list) else [more]
-        self.eos_token_ids = frozenset(token_id for token_id in ends if token_id is not None)
+        self.end_of_turn_id = self._end_of_turn()
+        """What the chat template puts behind an assistant's turn; None if it puts no token there."""
+        self.eos_token_ids = self._find_ends()
         """A turn ends with any of them: end of sequence, and what the chat template puts behind an assistant's turn."""
-        if not self.eos_token_ids:
-            raise ConfigError(f"the tokenizer in {policy_dir} has no end-of-sequence token; set eos_token in it")
+
+    def _find_ends(self) -> frozenset[int]:
+        from transformers import GenerationConfig
+
+        ends: list[int | None] = [self._tokenizer.eos_token_id, self.end_of_turn_id]
+        with suppress(OSError):  # the file is optional
+            more = GenerationConfig.from_pretrained(self._policy_dir).eos_token_id
+            ends += more if isinstance(more, list) else [more]
+        found = frozenset(token_id for token_id in ends if token_id is not None)
+        if not found:
+            raise ConfigError(f"the tokenizer in {self._policy_dir} has no end-of-sequence token; set eos_token in it")
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that others precede; the names of control tokens in it are plain text.
@@ -164,13 +172,21 @@ class PolicyTokenizer:
 
     @cached_property
     def _plain_pieces(self) -> Any:
-        """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one.
+        """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one."""
+        return self._without(self._unwanted_ids)
+
+    @cached_property
+    def _plainest_pieces(self) -> Any:
+        return self._without(self._added.keys())
+
+    def _without(self, unwanted_ids: Container[int]) -> Any:
+        """Return a copy of the tokenizer that takes some added tokens as text.
 
         This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
         """
         described = json.loads(self._pieces.to_str())
         for token in described["added_tokens"]:
-            token["special"] = token["id"] in self._unwanted_ids
+            token["special"] = token["id"] in unwanted_ids
         plain = type(self._pieces).from_str(json.dumps(described))
         plain.encode_special_tokens = True  # as text
         return plain
@@ -231,9 +247,21 @@ class PolicyTokenizer:
 
     def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
         """Return the chat template's text or token ids."""
+        return self._apply([{"role": message.role, "content": message.content} for message in messages], **options)
+
+    def render(
+        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_prompt: bool = True
+    ) -> str:
+        """Return the text that the chat template writes of messages and tools in its own form.
+
+        ``is_prompt``: up to the assistant's turn. Raises ``ConfigError`` if the template refuses them.
+        """
+        given = {"tools": list(tools)} if tools else {}
+        return str(self._apply(list(chat), tokenize=False, add_generation_prompt=is_prompt, **given))
+
+    def _apply(self, chat: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
-        chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
             return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
@@ -242,6 +270,31 @@ class PolicyTokenizer:
                 f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
                 f"({type(error).__name__}: {one_line(error)}); correct it, or take another model"
             ) from error
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self._tokenizer.chat_template is not None
+
+    @cached_property
+    def added_texts(self) -> list[str]:
+        """The added tokens that a text of others must not bring about: all but white space and plain words."""
+        return [text for text in self._added.values() if is_control(text)]
+
+    def encode_frame(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of what a chat template wrote, and where in the text each begins; added tokens count."""
+        encoded = self._pieces.encode(text, add_special_tokens=False)
+        return encoded.ids, [start for start, _ in encoded.offsets]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of a text in which no added token counts."""
+        ids: list[int] = self._plainest_pieces.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of the tokens that end a turn."""
+        return [self._added[token] for token in sorted(self.eos_token_ids) if token in self._added]
 
     def lacking(self, num_embeddings: int, prompt_ids: Sequence[int]) -> tuple[list[str], list[str]]:
         """Return the tokens whose ids a model of so many embeddings lacks: those that may occur, and all others.

@@ -132,7 +132,8 @@ def evaluate_policy(
     """
     subject = open_policy(request)
     if which.num_alone:  # a question that is asked again must search again
-        retrieval = subject.config.retrieval.model_copy(update={"cache_size": 0})
+        requests = subject.config.retrieval.requests.model_copy(update={"cache_size": 0})
+        retrieval = subject.config.retrieval.model_copy(update={"requests": requests})
         subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
     _check_subject(subject, which)
     found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)

@@ -75,7 +75,7 @@ class Times:
     """One batch of concurrent queries at one replica."""
     learning_s: float
     timeout_s: float
-    """``retrieval.timeout_s``, which a batch must keep."""
+    """``retrieval.requests.timeout_s``, which a batch must keep."""
     index_s: float = 0.0
     """Encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if the index
     is there."""
@@ -93,7 +93,7 @@ class Times:
         remedy = self.remedy or "take more retrievers, or more CPUs or GPUs for each"
         if self.is_too_slow:
             return (
-                f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.timeout_s "
+                f"a batch of searches takes {self.batch_search_s:.1f} s, more than retrieval.requests.timeout_s "
                 f"({self.timeout_s:g}); {remedy}"
             )
         if 0 < self.generation_s / 3 < self.search_s:

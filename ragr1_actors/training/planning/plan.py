@@ -472,7 +472,7 @@ class _Run:
             search_s=search_s,
             batch_search_s=self._batch_s(in_flight),
             learning_s=self._learning_s(gpu) if gpu is not None and learns else 0.0,
-            timeout_s=self.config.retrieval.timeout_s,
+            timeout_s=self.config.retrieval.requests.timeout_s,
             index_s=self._index_s(gpu) if gpu is not None else 0.0,
         )
 

@@ -128,7 +128,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy:
             "leave autoscaling and encoders.autoscaling empty"
         )
     if retrieval.type in SHARED_KEYS:  # it reads its options when it is made
-        shared = {key: getattr(retrieval, key) for key in SHARED_KEYS[retrieval.type]}
+        shared = {key: getattr(retrieval.requests, key) for key in SHARED_KEYS[retrieval.type]}
         load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
     elif needs_index(retrieval.type) and retrieval.index:
         named_index(retrieval)

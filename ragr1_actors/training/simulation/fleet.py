@@ -110,7 +110,7 @@ class SimulatedRetrievers:
 
     def client(self, number: int) -> SimulatedClient:
         """Return the client of the env runner with a number."""
-        settings = PoolSettings(self._settings.timeout_s, self._settings.max_retries)
+        settings = PoolSettings(self._settings.requests.timeout_s, self._settings.requests.max_retries)
         pool = PooledRetriever(self._searched(), settings, seed=self._rng.getrandbits(32))
         self._clients[number] = SimulatedClient(pool, self._hits)
         return self._clients[number]

@@ -1,0 +1,1 @@
+"""Tools that a policy calls: how a turn writes calls, and what answers them."""

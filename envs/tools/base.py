@@ -1,0 +1,200 @@
+"""Tools: what answers the calls of a turn. A function with type hints and a docstring is one.
+
+::
+
+    def add(a: int, b: int) -> int:                     # environment.tools: [search, my_tools:add, my_tools:Browse]
+        '''Add two whole numbers.
+
+        Args:
+            a: The first one.
+            b: The second one.
+        '''
+        return a + b
+
+    class Browse(Tool):                                 # one instance per trajectory, with what it remembers
+        schema = schema_of(open_page)
+        async def call(self, calls): ...                # all calls of a turn to this tool, at once
+
+A ``ToolError`` is a result that the policy reads, as is what is said of wrong arguments. ``ServiceError`` says that a
+service does not answer, and the attempt is made again. Any other exception ends the trajectory as an error of the data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from envs.base import EnvContext
+from envs.options import ToolOptions
+from envs.tools.grammars import ToolSchema
+from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened
+from ragr1_actors.core.resolve import load_object, named
+from ragr1_actors.core.types import CallRequest, ToolCall
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers one call with."""
+
+    text: str
+    """What the policy reads."""
+    calls: tuple[ToolCall, ...]
+    """For the record: the call, or those that it was made of, such as one for each query of a search."""
+    is_error: bool = False
+    """The call was wrong, or the tool raised a ``ToolError``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counts, such as ``{"duplicate_queries": 1.0}``."""
+
+
+class Tool(ABC):
+    """A tool of one trajectory; subclasses take ``(context: EnvContext, options: ToolOptions)``."""
+
+    schema: ClassVar[ToolSchema]
+    """What the policy is told of it; ``schema_of`` makes one of a function."""
+
+    def __init__(self, context: EnvContext, options: ToolOptions) -> None:
+        """Keep what the environment gets, such as the retriever, the models and a seed, and its options."""
+        self.context, self.options = context, options
+
+    @property
+    def name(self) -> str:
+        """How the policy calls it."""
+        return str(self.schema["function"]["name"])
+
+    def begin(self, arguments: Arguments) -> None:  # noqa: B027 - few tools can begin early
+        """Begin what ``call`` will probably be asked for: a call of the turn is complete, the rest is being sampled.
+
+        It must not change what ``call`` returns, only the time that ``call`` takes.
+        """
+
+    @abstractmethod
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        """Answer all calls that a turn makes of this tool: ``[len(calls)]``. Their arguments fit the schema.
+
+        Raises:
+            ToolError: none of them can be answered, because of what they are; the policy reads why.
+            ServiceError: a service does not answer.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most tools leave nothing under way
+        """End what is still running. Called once, after the trajectory has ended in any way."""
+
+    @cached_property
+    def _validator(self) -> Any:
+        from jsonschema import Draft202012Validator
+
+        return Draft202012Validator(self.schema["function"].get("parameters", {}))
+
+    def problem_of(self, arguments: Arguments) -> str:
+        """Return what is wrong with the arguments of a call, in one sentence; empty if nothing is."""
+        from jsonschema.exceptions import best_match
+
+        error = best_match(self._validator.iter_errors(dict(arguments)))
+        if error is None:
+            return ""
+        where = ".".join(map(str, error.absolute_path))
+        return f"{where}: {shortened(error.message)}" if where else shortened(error.message)
+
+
+class FunctionTool(Tool):
+    """A function. Plain ones run in threads, at the same time as others."""
+
+    def __init__(self, function: Callable[..., Any], context: EnvContext, options: ToolOptions) -> None:
+        """Take a function that ``schema_of`` accepts."""
+        super().__init__(context, options)
+        self._function = function
+        self.schema = schema_of(function)  # type: ignore[misc]  # of a class, where a class is a tool
+
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        """Call the function once for each, at the same time."""
+        return list(await asyncio.gather(*map(self._call, calls)))
+
+    async def _call(self, arguments: Arguments) -> ToolResult:
+        started_s = time.monotonic()
+        is_error = False
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                returned = await self._function(**arguments)
+            else:
+                returned = await asyncio.to_thread(self._function, **arguments)
+            text = as_text(returned, self._function)
+        except ToolError as error:
+            text, is_error = str(error), True
+        latency_s = time.monotonic() - started_s
+        made = ToolCall(self.name, dict(arguments), text, latency_s=latency_s, waited_s=latency_s)
+        return ToolResult(text, (made,), is_error)
+
+
+def as_text(returned: object, function: Callable[..., Any]) -> str:
+    """Return what a tool returned as the text that the policy reads: a text as it is, anything else as JSON.
+
+    Raises:
+        ConfigError: it is neither; with the function's file and line.
+    """
+    if isinstance(returned, str):
+        return returned
+    try:
+        return json.dumps(returned, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{named(function)} returned {shortened(repr(returned))}, expected text or what JSON can hold: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def schema_of(function: Callable[..., Any]) -> ToolSchema:
+    """Return the schema of a function from its type hints and the ``Args:`` of its docstring, as transformers reads it.
+
+    Raises:
+        ConfigError: an argument has no type hint or no description, or there is no docstring; with file and line.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        found: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        raise ConfigError(
+            f"{named(function)}: {one_line(error)}; a tool needs a docstring, and for each argument a type hint and a "
+            "line under Args:"
+        ) from error
+    found["function"].pop("return", None)
+    return found
+
+
+TOOLS: dict[str, Any] = {"search": "envs.tools.search:SearchTool"}
+"""Known names of ``environment.tools``; any other is a function or a class, ``my_module:my_tool``."""
+
+
+def make_tools(names: Sequence[str], context: EnvContext, options: ToolOptions) -> dict[str, Tool]:
+    """Make the tools of one trajectory, by name; ``ConfigError`` if one is none, or two have the same name."""
+    found: dict[str, Tool] = {}
+    for name in names:
+        loaded = load_object(name, TOOLS)
+        if isinstance(loaded, type) and issubclass(loaded, Tool):
+            tool = loaded(context, options)
+        elif inspect.isroutine(loaded):
+            tool = FunctionTool(loaded, context, options)
+        else:
+            raise ConfigError(f"environment.tools: {named(loaded)} is neither a function nor a subclass of Tool")
+        if tool.name in found:
+            raise ConfigError(f"environment.tools: two tools are named {tool.name}; name one of them otherwise")
+        found[tool.name] = tool
+    return found
+
+
+def wrong_call(request: CallRequest, problem: str) -> ToolResult:
+    """Return the result of a call that was not made."""
+    return ToolResult(problem, (ToolCall(request.name, dict(request.arguments), problem),), is_error=True)

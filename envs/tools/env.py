@@ -1,0 +1,123 @@
+"""ToolEnv: the policy calls tools in the form of its chat template; a turn without a call is the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from envs.actions import Malformed, read_answer
+from envs.base import EnvContext, StepResult, TextEnv
+from envs.options import ToolOptions
+from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
+from envs.turn_searches import search_metrics
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError, ToolError
+from ragr1_actors.core.types import CallRequest, Completion, Message, Task
+from retrieval.base import SEARCH
+
+LAST_TURN_NOTICE = "\nNo tool calls are left. Answer now."
+MALFORMED_NOTICE = "This call could not be read. Call a tool in the form that was described, or answer."
+NO_ANSWER_NOTICE = "This turn has neither a call of a tool nor an answer."
+
+
+class ToolEnv(TextEnv):
+    """Call tools, then answer. One instance is one trajectory."""
+
+    options_class = ToolOptions
+    chat_format = "auto"
+
+    def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
+        """Make the tools of the recipe's ``environment.tools``."""
+        if context.parser is None:
+            raise ConfigError("environment.env: tools needs a chat format that writes calls; set policy.chat_format")
+        self._options = ToolOptions.read(settings.options, "environment.options")
+        self._prompt, self._turns_left = settings.prompt, settings.max_turns
+        self._tools = make_tools(settings.tools, context, self._options)
+        self.tools = [tool.schema for tool in self._tools.values()]
+        self._make_parser = context.parser
+        self._parser = self._make_parser(self.tools)
+
+    async def reset(self, task: Task) -> list[Message]:
+        """Return one user message: the recipe's prompt with the question in it."""
+        prompt = self._prompt.replace("{max_queries}", str(self._options.max_queries_per_turn))
+        return [Message("user", prompt.replace("{question}", task.question))]
+
+    def peek(self, partial: str) -> None:
+        """Let tools begin the calls of this turn that are complete."""
+        if self._turns_left > 1:  # on the last turn no call is answered
+            for request in self._parser.feed(partial):
+                if not self._problem_of(request):
+                    self._tools[request.name].begin(request.arguments)
+
+    async def act(self, turn: Completion) -> StepResult:
+        """Answer the calls of a turn, or take its text as the answer."""
+        parsed = self._parser.end(turn.text)
+        self._parser = self._make_parser(self.tools)
+        self._turns_left -= 1
+        if parsed.problem or parsed.is_thinking:
+            return self._malformed(MALFORMED_NOTICE)
+        if not parsed.calls:
+            answer = read_answer(parsed.text)
+            if isinstance(answer, Malformed):
+                return self._malformed(NO_ANSWER_NOTICE)
+            return StepResult(terminated=True, action="answer", answer=answer.text)
+        if self._turns_left == 0:
+            return StepResult(truncated=True, action="call", metrics={"unanswered_call": 1.0})
+        return self._reply(await self._answer(parsed.calls))
+
+    def _malformed(self, notice: str) -> StepResult:
+        metrics = {"malformed": 1.0}
+        if self._turns_left == 0:
+            return StepResult(truncated=True, action="malformed", metrics=metrics)
+        return StepResult(notice=notice + self._notice(), action="malformed", metrics=metrics)
+
+    async def _answer(self, requests: Sequence[CallRequest]) -> list[ToolResult]:
+        """Answer the calls of a turn: those of one tool at once, and the tools at the same time."""
+        found: dict[int, ToolResult] = {}
+        by_tool: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            if number >= self._options.max_calls_per_turn:
+                problem = f"At most {self._options.max_calls_per_turn} calls of one turn are answered."
+            else:
+                problem = self._problem_of(request)
+            if problem:
+                found[number] = wrong_call(request, problem)
+            else:
+                by_tool.setdefault(request.name, []).append(number)
+        answers = [self._call(self._tools[name], [requests[n] for n in numbers]) for name, numbers in by_tool.items()]
+        for numbers, results in zip(by_tool.values(), await asyncio.gather(*answers), strict=True):
+            found |= dict(zip(numbers, results, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    async def _call(self, tool: Tool, requests: Sequence[CallRequest]) -> list[ToolResult]:
+        try:
+            return await tool.call([request.arguments for request in requests])
+        except ToolError as error:
+            return [wrong_call(request, str(error)) for request in requests]
+
+    def _problem_of(self, request: CallRequest) -> str:
+        """Return why a call cannot be made, for the policy; empty if it can."""
+        tool = self._tools.get(request.name)
+        if tool is None:
+            return f"There is no tool named {request.name}. The tools are: {', '.join(self._tools)}."
+        problem = tool.problem_of(request.arguments)
+        return f"The arguments of {request.name} are wrong: {problem}" if problem else ""
+
+    def _reply(self, results: Sequence[ToolResult]) -> StepResult:
+        calls = tuple(call for result in results for call in result.calls)
+        metrics: dict[str, float] = {"tool_errors": float(sum(result.is_error for result in results))}
+        for result in results:
+            for name, value in result.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        if searched := [call for call in calls if call.tool == SEARCH and call.records]:
+            metrics |= search_metrics(searched)
+        texts = tuple(result.text for result in results)
+        return StepResult(results=texts, notice=self._notice(), action="call", calls=calls, metrics=metrics)
+
+    def _notice(self) -> str:
+        return LAST_TURN_NOTICE if self._turns_left == 1 else ""
+
+    def close(self) -> None:
+        """Close the tools."""
+        for tool in self._tools.values():
+            tool.close()
