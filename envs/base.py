@@ -47,7 +47,8 @@ class StepResult:
     terminated: bool = False
     truncated: bool = False
     action: str = ""
-    """What the turn did, for the record: ``"search"``, ``"answer"``, ``"malformed"``, or a name of your own."""
+    """What the turn did, for the record: ``"search"``, ``"answer"``, or a name of your own; ``"malformed"`` is not
+    learned from in SFT."""
     answer: str = ""
     """The answer that was submitted, where the turn ends with one."""
     calls: tuple[ToolCall, ...] = ()

@@ -16,7 +16,6 @@ first parameter, gets an empty answer where the policy gave none.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import blamed, load_object, named, place_of
 from ragr1_actors.core.types import ChatModel, Trajectory
+from ragr1_actors.core.users_code import contained, in_thread
 
 Split = Literal["train", "eval", "demonstration"]
 
@@ -42,7 +42,7 @@ class RewardContext:
     split: Split
     """What the trajectory is for: an evaluation may need no judge."""
     progress: float = 0.0
-    """Share of the iterations of RL that are done, in [0, 1]; 0 outside of RL."""
+    """Share of the iterations of RL that are done, in [0, 1]: 0 in demonstrations, 1 in ``ragr1 evaluate``."""
     models: Mapping[str, ChatModel] = field(default_factory=dict)
     """Those of ``environment.models``, by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -147,11 +147,11 @@ class _Form:
         arguments = (trajectory.task, trajectory.answer) if self.takes_task else (trajectory, context)
         called = self.reward if inspect.isroutine(self.reward) else type(self.reward).__call__
         if inspect.iscoroutinefunction(called):
-            given = await self.reward(*arguments)
+            given = await contained(self.reward(*arguments))
         else:
-            given = await asyncio.to_thread(self.reward, *arguments)
+            given = await contained(in_thread(self.reward, *arguments))
             if inspect.isawaitable(given):  # a plain function around an async one, such as a partial
-                given = await given
+                given = await contained(given)
         return _checked(given, self.reward, len(trajectory.turns))
 
 

@@ -14,7 +14,10 @@ A source has training tasks, its own evaluation tasks, or both. ``retrieval.corp
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +33,14 @@ from envs.tasks.paths import NamedTasks, shown, task_files
 from envs.teacher import load_demonstrations
 from envs.world import World, make_world
 from ragr1_actors.core.config import EnvironmentSettings, SourceSettings, TaskNames
-from ragr1_actors.core.errors import ConfigError, DataError, UserError, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line, shortened
 from ragr1_actors.core.resolve import blamed, load_object, named, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 
 T = TypeVar("T")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 Split = Literal["train", "eval"]
 
 
@@ -203,8 +207,8 @@ class TaskSources:
             return tuple(parts[0])
         if repeated := _repeated(task.task_id for part in parts for task in part):
             raise DataError(
-                f"environment.tasks: {len(repeated):,} tasks are in two sources, such as {repeated[0]}; give the files "
-                "other names, or name one source"
+                f"environment.tasks: {len(repeated):,} tasks are in two sources, such as {repeated[0]}; give them "
+                "other ids, or files other names, or name one source"
             )
         weights = [settings.weight for settings, _ in self.named]
         if split == "train" and any(weight is not None for weight in weights):
@@ -233,7 +237,7 @@ class TaskSources:
 
     def source_of(self, task: Task) -> TaskSource:
         """Return the source that a task came from."""
-        return self.named[self.names().index(task.source) if task.source else 0][1]
+        return self.named[self.names().index(task.source) if len(self.named) > 1 else 0][1]
 
     def reports(self) -> tuple[str, ...]:
         """Return the lines about what was read."""
@@ -254,12 +258,8 @@ def checked_tasks(source: TaskSource, split: Split) -> list[Task]:
     """Return the tasks of a source; ``DataError`` if it raises, or returns what are no tasks of different ids."""
     tasks = _checked(source.tasks, "a sequence of Task", Task, split)
     for task in tasks:
-        answers: object = task.golden_answers
-        if not isinstance(answers, tuple | list) or not all(isinstance(one, str) for one in (task.question, *answers)):
-            raise DataError(
-                f"{named(source.tasks)} returned {shortened(repr(task), 200)}, expected a text as question and a tuple "
-                "of texts as golden_answers"
-            )
+        if problem := _problem_of(task):
+            raise DataError(f"{named(source.tasks)} returned {shortened(repr(task), 200)}, {problem}")
     _refuse_repeated(source.tasks, (task.task_id for task in tasks))
     return tasks
 
@@ -267,8 +267,34 @@ def checked_tasks(source: TaskSource, split: Split) -> list[Task]:
 def checked_passages(source: TaskSource) -> list[Passage]:
     """Return the passages of a source; ``DataError`` if it raises, or returns what are no passages of different ids."""
     passages = _checked(source.passages, "a sequence of Passage", Passage)
+    for one in passages:
+        if not _are_texts((one.id, one.title, one.text)):
+            got = shortened(repr(one), 200)
+            raise DataError(f"{named(source.passages)} returned {got}, expected texts as id, title and text")
     _refuse_repeated(source.passages, (passage.id for passage in passages))
     return passages
+
+
+def _problem_of(task: Task) -> str:
+    """Return what the fields of a task should be, if one is not; a text without its comma is no tuple of texts."""
+    if not _are_texts((task.task_id, task.question, task.category, task.source)):
+        return "expected texts as task_id, question, category and source"
+    lists = {"golden_answers": task.golden_answers, "supporting_ids": task.supporting_ids}
+    wrong = [name for name, texts in lists.items() if not _are_texts(texts)]
+    if not isinstance(task.plan, tuple | list) or not all(map(_are_texts, task.plan)):
+        return "expected as plan a tuple with a tuple of texts for each round"
+    try:
+        json.dumps(dict(task.meta), default=str).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # no mapping, one inside itself
+        return f"expected as meta what JSON can hold: {one_line(error)}"
+    return f"expected a tuple of texts as {wrong[0]}" if wrong else ""
+
+
+def _are_texts(values: object) -> bool:
+    """Whether it is a tuple or list of texts, which can be written: half of a surrogate pair cannot."""
+    if not isinstance(values, tuple | list) or not all(isinstance(one, str) for one in values):
+        return False
+    return all(one.isascii() or not _SURROGATE.search(one) for one in values)
 
 
 def _checked(method: Callable[..., Iterable[Any]], expected: str, kind: type[T], *arguments: Any) -> list[T]:
@@ -342,11 +368,13 @@ def _short(settings: SourceSettings) -> str:
 
 
 def _weighted(parts: Sequence[list[Task]], weights: Sequence[float], seed: int) -> list[list[Task]]:
-    """Return of each part as many tasks as its weight allows, in their order."""
+    """Return of each part as many tasks as its weight allows, in their order; at least one."""
     scale = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+    if not math.isfinite(scale):
+        raise ConfigError(f"environment.tasks: got the weights {', '.join(map(str, weights))}; give larger ones")
     rng = random.Random(f"weights {seed}")
     kept = []
     for part, weight in zip(parts, weights, strict=True):
-        drawn = rng.sample(range(len(part)), min(len(part), round(scale * weight)))
+        drawn = rng.sample(range(len(part)), min(len(part), max(1, round(scale * weight))))
         kept.append([part[position] for position in sorted(drawn)])
     return kept

@@ -7,14 +7,14 @@ paper; the docstring of a learner states where its code differs from the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
-from ragr1_actors.core.section import NoneIfEmpty, Section
+from ragr1_actors.core.section import Section
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
@@ -112,7 +112,7 @@ class PolicyGradientOptions(LearnerOptions):
     """Coefficient of the likelihood-displacement regulariser (LLDS); 0 is off."""
     llds_gate: Literal["turn", "trajectory"] = "turn"
     """The unit whose total likelihood must fall before its tokens are regularised."""
-    sequence_correction: Annotated[SequenceCorrection | None, NoneIfEmpty] = None
+    sequence_correction: SequenceCorrection | None = None
     """Weigh or mask whole trajectories by how far the learner is from the engine: ``{kind: geometric_mask}``; null
     (default) does not. An update of several steps needs one more forward pass, as with ``tis_clip``."""
 
@@ -170,7 +170,7 @@ class GroupOptions(PolicyGradientOptions):
     number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 is off."""
-    turn_credit: Annotated[TurnCredit | None, NoneIfEmpty] = None
+    turn_credit: TurnCredit | None = None
     """Compare turns of a group that begin in the same state, too: ``{weight: 1, gamma: 0.95}``; null (default) does
     not."""
 

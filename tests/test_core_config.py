@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ragr1_actors.core.config import RunConfig
+from learners.options import TurnCredit, learner_options
+from ragr1_actors.core.config import LoraSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -94,3 +95,26 @@ def test_a_value_for_a_group_of_keys_is_refused_in_the_words_of_a_recipe() -> No
     expected = r"^training\.guard: got 'warn'; expected keys with values, such as \{key: value\}$"
     with pytest.raises(ConfigError, match=expected):
         resolve({"training": {"guard": "warn"}})
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    ["training.lr=on", "training.num_iterations=yes", "training.guard.patience=true", "learners.lora={rank: true}"],
+)
+def test_true_is_no_number(assignment: str) -> None:
+    with pytest.raises(ConfigError, match="got True; expected a number"):
+        AlgorithmConfig().override([assignment]).freeze()
+
+
+def test_an_empty_group_has_the_defaults_and_null_is_none() -> None:
+    config = AlgorithmConfig().override(["learners.lora={}", "training.options.turn_credit={}"]).freeze()
+    assert config.learners.lora == LoraSettings()
+    options = learner_options(config.training)
+    assert options.turn_credit == TurnCredit()
+    off = AlgorithmConfig().override(["learners.lora=null", "training.options.turn_credit=null"]).freeze()
+    assert (off.learners.lora, learner_options(off.training).turn_credit) == (None, None)
+
+
+def test_the_limits_of_an_alarm_are_in_order() -> None:
+    with pytest.raises(ConfigError, match="expected the lower limit of grad_norm first"):
+        AlgorithmConfig().override(["training.guard.limits={grad_norm: [10, 1]}"]).freeze()

@@ -191,7 +191,7 @@ def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:
         "learners.lora.rank": 4,
     }
     assert AlgorithmConfig(found.model_dump()).freeze() == found
-    assert config.override(["training.guard={action: warn}", "learners.lora={}"]).freeze().learners.lora is None
+    assert config.override(["training.guard={action: warn}", "learners.lora=null"]).freeze().learners.lora is None
 
 
 def test_a_name_deep_in_options_is_set_and_one_level_up_replaces_all() -> None:

@@ -249,3 +249,13 @@ def test_files_of_older_formats_are_read(number: str, title: str, text: str) -> 
     assert call.arguments["k"] == (2 if number == "1" else 3)  # format 1 kept no k: as many as were found
     assert [record.id for record in call.records] == ["ana_bell", "riga"]
     assert call.records[1] == Record("riga", title, text, 0.25)
+
+
+def test_halves_of_surrogate_pairs_are_written_as_replacements() -> None:
+    task = Task("t", "Where?", ("Riga",), meta={"a": 1})
+    one = replace(example_group().trajectories[0], answer="a \ud800 b", error="\udfff", metrics={"reward_\ud800": 1.0})
+    one = replace(one, turns=tuple(replace(turn, observation="x\ud800") for turn in one.turns))
+    (group,) = groups_from_record_batch(groups_to_record_batch([TrajectoryGroup(task, (one,))]))
+    read = group.trajectories[0]
+    assert (read.answer, read.error, read.metrics) == ("a \ufffd b", "\ufffd", {"reward_\ufffd": 1.0})
+    assert all(turn.observation == "x\ufffd" for turn in read.turns)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,6 +32,7 @@ from envs.rewards import (
 )
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings
 from ragr1_actors.core.errors import ConfigError, ServiceError
+from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import Sampling, StopReason, Task, Trajectory, Turn
 
 HERE = "test_envs_rewards"
@@ -351,3 +354,47 @@ async def test_a_reward_that_works_has_no_fault_and_its_values_are_shown() -> No
     assert [one.name.partition(" is ")[2] for one in checks] == ["1", "wrong is 0", "0"]
     (first, *_) = await check_reward(EnvironmentSettings(reward=f"{HERE}:halved_in_evaluation"))
     assert first.name == "the reward of a right answer is 1, in an evaluation 0.5"
+
+
+def finds_nothing(trajectory: Trajectory, context: RewardContext) -> float:
+    return float(next(iter([])))
+
+
+def exits(trajectory: Trajectory, context: RewardContext) -> float:
+    sys.exit(7)
+
+
+async def awaits_what_was_cancelled(trajectory: Trajectory, context: RewardContext) -> float:
+    waiting = asyncio.ensure_future(asyncio.sleep(60))
+    waiting.cancel()
+    await waiting
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("finds_nothing", "next() without a default found nothing"),
+        ("exits", "it called sys.exit(7)"),
+        ("awaits_what_was_cancelled", "it awaited what was cancelled"),
+    ],
+)
+async def test_whatever_a_reward_raises_is_an_error_with_its_line(name: str, problem: str) -> None:
+    reward = Reward(EnvironmentSettings(reward=f"{HERE}:{name}"))
+    with pytest.raises(RuntimeError, match=re.escape(problem)) as caught:
+        await asyncio.wait_for(reward(trajectory(), TRAINING), 60)
+    assert re.search(r"test_envs_rewards\.py, line \d+", raised_at(caught.value))
+
+
+async def test_a_cancellation_from_outside_ends_a_reward() -> None:
+    reward = Reward(EnvironmentSettings(reward=f"{HERE}:sleeping"))
+    asking = asyncio.ensure_future(reward(trajectory(), TRAINING))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def sleeping(trajectory: Trajectory, context: RewardContext) -> float:
+    await asyncio.sleep(3600)
+    return 0.0

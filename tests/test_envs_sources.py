@@ -7,8 +7,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.types import Task
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.data import split_tasks
+from ragr1_actors.training.data import in_turn, split_tasks
 from ragr1_actors.training.planning.corpus import corpus_of
 from ragr1_actors.training.planning.preflight import check_names
 from retrieval.base import Passage
@@ -110,7 +111,7 @@ class Optional(Lamps):
 
 WRONG = [
     (Absent, "tasks has training tasks", "Absent.tasks ({}) returned None, expected a sequence of Task"),
-    (Letters, "tasks has training tasks", "expected a text as question and a tuple of texts as golden_answers"),
+    (Letters, "tasks has training tasks", "expected a tuple of texts as golden_answers"),
     (Copies, "passages returns passages", "Copies.passages ({}): 1 ids occur twice, such as p; expected each once"),
     (Elsewhere, "tasks has training tasks", "Elsewhere.tasks failed at {}: JSONDecodeError"),
     (NoSplit, "tasks has training tasks", "NoSplit.tasks failed at {}: TypeError: NoSplit.tasks() takes 1"),
@@ -189,7 +190,7 @@ def test_two_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
     sources = opened([{"source": first}, {"source": second}])
     assert sources.names() == ["train", "train#2"]
     assert opened([{"source": one} for one in (first, second, first)]).names() == ["train", "train#2", "train#3"]
-    with pytest.raises(DataError, match=r"1 tasks are in two sources, such as train/0; give the files other names"):
+    with pytest.raises(DataError, match=r"1 tasks are in two sources, such as train/0; give them other ids, or files other names"):
         sources.tasks("train", 0)
 
 
@@ -214,7 +215,7 @@ def test_weights_are_the_shares_of_the_training_tasks(sizes: list[int], weights:
     kept = Counter(int(task.task_id.partition("/")[0]) for task in sources.tasks("train", seed))
     scale = min(size / weight for size, weight in zip(sizes, weights, strict=False))
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=False)):
-        assert kept[number] == min(size, round(scale * weight))
+        assert kept[number] == min(size, max(1, round(scale * weight)))
     assert sources.tasks("train", seed) == sources.tasks("train", seed)
     assert len(sources.tasks("eval", seed)) == sum(sizes)
 
@@ -347,3 +348,85 @@ def test_wrong_settings_of_tasks_are_refused(tasks: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(tasks)
     assert problem in str(caught.value)
+
+
+class Odd(Lamps):
+    """Has one task, or one passage, with a field that is none."""
+
+    task: ClassVar[Any] = Task("odd", "Where?", ("Riga",))
+    passage: ClassVar[Any] = Passage("p", "lamp", "text")
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [self.task]
+
+    def passages(self) -> Sequence[Passage]:
+        return [self.passage]
+
+
+LOOP: dict[str, Any] = {}
+LOOP["itself"] = LOOP
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"task_id": 1}, "expected texts as task_id, question, category and source"),
+        ({"question": "a \ud800"}, "expected texts as task_id, question, category and source"),
+        ({"category": None}, "expected texts as task_id, question, category and source"),
+        ({"golden_answers": "Riga"}, "expected a tuple of texts as golden_answers"),
+        ({"supporting_ids": "abc"}, "expected a tuple of texts as supporting_ids"),
+        ({"supporting_ids": None}, "expected a tuple of texts as supporting_ids"),
+        ({"plan": ("ab",)}, "expected as plan a tuple with a tuple of texts for each round"),
+        ({"meta": None}, "expected as meta what JSON can hold"),
+        ({"meta": LOOP}, "expected as meta what JSON can hold"),
+    ],
+)
+def test_fields_of_another_type_are_refused(
+    changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opened(f"{HERE}:Odd").tasks("train", 0)
+    monkeypatch.setattr(Odd, "task", replace(Odd.task, **changed))
+    with pytest.raises(DataError, match=rf"Odd\.tasks .*line \d+\) returned Task\(.*{problem}"):
+        opened(f"{HERE}:Odd").tasks("train", 0)
+
+
+@pytest.mark.parametrize("passage", [Passage("p", None, "x"), Passage(1, "t", "x"), Passage("p", "t", "\ud800")])  # type: ignore[arg-type]
+def test_fields_of_a_passage_are_texts(passage: Passage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "passage", passage)
+    with pytest.raises(DataError, match="expected texts as id, title and text"):
+        opened(f"{HERE}:Odd").passages()
+
+
+def test_a_single_source_may_name_the_source_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "task", replace(Odd.task, source="other"))
+    sources = opened(f"{HERE}:Odd")
+    (task,) = sources.tasks("train", 0)
+    assert isinstance(sources.source_of(task), Odd)
+
+
+def test_weights_without_a_ratio_are_refused() -> None:
+    named = [{"source": one, "weight": 1e-320} for one in ("world", f"{HERE}:Lamps")]
+    with pytest.raises(ConfigError, match="give larger ones"):
+        opened(named).tasks("train", 0)
+
+
+def test_a_source_of_a_small_weight_gives_one_task() -> None:
+    named = [{"source": "world", "weight": 1.0}, {"source": f"{HERE}:Lamps", "weight": 1e6}]
+    assert Counter(task.source for task in opened(named).tasks("train", 0)) == {"world": 1, "Lamps": 6}
+
+
+class Unheld(Lamps):
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return super().tasks(split) if split == "train" else []
+
+
+def test_a_source_of_evaluation_tasks_without_any_is_refused() -> None:
+    config = AlgorithmConfig().environment(tasks=f"{HERE}:Lamps", eval_tasks=f"{HERE}:Unheld").freeze()
+    with pytest.raises(DataError, match=r"environment\.eval_tasks: .*Unheld has no tasks; name another source"):
+        split_tasks(config, 2)
+
+
+def test_held_out_tasks_are_of_all_sources_in_turn() -> None:
+    counts = {"a": 5, "b": 2, "c": 1}
+    tasks = [Task(f"{name}{n}", "?", ("a",), source=name) for name, count in counts.items() for n in range(count)]
+    assert [task.task_id for task in in_turn(tasks)] == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]

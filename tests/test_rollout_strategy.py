@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -200,12 +202,103 @@ class Changing(RolloutStrategy):
         ),
         ({"cut": 1}, ") returned t/0 with behaviour_logprobs of the shape ("),
         ({"shift": -np.inf}, ") returned t/0 with behaviour_logprobs of the shape ("),
+        ({"shift": 50.0}, ") returned t/0 with behaviour_logprobs of the shape ("),
     ],
 )
 async def test_numbers_that_a_strategy_gives_are_checked(changes: dict[str, float], problem: str) -> None:
     options = {"strategy_options": {"reward": 0.5, "shift": -1.0, "cut": 0} | changes}
     (one,) = (await sample(runner("Changing", {"t/0": [RIGHT]}, env_runners=options))).trajectories
     assert (one.stop_reason is StopReason.ENV_ERROR) == bool(problem) and problem in one.error
+
+
+class Replacing(RolloutStrategy):
+    """Gives a trajectory what it may not."""
+
+    changed: ClassVar[Callable[[Trajectory], Trajectory]]
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        return [type(self).changed(await play(0))]
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        (lambda one: replace(one, token_ids=one.token_ids[:-1]), "other token_ids than were sampled; change reward"),
+        (lambda one: replace(one, kinds=one.kinds * 0 + 1), "other kinds than were sampled"),
+        (lambda one: replace(one, logprobs=one.logprobs + np.nan), "other logprobs than were sampled"),
+        (lambda one: replace(one, answer="Oslo"), "other answer than were sampled"),
+        (lambda one: replace(one, stop_reason="answered"), ""),  # the same text
+        (lambda one: replace(one, turns=()), "other turns than were sampled"),
+        (lambda one: replace(one, reward="much"), "the reward much and (0.0,) of its turns, expected finite numbers"),
+        (lambda one: replace(one, metrics={"a": None}), "the metric a of None, expected a number"),
+        (lambda one: replace(one, metrics={"a": 1.0}, variant="x", reward=0.25), ""),
+    ],
+)
+async def test_what_was_sampled_cannot_be_changed(
+    changed: Callable[[Trajectory], Trajectory], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replacing, "changed", staticmethod(changed), raising=False)
+    (one,) = (await sample(runner("Replacing", {"t/0": [RIGHT]}))).trajectories
+    assert (one.stop_reason is StopReason.ENV_ERROR) == bool(problem)
+    assert problem in one.error
+    if problem:
+        assert re.search(r"Replacing\.sample \(.*test_rollout_strategy\.py, line \d+\) returned t/0 with", one.error)
+
+
+class Foreign(RolloutStrategy):
+    """Forks a trajectory of the group before, or one that was changed."""
+
+    kept: ClassVar[list[Trajectory]] = []
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        self.kept.append(await play(0))
+        parent = self.kept[0] if len(self.kept) > 1 else replace(self.kept[0], token_ids=self.kept[0].token_ids[:3])
+        return [self.kept[-1], await play(1, fork=(parent, 0, ""))]
+
+
+async def test_a_fork_of_another_group_or_of_what_was_not_sampled_is_refused() -> None:
+    Foreign.kept.clear()
+    made = runner("Foreign", {f"{task}/{index}": [RIGHT] for task in "tu" for index in range(2)})
+    (one,) = (await sample(made)).trajectories
+    assert "got a fork of t/0, with other token_ids than were sampled" in one.error
+    other = GroupRequest(Issue("u", replace(TASK, task_id="u"), 0), 2, 0.0, context=RewardContext("train"))
+    (one,) = (await made.sample_group(other)).trajectories
+    assert "play(1) got a fork of t/0, which was not played; expected a trajectory that play returned" in one.error
+
+
+class LongHint(RolloutStrategy):
+    """Writes more into a turn than the context holds."""
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        first = await play(0)
+        return [first, await play(1, fork=(first, 0, "word " * 500))]
+
+
+async def test_a_text_that_does_not_fit_is_not_written() -> None:
+    made = runner("LongHint", {"t/0": [RIGHT], "t/1": [RIGHT]}, env_runners={"max_context_tokens": 1000})
+    _, fork = (await sample(made)).trajectories
+    assert fork.stop_reason is StopReason.ENV_ERROR
+    assert "got a text of 2500 tokens to write into a turn, and the context has room for" in fork.error
+    assert fork.num_tokens < 1000
+
+
+class Exits(RolloutStrategy):
+    """Ends the process, or awaits what was cancelled."""
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        if request.num_trajectories == 1:
+            sys.exit(7)
+        waiting = asyncio.ensure_future(asyncio.sleep(60))
+        waiting.cancel()
+        await waiting
+        return []
+
+
+@pytest.mark.parametrize(("count", "problem"), [(1, "it called sys.exit(7)"), (2, "it awaited what was cancelled")])
+async def test_a_strategy_ends_its_group_only(count: int, problem: str) -> None:
+    (one,) = (await sample(runner("Exits", {}), count)).trajectories
+    assert one.stop_reason is StopReason.ENV_ERROR
+    assert re.search(rf"test_rollout_strategy\.py, line \d+: .*{re.escape(problem)}", one.error)
 
 
 class Variants(RolloutStrategy):

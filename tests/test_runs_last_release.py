@@ -39,7 +39,8 @@ def old_config(world_seed: int) -> dict[str, Any]:
     sections["learners"]["lora"] = {}
     del sections["retrieval"]["encoders"]
     encoders = {"num_cpus_per_encoder": 2, "num_gpus_per_encoder": 0, "encoder_autoscaling": {}}
-    sections["retrieval"] |= {"corpus": "world", "autoscaling": {}, **encoders}
+    requests = sections["retrieval"].pop("requests")
+    sections["retrieval"] |= {"corpus": "world", "autoscaling": {}, **encoders, **requests, "timeout_s": 7.0}
     return sections
 
 
@@ -51,6 +52,7 @@ def test_its_keys_have_their_new_names(tmp_path: Path, world_seed: int) -> None:
     assert config.policy.options == {"hidden_size": 64}
     assert config.training.options == {"clip_high": 0.3}
     assert (config.retrieval.encoders.num_cpus, config.retrieval.encoders.autoscaling) == (2, None)
+    assert (config.retrieval.requests.timeout_s, config.retrieval.requests.max_retries) == (7, 2)
     sources = TaskSources.open(config.environment.tasks, config.environment)
     assert sources.tasks("eval", 0) == make_world(world_seed).eval_tasks
     assert (config.training.guard.patience, config.learners.lora) == (2, None)

@@ -37,6 +37,7 @@ from envs.tools.grammars import ToolSchema
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened
 from ragr1_actors.core.resolve import load_object, named
 from ragr1_actors.core.types import CallRequest, ToolCall
+from ragr1_actors.core.users_code import contained, in_thread
 
 Arguments = Mapping[str, Any]
 
@@ -123,9 +124,9 @@ class FunctionTool(Tool):
         is_error = False
         try:
             if inspect.iscoroutinefunction(self._function):
-                returned = await self._function(**arguments)
+                returned = await contained(self._function(**arguments))
             else:
-                returned = await asyncio.to_thread(self._function, **arguments)
+                returned = await contained(in_thread(self._function, **arguments))
             text = as_text(returned, self._function)
         except ToolError as error:
             text, is_error = str(error), True

@@ -8,10 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ragr1_actors.core.types import TokenKind, Trajectory
-
-_DECISIONS = ("search", "answer")
-"""Actions that are learned; the other one is ``malformed``."""
+from ragr1_actors.core.types import MALFORMED, TokenKind, Trajectory
 
 
 class SegmentCategory(StrEnum):
@@ -20,11 +17,11 @@ class SegmentCategory(StrEnum):
     INTERNAL_ANSWER = "internal_answer"
     """Answers without anything found."""
     FIRST_SEARCH = "first_search"
-    """Searches before anything was found."""
+    """Searches, or acts in another way, before anything was found."""
     EVIDENCE_ANSWER = "evidence_answer"
     """Answers after a search that found something."""
     FURTHER_SEARCH = "further_search"
-    """Searches again after something was found."""
+    """Searches again, or acts in another way, after something was found."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def segment(trajectory: Trajectory) -> list[Segment]:
     segments: list[Segment] = []
     has_evidence = False
     for index, (turn, own) in enumerate(zip(trajectory.turns, trajectory.turn_positions, strict=True)):
-        if turn.action in _DECISIONS and len(own):
+        if turn.action != MALFORMED and len(own):
             cut = _taught(trajectory, [index], end=int(own[-1]) + 1)
             cut = replace(cut, trajectory_id=f"{trajectory.trajectory_id}/turn{index}")
             segments.append(Segment(_category(turn.action, has_evidence), cut))
@@ -51,7 +48,7 @@ def segment(trajectory: Trajectory) -> list[Segment]:
 
 def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with the tokens of malformed turns as PROMPT; itself if it has none."""
-    decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action in _DECISIONS]
+    decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action != MALFORMED]
     if len(decisions) == len(trajectory.turns):
         return trajectory
     return _taught(trajectory, decisions, end=trajectory.num_tokens)

@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from ragr1_actors.core.section import NoneIfEmpty, Section
+from ragr1_actors.core.section import Section
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "
@@ -273,7 +273,7 @@ class EnvRunnerSettings(Section):
     """Which attempts make a group: ``independent``, or a class ``my_module:MyStrategy``."""
     strategy_options: dict[str, Any] = {}
     """Options of the strategy, by its own names."""
-    autoscaling: Annotated[RunnerAutoscaling | None, NoneIfEmpty] = None
+    autoscaling: RunnerAutoscaling | None = None
     """Let the number of env runners follow the load: ``{min_replicas: 1, max_replicas: 8}``. null (default) keeps
     ``num_env_runners``, which is the number at the start otherwise."""
 
@@ -285,7 +285,7 @@ class EncoderActors(Section):
     """CPUs that Ray reserves per encoder actor."""
     num_gpus: float = Field(0, ge=0)
     """GPUs that Ray reserves per encoder actor."""
-    autoscaling: Annotated[RetrieverAutoscaling | None, NoneIfEmpty] = None
+    autoscaling: RetrieverAutoscaling | None = None
     """As ``retrieval.autoscaling``, for ``num_encoders``."""
 
 
@@ -334,7 +334,7 @@ class RetrievalSettings(Section):
     """What each encoder actor gets, and how their number follows the load: ``{num_cpus: 2}``."""
     label_selector: LabelSelector = {}
     """Nodes that retriever and encoder actors may run on, as ``env_runners.label_selector``."""
-    autoscaling: Annotated[RetrieverAutoscaling | None, NoneIfEmpty] = None
+    autoscaling: RetrieverAutoscaling | None = None
     """Let the number of retriever replicas follow the load: ``{max_replicas: 8}``. null (default) keeps
     ``num_retrievers``, which is the number at the start otherwise."""
     requests: SearchRequests = SearchRequests()
@@ -379,6 +379,15 @@ class GuardSettings(Section):
     """What each roll-back multiplies the learning rate by."""
     max_roll_backs: int = Field(2, ge=1)
     """Roll-backs per run; the next one is a stop."""
+
+    @field_validator("limits")
+    @classmethod
+    def _order_limits(
+        cls, limits: dict[AlarmName, tuple[float | None, float | None]]
+    ) -> dict[AlarmName, tuple[float | None, float | None]]:
+        if wrong := [name for name, (low, high) in limits.items() if None not in (low, high) and low >= high]:  # type: ignore[operator]
+            raise ValueError(f"expected the lower limit of {wrong[0]} first, and below the upper one")
+        return limits
 
 
 class TrainingSettings(Section):
@@ -470,7 +479,7 @@ class LearnerSettings(Section):
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
     """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
-    lora: Annotated[LoraSettings | None, NoneIfEmpty] = None
+    lora: LoraSettings | None = None
     """Train low-rank adapters only (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}``;
     null (default) trains every weight."""
 

@@ -131,10 +131,26 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     arrays = [
         _flat_list(columns[field.name], field.type.value_type)
         if field.name in _TOKEN_COLUMNS
-        else pa.array(columns[field.name], field.type)
+        else _array(columns[field.name], field.type)
         for field in TRAJECTORY_SCHEMA
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORY_SCHEMA)
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column; halves of surrogate pairs, which no file can hold, become U+FFFD."""
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array([_as_writable(value) for value in values], kind)
+
+
+def _as_writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {name: _as_writable(one) for name, one in value.items()}
+    return type(value)(map(_as_writable, value)) if isinstance(value, list | tuple) else value
 
 
 def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True) -> list[TrajectoryGroup]:

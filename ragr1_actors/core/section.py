@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from ragr1_actors.core.errors import ConfigError, first_problem, nearest
-
-NoneIfEmpty = BeforeValidator(lambda value: None if value == {} else value)
-"""For a group of keys that may be absent: recipes write ``{}`` for it, too."""
 
 
 class Section(BaseModel):
     """A group of keys: frozen, without unknown keys, and without NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads ``on`` and ``yes`` as true, and Python takes that for 1."""
+        kinds = {annotation := cls.model_fields[str(info.field_name)].annotation, *get_args(annotation)}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("expected a number")
+        return value
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], key: str) -> None:

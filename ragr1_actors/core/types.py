@@ -31,6 +31,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+MALFORMED = "malformed"
+"""The action of a turn that is none: it is not learned from in SFT."""
 HISTOGRAM_PREFIX = "histogram/"
 """A learner's metric ``histogram/ratio/0.9/0.95`` counts the ratios from 0.9 to 0.95."""
 Bucket = tuple[float, float, float]
@@ -350,7 +352,7 @@ class Trajectory:
     def is_well_formed(self) -> bool:
         """Whether it ended with an answer, and every turn had a valid action."""
         is_answered = self.stop_reason is StopReason.ANSWERED
-        return is_answered and all(turn.action != "malformed" for turn in self.turns)
+        return is_answered and all(turn.action != MALFORMED for turn in self.turns)
 
 
 @dataclass(frozen=True)

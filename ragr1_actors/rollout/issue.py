@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 
 from envs.rewards import RewardContext
@@ -49,3 +50,9 @@ class GroupRequest:
     def trajectory_id(self, index: int) -> str:
         """Return the id of the group's trajectory ``index``: ``world/train/17#2/0``."""
         return f"{self.issue.group_id}/{index}"
+
+
+def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
+    """Return a 63-bit sampling seed that depends only on the run, the trajectory and the turn."""
+    digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

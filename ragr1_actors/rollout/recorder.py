@@ -12,7 +12,6 @@ A row only ever grows, and nothing in it is encoded again. An attempt has one ro
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.tools.grammars import ToolSchema
-from ragr1_actors.core.errors import EngineError
+from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import (
     Completion,
     FinishReason,
@@ -39,6 +38,7 @@ from ragr1_actors.core.types import (
 )
 from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFormat
 from ragr1_actors.rollout.forks import check_fork
+from ragr1_actors.rollout.issue import turn_seed
 
 _OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
 
@@ -199,7 +199,13 @@ class Recorder:
         return self._tokenizer.decode(parent.token_ids[start:at].tolist()) if start < at else ""
 
     def _inject(self, text: str, reading: Reading) -> None:
-        self._rows[-1].add(self._tokenizer.encode(text), TokenKind.INJECTED)
+        ids = self._tokenizer.encode(text)
+        if ids and len(ids) >= self.room:
+            raise ConfigError(
+                f"got a text of {len(ids)} tokens to write into a turn, and the context has room for {self.room}; "
+                "shorten it, or raise env_runners.max_context_tokens"
+            )
+        self._rows[-1].add(ids, TokenKind.INJECTED)
         self._open(text, reading)
 
     def _open(self, text: str, reading: Reading) -> None:
@@ -317,9 +323,3 @@ class Recorder:
             raise EngineError("the engine returned a log-prob that is not finite")
         row.sample(completion)
         return completion
-
-
-def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
-    """Return a 63-bit sampling seed that depends only on the run, the trajectory and the turn."""
-    digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

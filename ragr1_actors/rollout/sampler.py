@@ -174,17 +174,18 @@ class Sampler:
         temperature: float,
         on_group: OnGroup,
         aside: OnGroup = lambda group: None,
+        progress: float = 1.0,
     ) -> int:
         """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
         A task is sampled again if a trajectory failed, at most ``max_task_retries`` times. ``on_group`` is
         called with every group as it finishes, including groups with a failed trajectory; ``aside`` with finished
-        groups of other requests, which were in flight before this call.
+        groups of other requests, which were in flight before this call. ``progress`` is ``RewardContext``'s.
 
         Raises:
             FleetError: every task failed.
         """
-        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False)
+        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=progress)
         while not sampling.is_done:
             for group in self.env_runners.collect():
                 if not sampling.take(group):
@@ -192,7 +193,14 @@ class Sampler:
         return sampling.num_failed
 
     def sampling(
-        self, tasks: Sequence[Task], num_trajectories: int, temperature: float, on_group: OnGroup, *, is_urgent: bool
+        self,
+        tasks: Sequence[Task],
+        num_trajectories: int,
+        temperature: float,
+        on_group: OnGroup,
+        *,
+        is_urgent: bool,
+        progress: float,
     ) -> TaskSampling:
         """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``TaskSampling.take``.
 
@@ -204,7 +212,7 @@ class Sampler:
         return TaskSampling(
             self.env_runners,
             tasks,
-            lambda issue: GroupRequest(issue, num_trajectories, temperature),
+            lambda issue: GroupRequest(issue, num_trajectories, temperature, context=RewardContext("eval", progress)),
             on_group,
             num_tries=num_tries,
             max_unfinished=max(1, room // num_trajectories),

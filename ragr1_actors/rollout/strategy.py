@@ -16,12 +16,15 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from inspect import isawaitable
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.checker import Check, awaited_problem_of, made_up
 from envs.rewards import RewardContext
@@ -30,10 +33,13 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import make_part, named
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Trajectory
+from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.forks import Fork, can_fork, check_fork
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 
 KEY = "env_runners.strategy"
+_ROUNDING = 1e-3
+"""A log-prob may be above 0 by so much."""
 
 
 class Play(Protocol):
@@ -116,6 +122,8 @@ async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play:
 
     async def noted(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
         _check_play(index, variant, fork)
+        if fork is not None:
+            _check_parent(index, fork[0], played)
         name = request.trajectory_id(index)
         if name in order:
             raise ConfigError(f"play({index}) was called twice in one group; take another index")
@@ -129,7 +137,7 @@ async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play:
     sampling: Any = strategy.sample(request, noted)
     if not isawaitable(sampling):
         raise ConfigError(f"{named(strategy.sample)} is plain, expected async def")
-    returned: object = await sampling
+    returned: object = await contained(sampling)
     if not isinstance(returned, list) or not all(isinstance(one, Trajectory) for one in returned):
         got = shortened(repr(returned))
         raise ConfigError(f"{named(strategy.sample)} returned {got}, expected a list of trajectories")
@@ -138,22 +146,52 @@ async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play:
         expected = f"at least one of {order}, each once"
         raise ConfigError(f"{named(strategy.sample)} returned the trajectories {ids}, expected {expected}")
     for one in returned:
-        if one is not played[one.trajectory_id] and (problem := _problem(one)):
+        as_played = played[one.trajectory_id]
+        if one is not as_played and (problem := _problem(one, as_played)):
             raise ConfigError(f"{named(strategy.sample)} returned {one.trajectory_id} with {problem}")
     return returned
 
 
-def _problem(changed: Trajectory) -> str:
-    """Return what is wrong with the numbers that a strategy gave a trajectory; empty if nothing is."""
-    if not all(map(math.isfinite, (changed.reward, *changed.turn_rewards))):
-        return f"the reward {changed.reward} and {changed.turn_rewards} of its turns, expected finite numbers"
+def _check_parent(index: int, parent: Trajectory, played: Mapping[str, Trajectory]) -> None:
+    as_played = played.get(parent.trajectory_id)
+    problem = "which was not played" if as_played is None else ""
+    if as_played is not None and as_played is not parent and (changed := _problem(parent, as_played)):
+        problem = f"with {changed}"
+    if problem:
+        expected = "a trajectory that play returned for this group"
+        raise ConfigError(f"play({index}) got a fork of {parent.trajectory_id}, {problem}; expected {expected}")
+
+
+_CHANGEABLE = ("reward", "turns", "behaviour_logprobs", "metrics", "variant")
+"""The fields of a trajectory that a strategy may change, and of its turns the reward."""
+
+
+def _problem(changed: Trajectory, played: Trajectory) -> str:
+    """Return what is wrong with what a strategy made of a trajectory that it played; empty if nothing is."""
+    for name in (field.name for field in fields(Trajectory) if field.name not in _CHANGEABLE):
+        now, before = (getattr(one, name) for one in (changed, played))
+        if not (np.array_equal(now, before) if isinstance(before, np.ndarray) else now == before):
+            return f"other {name} than were sampled; change {', '.join(_CHANGEABLE)} only"
+    rewards = (changed.reward, *(turn.reward for turn in changed.turns))
+    if not all(isinstance(value, Real) and math.isfinite(value) for value in rewards):
+        return f"the reward {changed.reward} and {rewards[1:]} of its turns, expected finite numbers"
+    own = (replace(turn, reward=turn_now.reward) for turn, turn_now in zip(played.turns, changed.turns, strict=False))
+    if len(changed.turns) != len(played.turns) or changed.turns != tuple(own):
+        return "other turns than were sampled; change their rewards only"
+    if bad := [name for name, value in changed.metrics.items() if not isinstance(value, Real) or math.isnan(value)]:
+        return f"the metric {bad[0]} of {changed.metrics[bad[0]]!r}, expected a number"
     acted = changed.behaviour_logprobs
-    if acted is not None and (np.shape(acted) != changed.token_ids.shape or np.isinf(acted).any()):
+    if acted is not None and (np.shape(acted) != changed.token_ids.shape or not _are_logprobs(acted)):
         return (
-            f"behaviour_logprobs of the shape {np.shape(acted)}, expected finite ones, or NaN where the policy that "
-            f"acted is not known, for each of {changed.num_tokens} tokens"
+            f"behaviour_logprobs of the shape {np.shape(acted)}, expected finite ones up to 0, or NaN where the policy "
+            f"that acted is not known, for each of {changed.num_tokens} tokens"
         )
     return ""
+
+
+def _are_logprobs(values: NDArray[np.float32]) -> bool:
+    known = values[~np.isnan(values)]
+    return bool(np.isfinite(known).all() and (known <= _ROUNDING).all())
 
 
 def _check_play(index: object, variant: object, fork: object) -> None:

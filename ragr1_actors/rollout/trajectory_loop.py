@@ -20,6 +20,7 @@ from envs.rewards import RewardResult
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import Completion, OnText, StopReason, Task, Trajectory, Turn
+from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.recorder import Reading, Recorder
 
@@ -67,7 +68,7 @@ async def run_trajectory(
             env.close()
         ended = attempt.trajectory(task, stop_reason)
         if reward is not None:
-            ended = _rewarded(ended, await reward(ended))
+            ended = _rewarded(ended, await reward(replace(ended, metrics=dict(ended.metrics))))
         return replace(ended, metrics=ended.metrics | measure(env, ended))
     except RetrievalError as failure:
         stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
@@ -103,14 +104,14 @@ class _Attempt:
 
     async def run(self, task: Task, fork: Fork | None) -> StopReason:
         """Take turns until the trajectory ends, and return the reason."""
-        recorder, messages = self._recorder, check_prompt(await self._env.reset(task), self._env.reset)
+        recorder, messages = self._recorder, check_prompt(await contained(self._env.reset(task)), self._env.reset)
         if fork is None:
             recorder.restart(messages, self._reading())
         else:
             await self._act_again(recorder.fork(*fork, messages, self._reading()))
         while recorder.room > 0:
             turn = await recorder.generate(self._reading())
-            result = check_result(await self._env.act(turn), self._env.act)
+            result = check_result(await contained(self._env.act(turn)), self._env.act)
             self._record(result)
             if result.terminated:
                 return StopReason.ANSWERED
@@ -125,7 +126,7 @@ class _Attempt:
     async def _act_again(self, turns: Sequence[Completion]) -> None:
         """Bring the environment to where its turns had brought the parent's; ``ConfigError`` if it ends before."""
         for number, turn in enumerate(turns, start=1):
-            result = check_result(await self._env.act(turn), self._env.act)
+            result = check_result(await contained(self._env.act(turn)), self._env.act)
             if result.terminated or result.truncated:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))

@@ -7,6 +7,8 @@ from typing import Any
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import RENAMED
 
+_NONE_IF_EMPTY = {"env_runners.autoscaling", "retrieval.autoscaling", "retrieval.encoder_autoscaling", "learners.lora"}
+"""Groups of keys that were left out as ``{}``."""
 _OF_SOME_ALGORITHMS = {"training.clip_low", "training.clip_high", "training.tis_clip"}
 
 
@@ -29,7 +31,7 @@ def as_this_release(sections: Any) -> Any:
         inner = now.setdefault(moved_to, {})
         for part in path[:-1]:
             inner = inner[part]
-        inner[path[-1]] = old[name]
+        inner[path[-1]] = None if name in _NONE_IF_EMPTY and not old[name] else old[name]
     environment = now["environment"]
     if environment["env"] in ("direct", "rag"):
         environment["options"]["mode"], environment["env"] = environment["env"], "search"

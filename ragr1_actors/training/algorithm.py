@@ -377,8 +377,14 @@ class Algorithm:
 
         with self.fleets.learner.waits():
             self._finish_evaluation()
-            num_failed = self._sampler.sample_tasks(tasks, 1, 0.0, on_group, aside=self._collector.sort)
+            num_failed = self._sampler.sample_tasks(
+                tasks, 1, 0.0, on_group, aside=self._collector.sort, progress=self._progress
+            )
         return self._keep_evaluation(name, groups, num_failed)
+
+    @property
+    def _progress(self) -> float:
+        return min(1.0, self.iteration / max(1, self.config.training.num_iterations))
 
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
         """Begin ``evaluate``, and return: the tasks are answered while the next ``train`` samples its batch.
@@ -388,7 +394,8 @@ class Algorithm:
         """
         self._finish_evaluation()
         groups: list[FinishedGroup] = []
-        sampling = self._sampler.sampling(self.workspace.eval_tasks, 1, 0.0, groups.append, is_urgent=True)
+        tasks, progress = self.workspace.eval_tasks, self._progress
+        sampling = self._sampler.sampling(tasks, 1, 0.0, groups.append, is_urgent=True, progress=progress)
 
         def finish() -> None:
             while not sampling.is_done:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.files import POLICY_FILES, write_folder
 from ragr1_actors.core.folders import on_this_node
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
-from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.runs.places import POLICY
 from ragr1_actors.runs.run_directory import run_of_policy
@@ -83,7 +84,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
     stored = StoredGroups(Path(folder)) if (folder := config.training.from_trajectories) else None
     if stored is not None:
         train = without_overlap(stored.tasks, held_out)
-    evaluation = held_out[: config.evaluation.num_tasks]
+    evaluation = in_turn(held_out)[: config.evaluation.num_tasks]
     if not evaluation:
         raise DataError(
             f"{shown_names(environment.tasks)}: {len(train)} tasks are too few to hold one in five out; name a file of "
@@ -167,6 +168,15 @@ def _demonstrate(config: RunConfig, sources: TaskSources, tasks: Sequence[Task],
     return demonstrate
 
 
+def in_turn(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the tasks with those of their sources in turn, so that the first ones are of all sources."""
+    by_source: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_source.setdefault(task.source, []).append(task)
+    rounds = zip_longest(*by_source.values())
+    return tuple(task for row in rounds for task in row if task is not None)
+
+
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
     """Return training tasks, all evaluation tasks, and notes; ``DataError`` on a bad file.
 
@@ -179,6 +189,11 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
     if environment.eval_tasks:
         others = TaskSources.open(environment.eval_tasks, environment, whole=True)
         evaluation = others.tasks("eval", seed)
+        if not evaluation:
+            raise DataError(
+                f"environment.eval_tasks: {shown_names(environment.eval_tasks)} has no tasks; name another source, or "
+                "leave the key empty to hold training tasks out"
+            )
         notes += others.reports()
     else:
         evaluation = sources.tasks("eval", seed)
@@ -292,9 +307,10 @@ def _why_failed(trajectories: Sequence[Trajectory]) -> str:
         return f"the last one with: {errors[-1]}"
     if any(trajectory.stop_reason is StopReason.CONTEXT_FULL for trajectory in trajectories):
         return "their prompts fill env_runners.max_context_tokens: raise it"
+    if any(turn.finish_reason is FinishReason.LENGTH for trajectory in trajectories for turn in trajectory.turns):
+        return "their turns were cut before an action ended: raise env_runners.max_new_tokens_per_turn"
     return (
-        "their turns were cut before an action ended: raise env_runners.max_new_tokens_per_turn, or "
-        "environment.max_turns if the teacher searches more often than the policy may"
+        "the environment reads none of their turns as an action: it must be able to act on what its source demonstrates"
     )
 
 

@@ -23,7 +23,7 @@ from ragr1_actors.rollout.engines.chat_client import open_models
 
 MAX_AT_ONCE = 256
 """Rewards that are waited for at once; ``environment.models`` have limits on top."""
-_ITERATION = re.compile(r"iteration_(\d+)")
+_ITERATION = re.compile(r"(eval_)?iteration_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def rescore(
 def _context(name: str, config: RunConfig) -> RewardContext:
     """Return what a reward knew, or would have known, when the file was written."""
     split: Split = "eval" if name.startswith("eval_") else "demonstration" if name == "demonstrations" else "train"
-    iteration = _ITERATION.fullmatch(name)
-    done = int(iteration[1]) - 1 if iteration else 0
-    return RewardContext(split, min(1.0, done / max(1, config.training.num_iterations)))
+    iteration, num_iterations = _ITERATION.fullmatch(name), config.training.num_iterations
+    done = int(iteration[2]) - (split == "train") if iteration else num_iterations if name == "eval_rl" else 0
+    return RewardContext(split, min(1.0, done / max(1, num_iterations)))
 
 
 async def _rescored(groups: Sequence[TrajectoryGroup], reward: Reward, context: RewardContext) -> list[TrajectoryGroup]:

@@ -1,0 +1,40 @@
+"""Calls of users' code in which whatever it raises is an error: not the end of the run, and not a wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Call a plain function in a thread; a ``StopIteration``, which no future carries, becomes a ``RuntimeError``."""
+
+    def call() -> T:
+        try:
+            return function(*arguments, **named)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration: next() without a default found nothing").with_traceback(
+                error.__traceback__
+            ) from error
+
+    return await asyncio.to_thread(call)
+
+
+async def contained(awaited: Awaitable[T]) -> T:
+    """Await users' code; ``sys.exit`` and a cancellation that is its own become a ``RuntimeError``."""
+    try:
+        return await awaited
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("CancelledError: it awaited what was cancelled").with_traceback(
+            error.__traceback__
+        ) from error
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: it called sys.exit({error.code})").with_traceback(
+            error.__traceback__
+        ) from error
