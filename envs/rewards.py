@@ -116,7 +116,15 @@ class Reward:
                 ``per_turn`` has another length.
             ServiceError: a service that it needs did not answer. Any other error is the reward's own.
         """
-        return await self._ask(trajectory, replace(context, options=self._options))
+        return await self._ask(_read_only(trajectory), replace(context, options=self._options))
+
+
+def _read_only(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory whose numbers cannot be changed: those that were sampled are learned from."""
+    views = {name: getattr(trajectory, name).view() for name in ("token_ids", "kinds", "logprobs", "policy_versions")}
+    for view in views.values():
+        view.flags.writeable = False
+    return replace(trajectory, **views, metrics=dict(trajectory.metrics))
 
 
 @dataclass(frozen=True, slots=True)

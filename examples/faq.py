@@ -1,6 +1,12 @@
 """Fetch or skip: a policy that decides per question whether looking an answer up is worth its price.
 
-A task's file says what it needs, ``{"question": ..., "answer": ..., "follow_up": true}``; the field is ``Task.meta``.
+To train with it, without SFT, whose demonstrations search::
+
+    ragr1 train quickstart environment.env=examples.faq:FaqEnv environment.reward=none sft.num_steps=0 \\
+      environment.tasks=tasks.jsonl retrieval.corpus=passages.json
+
+A line of tasks.jsonl: ``{"question": ..., "answer": ..., "follow_up": true}``; the environment reads the last field in
+``Task.meta``. The quickstart's policy is untrained: ``policy.model=FOLDER`` names one that can answer.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 To train with it::
 
-    ragr1 train quickstart environment.tasks=tasks.jsonl environment.curriculum=examples.hop_curriculum:ByHops
+    ragr1 train quickstart environment.curriculum=examples.hop_curriculum:ByHops \\
+      environment.tasks=tasks.jsonl retrieval.corpus=passages.json
 
-A line of the file: ``{"question": ..., "answer": ..., "hops": 2}``.
+A line of tasks.jsonl: ``{"question": ..., "answer": ..., "hops": 2}``.
 """
 
 from __future__ import annotations

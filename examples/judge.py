@@ -1,6 +1,6 @@
 """A judge over HTTP: a language model says whether an answer is right. Evaluations use exact match, and pay nothing.
 
-To train with it::
+To train with it, with the address of your endpoint::
 
     ragr1 train quickstart environment.reward=examples.judge:Judge \\
       "environment.models={judge: {url: 'http://10.0.0.2:8000/v1', model: qwen, max_in_flight: 32}}"

@@ -1,8 +1,9 @@
 """Reranking as Rank-R1 does it (arXiv:2503.06034): the policy reasons, then names the best of some passages.
 
-To train with it::
+To train with it, without SFT, whose demonstrations search; ``policy.model=FOLDER`` names a policy that can answer::
 
-    ragr1 train quickstart environment.env=examples.rank_r1:RankEnv environment.reward=examples.rank_r1:best_first
+    ragr1 train quickstart environment.env=examples.rank_r1:RankEnv environment.reward=examples.rank_r1:best_first \\
+      "environment.options={num_candidates: 4}" sft.num_steps=0
 """
 
 from __future__ import annotations

@@ -398,3 +398,16 @@ async def test_a_cancellation_from_outside_ends_a_reward() -> None:
 async def sleeping(trajectory: Trajectory, context: RewardContext) -> float:
     await asyncio.sleep(3600)
     return 0.0
+
+
+def overwrites(trajectory: Trajectory, context: RewardContext) -> float:
+    trajectory.metrics["em"] = math.nan
+    trajectory.token_ids[:] = 0
+    return 1.0
+
+
+async def test_a_reward_cannot_change_what_was_sampled() -> None:
+    one = replace(trajectory(), token_ids=np.ones(3, np.int32), metrics={"em": 1.0})
+    with pytest.raises(ValueError, match="read-only"):
+        await Reward(EnvironmentSettings(reward=f"{HERE}:overwrites"))(one, TRAINING)
+    assert (one.token_ids.tolist(), one.metrics) == ([1, 1, 1], {"em": 1.0})

@@ -190,7 +190,7 @@ def test_two_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
     sources = opened([{"source": first}, {"source": second}])
     assert sources.names() == ["train", "train#2"]
     assert opened([{"source": one} for one in (first, second, first)]).names() == ["train", "train#2", "train#3"]
-    with pytest.raises(DataError, match=r"1 tasks are in two sources, such as train/0; give them other ids, or files other names"):
+    with pytest.raises(DataError, match=r"1 tasks are in two sources, such as train/0; give them other ids"):
         sources.tasks("train", 0)
 
 

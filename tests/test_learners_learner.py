@@ -152,6 +152,8 @@ def test_segments_fall_into_four_categories() -> None:
     assert [s.category.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
     assert [s.category.value for s in in_vain] == ["first_search", "first_search", "internal_answer"]
     assert searched[1].trajectory.kinds[-1] == TokenKind.MODEL
+    named = segment(make_trajectory(rng, turns=("fetch", "answer")))  # an environment names its actions
+    assert [s.category.value for s in named] == ["first_search", "internal_answer"]
 
 
 def with_hits(trajectory: Trajectory) -> Trajectory:

@@ -29,6 +29,7 @@ from small_world import (
 )
 
 from envs.base import ENVS, EnvContext
+from envs.rewards import RewardContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig
@@ -36,7 +37,7 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
-from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind
+from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -348,7 +349,8 @@ class Recorder(ScriptedEngine):
     ) -> Completion:
         self.temperatures[request_id] = sampling.temperature
         count = len(self.token_ids)
-        return Completion(self.token_ids, [0.0] * count, [0] * count, "<answer> Riga</answer>", FinishReason.STOP)
+        versions = [self._version] * count
+        return Completion(self.token_ids, [0.0] * count, versions, "<answer> Riga</answer>", FinishReason.STOP)
 
 
 @pytest.mark.engine
@@ -366,6 +368,31 @@ def test_evaluation_is_greedy_and_training_is_not(files: Path, tmp_path: Path) -
     evaluate(tmp_path / "run")
     ask(tmp_path / "run", "Where is the lamp ?")
     assert Recorder.temperatures == dict.fromkeys(("ask/0/0", *(f"eval_tasks/{thing}/0" for thing in THINGS)), 0.0)
+
+
+NOTED: list[tuple[str, float]] = []
+
+
+async def noting(trajectory: Trajectory, context: RewardContext) -> float:
+    NOTED.append((context.split, context.progress))
+    return float(trajectory.trajectory_id[-1] in "02")  # groups without different rewards are sampled again
+
+
+@pytest.mark.engine
+def test_a_reward_knows_the_progress_of_the_run_in_evaluations_too(files: Path, tmp_path: Path) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=2)
+    changed = {
+        "env_runners": config.env_runners.model_copy(update={"engine": f"{__name__}:Recorder"}),
+        "environment": config.environment.model_copy(update={"reward": f"{__name__}:noting"}),
+        "evaluation": config.evaluation.model_copy(update={"interval": 1}),
+    }
+    NOTED.clear()
+    run(config.model_copy(update=changed), tmp_path / "run")
+    assert {progress for split, progress in NOTED if split == "train"} == {0.0, 0.5}
+    assert [*dict.fromkeys(progress for split, progress in NOTED if split == "eval")] == [0.0, 0.5, 1.0]
+    NOTED.clear()
+    evaluate(tmp_path / "run")
+    assert set(NOTED) == {("eval", 1.0)}
 
 
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:

@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path) -> Path:
     config = RunConfig.model_validate({"training": {"num_iterations": 10}})
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     (tmp_path / "trajectories").mkdir()
-    for name in ("demonstrations", "iteration_00006", "eval_rl"):
+    for name in ("demonstrations", "iteration_00006", "eval_rl", "eval_iteration_00004", "eval_sft"):
         groups = make_groups(len(name))
         first = groups[0].trajectories
         rewarded = replace(first[0], turns=tuple(replace(turn, reward=0.25) for turn in first[0].turns))
@@ -58,9 +58,9 @@ def test_rewards_are_computed_again(run_dir: Path, tmp_path: Path) -> None:
     SEEN.clear()
     out = tmp_path / "out"
     found = {row["file"]: row for row in rows(run_dir, "--reward", f"{HERE}:by_turns", "--out", out)}
-    assert list(found) == ["demonstrations.arrow", "eval_rl.arrow", "iteration_00006.arrow"]
+    assert sorted(found) == sorted(path.name for path in (run_dir / "trajectories").iterdir())
     splits = {(context.split, context.progress) for context in SEEN}
-    assert splits == {("demonstration", 0.0), ("train", 0.5), ("eval", 0.0)}
+    assert splits == {("demonstration", 0.0), ("train", 0.5), ("eval", 0.0), ("eval", 0.4), ("eval", 1.0)}
     for name, row in found.items():
         old = [t for g in read_trajectories(run_dir / "trajectories" / name) for t in g.trajectories]
         new = [t for g in read_trajectories(out / "trajectories" / name) for t in g.trajectories]

@@ -68,7 +68,7 @@ async def run_trajectory(
             env.close()
         ended = attempt.trajectory(task, stop_reason)
         if reward is not None:
-            ended = _rewarded(ended, await reward(replace(ended, metrics=dict(ended.metrics))))
+            ended = _rewarded(ended, await reward(ended))
         return replace(ended, metrics=ended.metrics | measure(env, ended))
     except RetrievalError as failure:
         stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
