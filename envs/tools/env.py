@@ -10,11 +10,16 @@ from envs.base import EnvContext, StepResult, TextEnv
 from envs.options import ToolOptions
 from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
 from envs.turn_searches import search_metrics
-from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, ToolError
 from ragr1_actors.core.types import CallRequest, Completion, Message, Task
 from retrieval.base import SEARCH
 
+PROMPT = (
+    "Answer the question below. Reason inside <think> and </think>. If a fact is missing, use the tools, as often as "
+    "you need. Once you know, write only the short answer.\nQuestion: {question}"
+)
+"""The user message where the recipe has none of its own."""
 LAST_TURN_NOTICE = "\nNo tool calls are left. Answer now."
 MALFORMED_NOTICE = "This call could not be read. Call a tool in the form that was described, or answer."
 NO_ANSWER_NOTICE = "This turn has neither a call of a tool nor an answer."
@@ -31,7 +36,8 @@ class ToolEnv(TextEnv):
         if context.parser is None:
             raise ConfigError("environment.env: tools needs a chat format that writes calls; set policy.chat_format")
         self._options = ToolOptions.read(settings.options, "environment.options")
-        self._prompt, self._turns_left = settings.prompt, settings.max_turns
+        self._prompt = PROMPT if settings.prompt == DEFAULT_PROMPT else settings.prompt
+        self._turns_left = settings.max_turns
         self._tools = make_tools(settings.tools, context, self._options)
         self.tools = [tool.schema for tool in self._tools.values()]
         self._make_parser = context.parser

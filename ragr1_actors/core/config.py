@@ -146,7 +146,8 @@ class EnvironmentSettings(Section):
     curriculum_options: dict[str, Any] = {}
     """Options of the curriculum, by its own names: for ``difficulty`` ``{field: pass_rate}``."""
     prompt: str = DEFAULT_PROMPT
-    """The user message, with the fields ``{question}``, ``{max_queries}`` and ``{query_format}`` ("one a line")."""
+    """The user message, with the fields ``{question}``, ``{max_queries}`` and ``{query_format}`` ("one a line"). The
+    default is that of ``env: search``; ``env: tools`` has another."""
     reward: str = "exact_match"
     """Reward of a trajectory: ``exact_match`` (RAG-R1) or ``token_f1`` of its answer, ``none``, or a function or class
     ``my_module:my_reward``."""

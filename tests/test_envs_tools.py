@@ -1,0 +1,334 @@
+"""Tools: functions and classes, what is said of wrong calls, and the environment that answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import OnePassage
+from tool_templates import write_tool_family
+
+from envs.base import EnvContext
+from envs.options import ToolOptions
+from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult, make_tools, schema_of
+from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE
+from envs.tools.grammars import GRAMMARS
+from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
+from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
+from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+from retrieval.base import Passage
+
+HERE = __name__
+TASK = Task("t", "Where was Ana born?", ("Riga",))
+WRITE = GRAMMARS["hermes"].write
+
+
+def add(a: int, b: int = 0) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+
+
+async def slow(name: str) -> dict[str, str]:
+    """Look a name up.
+
+    Args:
+        name: Whose.
+    """
+    await asyncio.sleep(0)
+    if name == "wrong":
+        raise ToolError(f"there is no {name}")
+    if name == "away":
+        raise ServiceError("http://10.0.0.9: gone")
+    if name == "broken":
+        raise KeyError(name)
+    return {"name": name}
+
+
+def no_docs(a: int) -> int:
+    return a
+
+
+def no_hint(a) -> int:  # type: ignore[no-untyped-def]
+    """Add.
+
+    Args:
+        a: One.
+    """
+    return a
+
+
+def no_description(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+    """
+    return a + b
+
+
+def no_json(a: int) -> object:
+    """Return what is no JSON.
+
+    Args:
+        a: One.
+    """
+    return {a}
+
+
+class Counter(Tool):
+    """Counts its calls, per trajectory, and how many it gets at once."""
+
+    schema = schema_of(add)
+    closed = 0
+
+    def __init__(self, context: EnvContext, options: ToolOptions) -> None:
+        super().__init__(context, options)
+        self.num_calls = 0
+
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        self.num_calls += len(calls)
+        return [ToolResult(f"{len(calls)} of {self.num_calls}", ()) for _ in calls]
+
+    def close(self) -> None:
+        Counter.closed += 1
+
+
+class Finds(OnePassage):
+    """Finds a passage that names the query, and notes what is asked at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def search(self, queries: list[str], k: int) -> list[Any]:
+        self.asked.append(list(queries))
+        return [[Passage(f"p/{query}", query, f"{query} was born in Riga.", 0.5)] for query in queries]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    return write_tool_family(tmp_path_factory.mktemp("tools") / "policy", "qwen2.5")
+
+
+def call(name: str, /, **arguments: Any) -> CallRequest:
+    return CallRequest(name, arguments)
+
+
+async def play(
+    tokenizer: PolicyTokenizer, turns: list[str], tools: list[str], retriever: Finds | None = None, **more: Any
+) -> Trajectory:
+    environment = EnvironmentSettings(env="tools", tools=tools, max_turns=4, **more)
+    config = SamplerConfig(environment=environment, env_runners=EnvRunnerSettings(max_context_tokens=20_000))
+    request = GroupRequest(Issue("t", TASK, 0), 1, 1.0)
+    runner = EnvRunner(config, tokenizer, retriever or Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
+    runner.engine = ScriptedEngine({"t/0": turns}, runner._chat.turn_ids)
+    (found,) = (await runner.sample_group(request)).trajectories
+    return found
+
+
+def text(tokenizer: PolicyTokenizer, found: Trajectory, kind: TokenKind) -> str:
+    decoded: str = tokenizer._pieces.decode(found.token_ids[found.kinds == kind].tolist(), skip_special_tokens=False)
+    return decoded
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_says_what_it_takes() -> None:
+    schema = schema_of(add)["function"]
+    assert (schema["name"], schema["description"]) == ("add", "Add two numbers.")
+    assert schema["parameters"]["required"] == ["a"]
+    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "Another."}
+    assert "return" not in schema
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (no_docs, "no_docs because it has no docstring"),
+        (no_hint, "Argument a is missing a type hint"),
+        (no_description, "no description for the argument 'b'"),
+    ],
+)
+def test_a_function_without_a_hint_or_a_description_is_refused_with_its_line(function: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        schema_of(function)
+    assert problem in str(caught.value)
+    assert re.match(rf"{function.__name__} \(.*test_envs_tools\.py, line \d+\): ", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ([f"{HERE}:TASK"], "is neither a function nor a subclass of Tool"),
+        ([f"{HERE}:add", f"{HERE}:Counter"], "two tools are named add"),
+        ([f"{HERE}:nothing"], "has no 'nothing'"),
+        (["serch"], "expected one of search or my_module"),
+    ],
+)
+def test_what_is_no_tool_is_refused(names: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_tools(names, EnvContext(Finds(), list), ToolOptions())  # type: ignore[arg-type]
+
+
+async def test_what_a_function_returns_is_text_or_json() -> None:
+    context = EnvContext(Finds(), list)  # type: ignore[arg-type]
+    (found,) = await FunctionTool(slow, context, ToolOptions()).call([{"name": "Ana"}])
+    assert json.loads(found.text) == {"name": "Ana"}
+    assert (found.calls[0].tool, found.calls[0].arguments, found.calls[0].result) == (
+        "slow",
+        {"name": "Ana"},
+        found.text,
+    )
+    with pytest.raises(ConfigError, match=r"no_json \(.*line \d+\) returned \{1\}, expected text or what JSON"):
+        await FunctionTool(no_json, context, ToolOptions()).call([{"a": 1}])
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+async def test_calls_of_a_turn_are_answered_together_and_the_text_is_the_answer(tokenizer: PolicyTokenizer) -> None:
+    retriever = Finds()
+    turns = [
+        WRITE([call("search", queries=["Ana", "Bo"]), call("add", a=1, b=2), call("search", queries=["Cy", "ana"])]),
+        "<think>so</think>Riga",
+    ]
+    found = await play(tokenizer, turns, ["search", f"{HERE}:add"], retriever)
+    assert (found.stop_reason, found.answer, found.metrics["em"]) == (StopReason.ANSWERED, "Riga", 1.0)
+    assert [one.action for one in found.turns] == ["call", "answer"]
+    assert sum(len(asked) for asked in retriever.asked) == 3  # "ana" is there already
+    assert [(one.tool, one.arguments) for one in found.turns[0].calls] == [
+        ("search", {"query": "Ana", "k": 3}),
+        ("search", {"query": "Bo", "k": 3}),
+        ("add", {"a": 1, "b": 2}),
+        ("search", {"query": "Cy", "k": 3}),
+    ]
+    assert (found.metrics["queries"], found.metrics["rounds"], found.metrics["duplicate_queries"]) == (3.0, 1.0, 1.0)
+    read = text(tokenizer, found, TokenKind.OBSERVATION)
+    assert read.count("<tool_response>") == read.count("</tool_response>") == 3
+    assert "(1) Ana: Ana was born in Riga." in read
+    assert "\n3\n" in read
+
+
+async def test_searches_begin_while_the_turn_is_sampled(tokenizer: PolicyTokenizer) -> None:
+    retriever = Finds()
+    first, second = call("search", queries=["Ana"]), call("search", queries=["Bo"])
+    environment = EnvironmentSettings(env="tools", max_turns=4)
+    config = SamplerConfig(environment=environment)
+    runner = EnvRunner(config, tokenizer, retriever, ScriptedEngine({}, list))  # type: ignore[arg-type]
+
+    class Slow(ScriptedEngine):
+        async def generate(self, ids: Any, sampling: Any, *, request_id: str, on_text: Any = None) -> Completion:
+            on_text(WRITE([first]) + "\n<tool_c")
+            await asyncio.sleep(0.01)
+            assert retriever.asked == [["Ana"]]
+            token_ids = runner._chat.turn_ids(WRITE([first, second]))
+            zeros = [0] * len(token_ids)
+            return Completion(token_ids, [0.0] * len(zeros), zeros, WRITE([first, second]), FinishReason.STOP)
+
+    runner.engine = Slow({}, list)  # type: ignore[arg-type]
+    context = EnvContext(retriever, tokenizer.encode, parser=runner._chat.parser)
+    env = runner._env_class(environment, context)
+    await env.reset(TASK)
+    completion = await runner.engine.generate([], None, request_id="", on_text=env.peek)  # type: ignore[arg-type]
+    result = await env.act(completion)
+    assert retriever.asked == [["Ana"], ["Bo"]]
+    assert result.calls[0].waited_s == 0.0
+    env.close()
+
+
+async def test_wrong_calls_are_results_that_the_policy_reads(tokenizer: PolicyTokenizer) -> None:
+    wrong = [
+        call("serch", queries=["Ana"]),
+        call("search", query="Ana"),
+        call("search", queries="Ana"),
+        call("add", a="x"),
+        call("slow", name="wrong"),
+    ]
+    found = await play(tokenizer, [WRITE(wrong), "Riga"], ["search", f"{HERE}:add", f"{HERE}:slow"])
+    assert found.stop_reason is StopReason.ANSWERED
+    assert found.metrics["tool_errors"] == 5.0
+    read = text(tokenizer, found, TokenKind.OBSERVATION)
+    assert "There is no tool named serch. The tools are: search, add, slow." in read
+    assert "The arguments of search are wrong: 'queries' is a required property" in read
+    assert "The arguments of search are wrong: queries: 'Ana' is not of type 'array'" in read
+    assert "The arguments of add are wrong: a: 'x' is not of type 'integer'" in read
+    assert "\nthere is no wrong\n" in read
+    assert [one.tool for one in found.turns[0].calls] == ["serch", "search", "search", "add", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "error"),
+    [
+        ("away", StopReason.SERVICE_FAILED, "http://10.0.0.9: gone"),
+        ("broken", StopReason.ENV_ERROR, "test_envs_tools.py, line"),
+    ],
+)
+async def test_other_errors_of_a_tool_end_the_trajectory(
+    tokenizer: PolicyTokenizer, name: str, reason: StopReason, error: str
+) -> None:
+    found = await play(tokenizer, [WRITE([call("slow", name=name)]), "Riga"], [f"{HERE}:slow"])
+    assert found.stop_reason is reason
+    assert error in found.error
+
+
+async def test_turns_that_are_no_call_and_no_answer_are_said(tokenizer: PolicyTokenizer) -> None:
+    turns = ["<tool_call>\n{'name'", "<think>I wonder", "  ", "Riga"]
+    found = await play(tokenizer, turns, ["search"])
+    assert [one.action for one in found.turns] == ["malformed"] * 3 + ["answer"]
+    assert found.metrics["malformed"] == 3.0
+    read = text(tokenizer, found, TokenKind.NOTICE)
+    assert read.count(MALFORMED_NOTICE) == 2
+    assert NO_ANSWER_NOTICE + LAST_TURN_NOTICE in read
+    assert read.count("<|im_start|>user\n") + text(tokenizer, found, TokenKind.OBSERVATION).count("user\n") == 3
+
+
+async def test_a_call_in_the_last_turn_is_not_answered(tokenizer: PolicyTokenizer) -> None:
+    retriever = Finds()
+    found = await play(tokenizer, [WRITE([call("search", queries=[str(n)])]) for n in range(4)], ["search"], retriever)
+    assert found.stop_reason is StopReason.MAX_TURNS
+    assert len(retriever.asked) == 3
+    assert found.metrics["unanswered_call"] == 1.0
+    assert text(tokenizer, found, TokenKind.NOTICE).startswith(LAST_TURN_NOTICE.strip())
+
+
+async def test_calls_over_the_limit_get_a_result_that_says_so(tokenizer: PolicyTokenizer) -> None:
+    turns = [WRITE([call("add", a=n) for n in range(3)]), WRITE([call("search", queries=["a", "b"])]), "Riga"]
+    tools = [f"{HERE}:add", "search"]
+    options = {"max_calls_per_turn": 2, "max_queries_per_turn": 1}
+    found = await play(tokenizer, turns, tools, options=options)
+    assert [one.result for one in found.turns[0].calls] == ["0", "1", "At most 2 calls of one turn are answered."]
+    assert [one.arguments["query"] for one in found.turns[1].calls] == ["a"]
+    assert found.metrics["queries_over_limit"] == 1.0
+
+
+async def test_a_class_gets_all_calls_of_a_turn_and_lives_as_long_as_its_trajectory(tokenizer: PolicyTokenizer) -> None:
+    Counter.closed = 0
+    turns = [WRITE([call("add", a=1), call("add", a=2)]), WRITE([call("add", a=3)]), "Riga"]
+    for _ in range(2):
+        found = await play(tokenizer, turns, [f"{HERE}:Counter"])
+        read = text(tokenizer, found, TokenKind.OBSERVATION)
+        assert read.count("2 of 2") == 2
+        assert read.count("1 of 3") == 1
+    assert Counter.closed == 2
+
+
+def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
+    tokenizer = write_tool_family(tmp_path / "policy", "qwen2.5")
+    config = SamplerConfig(environment=EnvironmentSettings(env="tools"))
+    tags = config.model_copy(update={"policy": config.policy.model_copy(update={"chat_format": "tags"})})
+    runner = EnvRunner(tags, tokenizer, Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
+    (found,) = asyncio.run(runner.sample_group(GroupRequest(Issue("t", TASK, 0), 1, 1.0))).trajectories
+    assert "environment.env: tools needs a chat format that writes calls; set policy.chat_format" in found.error
