@@ -20,10 +20,12 @@ from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE
 from envs.tools.grammars import GRAMMARS
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
+from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.training.planning.preflight import check_names, check_tokenizer
 from retrieval.base import Passage
 
 HERE = __name__
@@ -332,3 +334,24 @@ def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
     runner = EnvRunner(tags, tokenizer, Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
     (found,) = asyncio.run(runner.sample_group(GroupRequest(Issue("t", TASK, 0), 1, 1.0))).trajectories
     assert "environment.env: tools needs a chat format that writes calls; set policy.chat_format" in found.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"environment": {"env": "tools", "tools": [f"{HERE}:no_docs"]}}, "no_docs"),
+        ({"environment": {"env": "tools", "tools": ["serch"]}}, "got 'serch', expected one of search or my_module"),
+        (
+            {"environment": {"env": "tools"}, "policy": {"chat_format": "pythonic"}},
+            "got pythonic, but the chat template writes hermes; set it to auto",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_run(
+    tmp_path: Path, tokenizer: PolicyTokenizer, changes: dict[str, Any], problem: str
+) -> None:
+    changes.setdefault("policy", {})["model"] = str(tokenizer._policy_dir)
+    config = resolve(changes)
+    with pytest.raises(ConfigError, match=problem):
+        check_tokenizer(config)
+        check_names(config)

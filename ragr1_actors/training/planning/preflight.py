@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import is_uri, without_secrets
-from envs.base import ENVS, TextEnv, read_options, search_options
+from envs.base import ENVS, EnvContext, TextEnv, read_options, search_options
+from envs.checker import OnePassage
 from envs.measures import MEASURES
+from envs.options import ToolOptions
 from envs.rewards import REWARDS, Reward
 from envs.sources import SOURCES, TaskSources, is_source
 from envs.teacher import load_demonstrations
+from envs.tools.base import make_tools
+from envs.tools.env import ToolEnv
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import (
     RETRIEVAL_TYPES,
@@ -31,6 +35,7 @@ from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
 from ragr1_actors.core.types import Message
+from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
@@ -147,6 +152,9 @@ def check_classes(config: SamplerConfig) -> None:
     _load("environment.reward", config.environment.reward, REWARDS)
     Reward(config.environment)
     open_models(config.environment.models)
+    if issubclass(check_environment(config.environment.env), ToolEnv):
+        stand_in = EnvContext(OnePassage(), lambda text: list(text.encode()))
+        make_tools(config.environment.tools, stand_in, ToolOptions())
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)
     _check_engine("env_runners.engine", config.env_runners.engine)
@@ -266,6 +274,7 @@ def check_tokenizer(config: SamplerConfig) -> None:
     if folder is None or config.policy.trust_remote_code:  # the packages of its code may be on the actors' nodes only
         return
     tokenizer = load_tokenizer(folder, config.policy)
+    chat_format_of(config, tokenizer)
     try:
         prompt_ids = tokenizer.prompt_ids([Message("user", config.environment.prompt)])
     except ConfigError:
