@@ -10,9 +10,10 @@ Small episodes over made-up evidence find what would end every trajectory.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,8 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import named, part_options, raised_at
 from ragr1_actors.core.types import (
+    MALFORMED,
+    ChatModel,
     Completion,
     FinishReason,
     Message,
@@ -35,6 +38,7 @@ from ragr1_actors.core.types import (
     StopReason,
     Task,
     TokenKind,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -63,9 +67,12 @@ _PLAIN = ("left_open", "peek", "close")
 _SEARCH_ASYNC = ("step", "submit", "malformed")
 """Methods of ``SearchEnv`` besides."""
 _SEARCH_PLAIN = ("parse",)
+QUESTION_TIMEOUT_S = 60.0
+"""For what a user's part is asked at once; a run waits longer."""
 _NUM_DEMONSTRATED = 20
 """Tasks of a source whose demonstrations are looked at."""
 _TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
+_LAMP = Passage("lamp", "lamp", "The lamp lies in Riga.", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ class OnePassage:
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return one passage for each query."""
-        return [[Passage("lamp", "lamp", "The lamp lies in Riga.", 1.0)] for _ in queries]
+        return [[_LAMP] for _ in queries]
 
 
 async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> list[Check]:
@@ -166,10 +173,16 @@ def problem_of(check: Callable[[], object], called: Any) -> str:
 
 
 async def awaited_problem_of(check: Callable[[], Awaitable[object]], called: Any) -> str:
-    """Return the same of a ``check`` that is async."""
+    """Return the same of a ``check`` that is async, also if it does not end in time."""
+    limit = asyncio.timeout(QUESTION_TIMEOUT_S)
     try:
-        await check()
+        async with limit:
+            await check()
     except Exception as error:  # as above
+        waited = error.__cause__
+        if limit.expired() and isinstance(waited, asyncio.CancelledError):  # its traceback has the line that waits
+            said = f"got no result within {QUESTION_TIMEOUT_S:g} s, expected one; mend what it waits for"
+            return raised_at(TimeoutError(said).with_traceback(waited.__traceback__), called)
         return raised_at(error, called)
     return ""
 
@@ -182,7 +195,7 @@ async def check_reward(environment: EnvironmentSettings) -> list[Check]:
     Raises:
         ConfigError: there is no such reward, or it has another form.
     """
-    reward, models = Reward(environment), dict.fromkeys(environment.models, _SaysYes())
+    reward, models = Reward(environment), _stand_ins(environment)
 
     async def ask(answer: str, given: list[str]) -> None:
         for context in (RewardContext("train", models=models), RewardContext("eval", 1.0, models=models)):
@@ -204,15 +217,25 @@ class _SaysYes:
         return "yes"
 
 
+def _stand_ins(environment: EnvironmentSettings) -> Mapping[str, ChatModel]:
+    return dict.fromkeys(environment.models, _SaysYes())
+
+
 def made_up(answer: str, index: int = 0) -> Trajectory:
-    """Return a trajectory of one turn; without an answer its turns were used up."""
-    ids, kinds = np.arange(2, dtype=np.int32), np.array([TokenKind.PROMPT, TokenKind.MODEL], np.uint8)
-    versions = np.array([-1, 0], np.int32)
-    turn = Turn(f"<answer>{answer}</answer>", 1, "answer" if answer else "malformed")
+    """Return a trajectory of two turns, a search and the answer; without an answer its turns were used up."""
+    call = ToolCall("search", {"query": "lamp", "k": 1}, records=(_LAMP,))
+    search = Turn("<search>lamp</search>", 1, "search", (call,), f"<information>{_LAMP.text}</information>")
+    last = Turn(f"<answer>{answer}</answer>", 1, "answer") if answer else Turn("no tag at all", 1, MALFORMED)
+    return _ended((search, last), answer, index)
+
+
+def _ended(turns: tuple[Turn, ...], answer: str, index: int = 0) -> Trajectory:
+    """Return a trajectory of turns with a token each, and a token of what each but the last was answered with."""
+    kinds = np.array([TokenKind.PROMPT, *[TokenKind.MODEL, TokenKind.OBSERVATION] * len(turns)][:-1], np.uint8)
+    ids, versions = np.arange(len(kinds), dtype=np.int32), np.where(kinds == TokenKind.MODEL, 0, -1).astype(np.int32)
     reason = StopReason.ANSWERED if answer else StopReason.MAX_TURNS
-    return Trajectory(
-        f"check/0/{index}", _TASK, ids, kinds, np.zeros(2, np.float32), versions, (turn,), reason, 0.0, answer
-    )
+    logprobs = np.zeros(len(kinds), np.float32)
+    return Trajectory(f"check/0/{index}", _TASK, ids, kinds, logprobs, versions, turns, reason, 0.0, answer)
 
 
 E = TypeVar("E", bound=TextEnv)
@@ -227,7 +250,8 @@ class _Trial(Generic[E]):
 
     def make(self) -> E:
         make: Callable[..., E] = self.env_class
-        return make(self.settings, EnvContext(OnePassage(), lambda text: list(text.encode())))
+        encode, models = lambda text: list(text.encode()), _stand_ins(self.settings)
+        return make(self.settings, EnvContext(OnePassage(), encode, models=models))
 
     async def start(self) -> E:
         env = self.make()
@@ -257,9 +281,8 @@ class _Trial(Generic[E]):
         result = check_result(
             await env.act(Completion([], [], [], "<answer>Riga</answer>", FinishReason.STOP)), env.act
         )
-        ended = made_up(result.answer)
-        turns = tuple(replace(turn, action=result.action, calls=result.calls) for turn in ended.turns)
-        measure(env, replace(ended, turns=turns))
+        turn = Turn("<answer>Riga</answer>", 1, result.action, result.calls)
+        measure(env, _ended((turn,), result.answer))
 
     async def act(self) -> None:
         for text in ODD_TEXTS:

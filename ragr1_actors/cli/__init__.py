@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-console = Console()
-errors = Console(stderr=True)
+# no emoji: names of users' classes such as "src:Cat: ..." are no codes of them
+console = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 START_AGAIN = "start the same command again"
 """What an interrupted command advises, if it has left nothing that it could continue from."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from numbers import Real
 from operator import index
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,7 +139,8 @@ def try_curriculum(curriculum: Curriculum) -> list[Check]:
 
     cases: dict[str, Stats] = {"before anything was trained": {}, "of tasks that were trained": trained}
     return [
-        Check(f"order and skip {when}", problem_of(partial(ask, stats), curriculum)) for when, stats in cases.items()
+        Check(f"order and skip {when}", problem_of(partial(ask, MappingProxyType(stats)), curriculum))
+        for when, stats in cases.items()
     ]
 
 
@@ -147,7 +149,7 @@ def checked_order(
 ) -> list[int]:
     """Return what ``order`` returns; ``ConfigError`` with its file and line if that is no permutation, or it raises."""
     with blamed(KEY, curriculum.order):
-        returned: Iterable[Any] = curriculum.order(rest, stats, epoch, rng)
+        returned: Iterable[Any] = curriculum.order(list(rest), stats, epoch, rng)  # a copy, which it may change
         try:
             order = [index(position) for position in returned]
         except TypeError:  # no sequence, or not of whole numbers
