@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from envs.base import EnvContext, TextEnv, check_prompt, check_result, measure, 
 from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
+from envs.turn_searches import search_call
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import named, part_options, raised_at
@@ -38,7 +39,6 @@ from ragr1_actors.core.types import (
     StopReason,
     Task,
     TokenKind,
-    ToolCall,
     Trajectory,
     Turn,
 )
@@ -223,7 +223,7 @@ def _stand_ins(environment: EnvironmentSettings) -> Mapping[str, ChatModel]:
 
 def made_up(answer: str, index: int = 0) -> Trajectory:
     """Return a trajectory of two turns, a search and the answer; without an answer its turns were used up."""
-    call = ToolCall("search", {"query": "lamp", "k": 1}, records=(_LAMP,))
+    call = search_call("lamp", 1, [_LAMP], latency_s=0.0, waited_s=0.0)
     search = Turn("<search>lamp</search>", 1, "search", (call,), f"<information>{_LAMP.text}</information>")
     last = Turn(f"<answer>{answer}</answer>", 1, "answer") if answer else Turn("no tag at all", 1, MALFORMED)
     return _ended((search, last), answer, index)
@@ -250,8 +250,8 @@ class _Trial(Generic[E]):
 
     def make(self) -> E:
         make: Callable[..., E] = self.env_class
-        encode, models = lambda text: list(text.encode()), _stand_ins(self.settings)
-        return make(self.settings, EnvContext(OnePassage(), encode, models=models))
+        models = _stand_ins(self.settings)
+        return make(self.settings, EnvContext(OnePassage(), lambda text: list(text.encode()), models=models))
 
     async def start(self) -> E:
         env = self.make()

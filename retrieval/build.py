@@ -181,7 +181,7 @@ def as_user_error(error: OSError, out_dir: Path) -> UserError:
 
 
 def _print(note: str) -> None:
-    Console().print(note, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _ignore(note: str) -> None:
@@ -341,7 +341,7 @@ def bar(title: str, total: int | None, done: int = 0, *, hidden: bool = False) -
 
     ``total`` is None where it is not known; ``done`` of them were done before.
     """
-    with progress_bar(Console(), hidden=hidden) as progress:
+    with progress_bar(Console(emoji=False), hidden=hidden) as progress:
         task = progress.add_task(title, total=total, completed=done)
         yield lambda number: progress.advance(task, number)
 

@@ -17,10 +17,12 @@ import pytest
 import typer
 from processes import run_python
 from rich.console import Console
+from rich.table import Table
 from small_world import a_persons_environment, invoke, make_config, make_files
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from ragr1_actors.cli import console, print_error, print_line, print_state
 from ragr1_actors.cli.main import Comparison, app, describe_start, how_to_continue, render_comparison
 from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import EvalResult
@@ -58,6 +60,20 @@ def test_errors_go_to_stderr_with_exit_status_2_and_no_traceback(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr == "error: unknown recipe 'quickstat'; did you mean 'quickstart'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_users_classes_are_no_emoji(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``src:Cat: no`` has ``:cat:`` in it, of which rich makes a cat."""
+    done = ragr1("check", "source", "src:cat: no", cwd=tmp_path)
+    assert "src:cat: no" in done.stderr and done.returncode == 2
+    print_line("src:cat: no")
+    print_error("src:cat: no")
+    print_state("wrong", "src:cat: no", "src:cat: no")
+    table = Table("src:cat: no", title="src:cat: no")
+    table.add_row("src:cat: no")
+    console.print(table)
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count(":cat:") == 7
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from small_world import invoke
 from typer.testing import CliRunner
 
+from envs import checker
 from envs.actions import Action, Malformed
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.checker import check_env
+from envs.checker import check_env, check_reward, made_up
+from envs.rewards import RewardContext, RewardResult
 from envs.search import SearchEnv
 from ragr1_actors.cli import main as cli
-from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.types import Completion, Message, Task
+from ragr1_actors.core.config import EnvironmentSettings, ModelSettings
+from ragr1_actors.core.types import Completion, Message, Sampling, Task, TokenKind, ToolCall, Trajectory
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.stored_groups import problem_of_arrays
 
 RESET, STEP = "reset returns the prompt as messages", "step returns a StepResult"
 PARSE, SUBMIT = "parse reads any text, odd ones too", "submit ends the episode with a finite reward"
@@ -121,12 +129,43 @@ class Infinite(Calculator):
     measures: ClassVar[Any] = {"cost": lambda trajectory: math.inf}
 
 
+class Counted(Calculator):
+    """Its measure looks at what its own turn called."""
+
+    measures: ClassVar[Any] = {"cost": lambda trajectory: 1 / len(trajectory.turns[0].calls)}
+
+    async def act(self, turn: Completion) -> StepResult:
+        return replace(await super().act(turn), calls=(ToolCall("sum", {}),))
+
+
 class Listed(Calculator):
     measures: ClassVar[Any] = [1]
 
 
 class Other(Calculator):
     options_class: Any = dict
+
+
+class Asking(SearchEnv):
+    """Asks a model of the recipe."""
+
+    def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
+        super().__init__(settings, context)
+        self._judge = context.models["judge"]
+
+    async def submit(self, answer: str) -> StepResult:
+        said = await self._judge.chat([Message("user", answer)], Sampling(1))
+        return replace(await super().submit(answer), reward=float(said == "yes"))
+
+
+class Waits(Calculator):
+    async def reset(self, task: Task) -> list[Message]:
+        return await asyncio.Event().wait() or []
+
+
+class GivesUp(Calculator):
+    async def reset(self, task: Task) -> list[Message]:
+        raise TimeoutError("my own")
 
 
 class Polite(SearchEnv):
@@ -168,10 +207,90 @@ async def test_one_fault_is_found_where_it_is(env_class: type[TextEnv], name: st
 
 
 @pytest.mark.parametrize("query_format", ["lines", "comma", "json", "single"])
-@pytest.mark.parametrize("env_class", [SearchEnv, Polite, Calculator])
+@pytest.mark.parametrize("env_class", [SearchEnv, Polite, Calculator, Counted])
 async def test_an_environment_that_works_has_no_fault(env_class: type[TextEnv], query_format: str) -> None:
     settings = AlgorithmConfig().environment(options={"query_format": query_format}).freeze().environment
     assert [check for check in await check_env(env_class, settings) if check.problem] == []
+
+
+async def test_models_of_the_recipe_have_stand_ins() -> None:
+    """They say yes, and nobody is asked."""
+    settings = EnvironmentSettings(models={"judge": ModelSettings(url="http://nowhere.invalid/v1", model="m")})
+    assert [check for check in await check_env(Asking, settings) if check.problem] == []
+
+
+async def test_what_never_ends_is_given_up_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "QUESTION_TIMEOUT_S", 0.05)
+    found = {check.name: check.problem for check in await check_env(Waits, EnvironmentSettings())}
+    said = r"TimeoutError: got no result within 0\.05 s, expected one; mend what it waits for"
+    match = re.search(rf"test_envs_checker\.py, line (\d+): {said}$", found[RESET])
+    assert match is not None, found[RESET]
+    assert "Event().wait()" in Path(__file__).read_text().splitlines()[int(match[1]) - 1]
+    own = {check.name: check.problem for check in await check_env(GivesUp, EnvironmentSettings())}
+    assert own[RESET].endswith("TimeoutError: my own")
+
+
+async def waits(trajectory: Trajectory, context: RewardContext) -> float:
+    return float(await asyncio.Event().wait())
+
+
+class Idle(RolloutStrategy):
+    """Waits for ever, once it has played."""
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        await asyncio.gather(play(0), asyncio.Event().wait())
+        return []
+
+
+async def test_a_reward_or_a_strategy_that_never_ends_is_given_up_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "QUESTION_TIMEOUT_S", 0.05)
+    checks = [
+        *await check_reward(EnvironmentSettings(reward=f"{__name__}:waits")),
+        *await try_strategy(Idle({})),
+    ]
+    assert len(checks) == 5
+    for check in checks:
+        assert re.fullmatch(r".*test_envs_checker\.py, line \d+: TimeoutError: got no result within .*", check.problem)
+
+
+def of_one_turn(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+    return RewardResult(1.0, [0.0])
+
+
+def the_only_turn(trajectory: Trajectory, context: RewardContext) -> float:
+    (turn,) = trajectory.turns
+    return turn.reward
+
+
+def of_each_call(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+    (record,) = (record for call in trajectory.calls for record in call.records)
+    assert trajectory.calls[0].arguments["query"] and record.text in trajectory.turns[0].observation
+    return RewardResult(1.0, [float(turn.action == "search") for turn in trajectory.turns])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("of_one_turn", "gave per_turn=[0.0], expected a number for each of 2 turns, or none"),
+        ("the_only_turn", "ValueError: too many values to unpack (expected 1)"),
+        ("of_each_call", ""),
+    ],
+)
+async def test_a_reward_is_asked_for_trajectories_of_two_turns(name: str, problem: str) -> None:
+    for check in await check_reward(EnvironmentSettings(reward=f"{__name__}:{name}")):
+        assert check.problem.endswith(problem) and bool(check.problem) == bool(problem), check
+
+
+@pytest.mark.parametrize("answer", ["Riga", ""])
+def test_a_made_up_trajectory_is_consistent(answer: str) -> None:
+    made = made_up(answer, 3)
+    assert problem_of_arrays(made) == "" and made.trajectory_id == "check/0/3"
+    is_model = made.kinds == TokenKind.MODEL
+    assert made.turn_lengths == (1, 1) and made.num_model_tokens == 2
+    assert [at.tolist() for at in made.turn_positions] == [[1], [3]]
+    assert (made.policy_versions[is_model] == 0).all() and (made.policy_versions[~is_model] == -1).all()
+    assert [turn.action for turn in made.turns] == ["search", "answer" if answer else "malformed"]
+    assert made.is_well_formed == bool(answer) and made.answer == answer
 
 
 def test_options_that_cannot_be_read_are_one_problem() -> None:

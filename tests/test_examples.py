@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,9 @@ from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.strategy import try_strategy
 from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.curriculum import try_curriculum
+from ragr1_actors.training.planning.preflight import check_classes, check_curriculum
 from ragr1_actors.training.task_stats import TaskStats
 from retrieval.base import Passage
 
@@ -71,6 +75,16 @@ async def play(*script: str, **more: Any) -> Trajectory:
 def test_each_example_is_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
     assert len(lengths) == 9 and max(lengths.values()) <= 60, lengths
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_has_a_command_that_trains_with_it(path: Path) -> None:
+    text = (ast.get_docstring(ast.parse(path.read_text())) or "").replace("\\\n", " ")
+    [words] = [shlex.split(line) for line in text.splitlines() if line.strip().startswith("ragr1 ")]
+    assert words[:3] == ["ragr1", "train", "quickstart"] and any(f"examples.{path.stem}:" in word for word in words)
+    config = AlgorithmConfig.from_recipe("quickstart").override(words[3:]).freeze()
+    check_classes(config)
+    check_curriculum(config.environment)
 
 
 async def test_rank_r1_chooses_a_passage() -> None:

@@ -25,7 +25,7 @@ from references_common import (
 from learners.algorithms.grpo import CISPOLearner, DrGRPOLearner, GRPOLearner, GSPOLearner
 from learners.importance import sequence_weights
 from learners.learner import Learner
-from learners.options import CorrectionKind, GroupOptions, PPOOptions, learner_options
+from learners.options import CorrectionKind, GroupOptions, learner_options
 from learners.train_batch import TrainBatch
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.training.planning.preflight import check_classes
@@ -277,9 +277,9 @@ def test_preferences_have_no_correction(algorithm: str) -> None:
         learner_options(config.training)
 
 
-def test_an_empty_group_is_no_correction() -> None:
-    found = learner_options(make_config(training={"algorithm": "ppo", "options": {"sequence_correction": {}}}).training)
-    assert isinstance(found, PPOOptions) and found.sequence_correction is None
+def test_a_correction_needs_its_kind() -> None:
+    with pytest.raises(ConfigError, match=r"sequence_correction\.kind: got .*; field required"):
+        learner_options(make_config(training={"algorithm": "ppo", "options": {"sequence_correction": {}}}).training)
 
 
 @pytest.mark.parametrize(

@@ -408,7 +408,7 @@ class Calling(RolloutStrategy):
             r"play\(1\) got fork=Trajectory\(.*\.\.\., expected \(parent, number of turns, text",
         ),
         ({"fork": lambda first: (first, 0)}, r"play\(1\) got fork=.*, expected \(parent, number of turns, text\)"),
-        ({"fork": lambda first: (first, 4, "x")}, "got a fork of check/0/0, .* after 1 turns, before its turn 5"),
+        ({"fork": lambda first: (first, 4, "x")}, "got a fork of check/0/0, .* after 2 turns, before its turn 5"),
     ],
 )
 async def test_a_wrong_play_is_said_with_the_line_of_the_strategy(options: dict[str, Any], problem: str) -> None:

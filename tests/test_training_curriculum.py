@@ -169,6 +169,9 @@ def test_an_unusable_class_is_named_before_the_run(
         (f"{ORDER}return [[0, 1], [2], 3]", r"order returned \[\[0, 1\], \[2\], 3\], expected", 5),
         (f"{ORDER}return rest", r"order returned \[Task\(.*, expected", 5),
         (f"{ORDER}return None", "order returned None, expected", 5),
+        (f"{ORDER}del rest[3:]; return range(len(rest))", "order returned 3 positions, expected each of the 4 p", 5),
+        (f"{ORDER}rest.clear(); return []", r"order returned \[\], expected each of the 4 positions", 5),
+        (f"{ORDER}stats['t/0'] = 1; return [0, 1, 2, 3]", "order failed at .*: TypeError: 'mappingproxy'", 6),
         (f"{ORDER}return 1 / epoch", "order failed at .*: ZeroDivisionError: division by zero; mend", 6),
         (f"{ORDER}int('a'); return []", "order failed at .*: ValueError: invalid literal", 6),
         (f"{ORDER}import json; return json.loads('[')", "order failed at .*: JSONDecodeError: ", 7),
@@ -198,6 +201,28 @@ def test_a_curriculum_may_return_an_array_and_take_what_options_it_likes(write: 
     check_names(AlgorithmConfig().environment(curriculum=name, curriculum_options={"up": -1}).freeze())
     tasks = make_tasks([0] * 11)
     assert TaskLedger(tasks, 0, named(name, up=-1)).next().task is tasks[10]
+
+
+@pytest.mark.parametrize("change", ["del rest[3:]", "rest.clear()", "rest.sort(key=id); rest.pop()"])
+def test_a_curriculum_may_change_the_list_that_it_is_given(write: Callable[[str], str], change: str) -> None:
+    """And its tasks come once each: none is lost."""
+    name = write(f"{MINE}{ORDER}order = [*range(len(rest))][::-1]; {change}; return order")
+    tasks = make_tasks([0] * 20)
+    ledger = TaskLedger(tasks, 0, named(name))
+    for _ in tasks:
+        ledger.trained(ledger.next(), [1.0])
+    ledger.next()
+    counts = ledger.counts()
+    assert (counts["trained"], counts["lost"], counts["doubled"]) == (20, 0, 0)
+    assert [check.problem for check in try_curriculum(named(name))] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "text", [f"{ORDER}stats['t/0'] = 1; return range(len(rest))", f"{SKIP}stats.clear(); return False"]
+)
+def test_a_check_gives_stats_that_cannot_be_changed_as_a_run_does(write: Callable[[str], str], text: str) -> None:
+    for check in try_curriculum(named(write(MINE + text))):
+        assert "mappingproxy" in check.problem, check
 
 
 class Never(Curriculum):

@@ -17,7 +17,7 @@ from small_world import PLACES, THINGS, make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError
-from ragr1_actors.core.types import StopReason, Task
+from ragr1_actors.core.types import FinishReason, StopReason, Task, Turn
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.training.curriculum import Shuffle
 from ragr1_actors.training.data import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
@@ -196,12 +196,15 @@ def test_failed_demonstrations_are_left_out_and_reported(caplog: pytest.LogCaptu
     ("stop_reason", "advice"),
     [
         (StopReason.CONTEXT_FULL, "their prompts fill env_runners.max_context_tokens: raise it"),
-        (StopReason.MAX_TURNS, "cut before an action ended: raise env_runners.max_new_tokens_per_turn, or environment"),
+        (StopReason.MAX_TURNS, "cut before an action ended: raise env_runners.max_new_tokens_per_turn"),
+        (StopReason.ANSWERED, "the environment reads none of their turns as an action"),
     ],
 )
 def test_demonstrations_without_a_decision_say_what_to_raise(stop_reason: StopReason, advice: str) -> None:
     (group,) = make_groups(0, num_groups=1)
-    empty = tuple(replace(t, turns=(), stop_reason=stop_reason) for t in group.trajectories)
+    reason = FinishReason.LENGTH if stop_reason is StopReason.MAX_TURNS else FinishReason.STOP
+    turns = (Turn("<search>", 0, "malformed", finish_reason=reason),)
+    empty = tuple(replace(t, turns=turns, kinds=t.kinds * 0, stop_reason=stop_reason) for t in group.trajectories)
     with pytest.raises(FleetError, match=f"all 1 demonstrations failed; .*{re.escape(advice)}"):
         learnable([replace(group, trajectories=empty)], only_correct=False)
 

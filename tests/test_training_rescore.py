@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from learners_common import make_groups
+from small_world import invoke
 from typer.testing import CliRunner
 
 from envs.rewards import RewardContext, RewardResult
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ServiceError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories, write_trajectories
 from ragr1_actors.core.types import StopReason, Trajectory
 
@@ -32,20 +36,46 @@ def broken(trajectory: Trajectory, context: RewardContext) -> float:
     raise KeyError("judge")
 
 
+def away(trajectory: Trajectory, context: RewardContext) -> float:
+    """Its judge does not answer."""
+    raise ServiceError("http://judge: no answer")
+
+
+def only_of_shorter_files(trajectory: Trajectory, context: RewardContext) -> float:
+    """Fails for the last file."""
+    if context.split == "train":
+        raise KeyError("judge")
+    return 1.0
+
+
+class Locked:
+    """One at a time; the lock belongs to the event loop in which it was first waited for."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self.loop = asyncio.get_running_loop()  # as a client's constructor asks for it
+        self.lock = asyncio.Lock()
+
+    async def __call__(self, trajectory: Trajectory, context: RewardContext) -> float:
+        async with self.lock:
+            await asyncio.sleep(0)
+        return 1.0
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run whose trajectories have turn rewards; one failed."""
-    config = RunConfig.model_validate({"training": {"num_iterations": 10}})
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    (tmp_path / "trajectories").mkdir()
+    config, folder = RunConfig.model_validate({"training": {"num_iterations": 10}}), tmp_path / "run"
+    (folder / "trajectories").mkdir(parents=True)
+    (folder / "config.yaml").write_text(config.to_yaml())
+    (folder / "trajectories" / ".writing_1a2b3c4d_iteration_00007.arrow").write_text("half")
     for name in ("demonstrations", "iteration_00006", "eval_rl", "eval_iteration_00004", "eval_sft"):
         groups = make_groups(len(name))
         first = groups[0].trajectories
         rewarded = replace(first[0], turns=tuple(replace(turn, reward=0.25) for turn in first[0].turns))
         failed = replace(first[1], stop_reason=StopReason.ENGINE_ERROR, reward=0.0)
         groups[0] = replace(groups[0], trajectories=(rewarded, failed, *first[2:]))
-        write_trajectories(tmp_path / "trajectories" / f"{name}.arrow", [groups_to_record_batch(groups)])
-    return tmp_path
+        write_trajectories(folder / "trajectories" / f"{name}.arrow", [groups_to_record_batch(groups)])
+    return folder
 
 
 def rows(*arguments: str | Path) -> list[dict[str, float]]:
@@ -58,7 +88,7 @@ def test_rewards_are_computed_again(run_dir: Path, tmp_path: Path) -> None:
     SEEN.clear()
     out = tmp_path / "out"
     found = {row["file"]: row for row in rows(run_dir, "--reward", f"{HERE}:by_turns", "--out", out)}
-    assert sorted(found) == sorted(path.name for path in (run_dir / "trajectories").iterdir())
+    assert sorted(found) == sorted(path.name for path in (run_dir / "trajectories").glob("[!.]*"))
     splits = {(context.split, context.progress) for context in SEEN}
     assert splits == {("demonstration", 0.0), ("train", 0.5), ("eval", 0.0), ("eval", 0.4), ("eval", 1.0)}
     for name, row in found.items():
@@ -71,8 +101,58 @@ def test_rewards_are_computed_again(run_dir: Path, tmp_path: Path) -> None:
         assert row["before"] == pytest.approx(sum(t.reward for t in old) / (len(old) - 1))
         (failed,) = (t for t in new if t.stop_reason.is_failure)
         assert failed.reward == 0.0
-    again = CliRunner().invoke(app, ["rescore", str(run_dir), "--reward", "none", "--out", str(out)])
-    assert again.exit_code == 1 or again.exception is not None
+    assert " is there already; name another --out" in invoke(
+        "rescore", str(run_dir), "--reward", "none", "--out", str(out)
+    )
+
+
+def test_what_is_written_is_whole_or_absent(run_dir: Path, tmp_path: Path) -> None:
+    command, out = ["rescore", str(run_dir), "--out", str(tmp_path / "out"), "--reward"], tmp_path / "out"
+    failed = invoke(*command, f"{HERE}:only_of_shorter_files")
+    assert "the reward" in failed and "failed: " in failed
+    assert [*out.iterdir()] == []
+    assert "iteration_00006.arrow" in invoke(*command, "none")
+    assert len([*(out / "trajectories").iterdir()]) == 5 and [*out.iterdir()] == [out / "trajectories"]
+
+
+@pytest.mark.parametrize("inside", [".", "trajectories", "other/../new"])
+def test_nothing_is_written_into_the_run_itself(run_dir: Path, inside: str) -> None:
+    before = sorted(run_dir.rglob("*"))
+    said = invoke("rescore", str(run_dir), "--reward", "none", "--out", str(run_dir / inside))
+    assert (
+        said
+        == f"error: --out: got {run_dir / inside}, which is in the run's own folder; name a folder outside of {run_dir}"
+    )
+    assert sorted(run_dir.rglob("*")) == before
+
+
+def test_one_event_loop_serves_all_files(run_dir: Path) -> None:
+    assert {row["after"] for row in rows(run_dir, "--reward", f"{HERE}:Locked")} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("environment.reward=none", "got environment.reward, which --reward replaces; leave it out"),
+        ("training.lr=1", "got training.lr, which has no effect on rewards; leave it out"),
+        ("environment.max_turns=3", "got environment.max_turns, which has no effect on rewards; leave it out"),
+        ("learners.nope=1", "unknown key learners.nope"),
+    ],
+)
+def test_an_override_without_effect_is_refused(run_dir: Path, override: str, problem: str) -> None:
+    said = invoke("rescore", str(run_dir), "--reward", f"{HERE}:by_turns", override)
+    assert said.startswith(f"error: {problem}")
+
+
+def test_options_and_models_of_the_reward_are_taken(run_dir: Path) -> None:
+    models = "environment.models.judge={url: http://nowhere.invalid/v1, model: m}"
+    rows(run_dir, "--reward", f"{HERE}:Locked", "environment.reward_options.least=3", models)
+
+
+def test_the_trajectory_is_named_where_a_service_is_away(run_dir: Path) -> None:
+    done = CliRunner().invoke(app, ["rescore", str(run_dir), "--reward", f"{HERE}:away"])
+    with pytest.raises(ServiceError, match=r"^made/\d#\d+: http://judge: no answer$"):
+        raise done.exception or AssertionError
 
 
 def test_how_two_rewards_agree_is_said(run_dir: Path) -> None:

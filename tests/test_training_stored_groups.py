@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from learners_common import make_groups
 from rich.console import Console
@@ -15,14 +18,14 @@ from small_world import make_config, make_files
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import StopReason, TrajectoryGroup
+from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.collector import BatchCollector
 from ragr1_actors.training.stages import TrainingRun
-from ragr1_actors.training.stored_groups import StoredFleet, StoredGroups, training_fleet
+from ragr1_actors.training.stored_groups import StoredFleet, StoredGroups, problem_of_arrays, training_fleet
 
 
 class NoFleet:
@@ -64,7 +67,21 @@ def test_groups_come_by_task_and_epoch(tmp_path: Path) -> None:
     assert stored.group("made/1", 1).trajectories[0].trajectory_id == second[1].trajectories[0].trajectory_id
     assert stored.group("made/1", 2).task == stored.group("made/1", 0).task
     assert stored.group("made/3", 5).trajectories[0].trajectory_id == first[3].trajectories[0].trajectory_id
-    assert len(StoredGroups(tmp_path / "trajectories").tasks) == 6  # of a plain folder, all files
+    assert len(StoredGroups(tmp_path / "trajectories").tasks) == 4  # the same of the folder itself
+
+
+def test_of_a_plain_folder_what_was_evaluated_or_demonstrated_is_left_out(tmp_path: Path) -> None:
+    store(tmp_path, eval_rl=make_groups(0, num_groups=6), demonstrations=make_groups(1, num_groups=7))
+    (tmp_path / ".writing_1a2b3c4d_mine.arrow").write_text("half")
+    with pytest.raises(DataError, match=r"has no trajectories to train on; .* beside demonstrations\.arrow and eval_"):
+        StoredGroups(tmp_path)
+    store(tmp_path, mine=make_groups(2, num_groups=2), demonstrations_of_others=make_groups(3, num_groups=3))
+    assert len(StoredGroups(tmp_path).tasks) == 3
+    store(tmp_path, iteration_00001=make_groups(4, num_groups=1))
+    assert len(StoredGroups(tmp_path).tasks) == 1
+    store(tmp_path / "trajectories", eval_start=make_groups(5))  # a run that trained nothing yet
+    with pytest.raises(DataError, match="has no trajectories to train on"):
+        StoredGroups(tmp_path)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -118,6 +135,58 @@ def test_one_that_is_left_of_several_is_not_trained_alone(tmp_path: Path) -> Non
     shrunk = replace(group, trajectories=(group.trajectories[0], *failed))
     store(tmp_path, found=[shrunk, replace(alone, trajectories=(member,))])
     assert [task.task_id for task in StoredGroups(tmp_path).tasks] == [alone.task.task_id]
+    lost = replace(member, stop_reason=StopReason.ENGINE_ERROR)
+    store(tmp_path, found=[TrajectoryGroup(lost.task, (lost,)), group])
+    assert [task.task_id for task in StoredGroups(tmp_path).tasks] == [group.task.task_id]
+
+
+def _with(one: Trajectory, name: str, at: int, value: float) -> Trajectory:
+    """A trajectory with another number at its model token ``at``."""
+    array = getattr(one, name).copy()
+    array[np.flatnonzero(one.kinds == TokenKind.MODEL)[at]] = value
+    return replace(one, **{name: array})
+
+
+def _with_turn_reward(one: Trajectory, reward: float) -> Trajectory:
+    return replace(one, turns=(*one.turns[:-1], replace(one.turns[-1], reward=reward)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (lambda one: replace(one, logprobs=one.logprobs[:-1]), r"has \d+ token_ids, but \d+ logprobs; leave it out"),
+        (lambda one: replace(one, token_ids=one.token_ids[:-1]), r"but \d+ kinds, \d+ logprobs, \d+ policy_versions"),
+        (lambda one: replace(one, behaviour_logprobs=one.logprobs[:-1]), r"token_ids, but \d+ behaviour_logprobs"),
+        (lambda one: replace(one, row_lengths=(one.num_tokens, 1)), r"has \d+ tokens in rows of \(\d+, 1\)"),
+        (lambda one: replace(one, row_lengths=(-1, one.num_tokens + 1)), r"has \d+ tokens in rows of \(-1, \d+\)"),
+        (lambda one: replace(one, reward=math.nan), r"has the reward nan and \(.*\) of its turns, expected finite"),
+        (lambda one: _with_turn_reward(one, math.inf), r"has the reward \S+ and \(.*inf.*\) of its turns"),
+        (lambda one: _with(one, "logprobs", 0, math.nan), r"has the log-prob nan of a sampled token, expected finite"),
+        (lambda one: _with(one, "logprobs", -1, -math.inf), "has the log-prob -inf of a sampled token"),
+        (lambda one: _with(one, "logprobs", -1, 0.01), r"has the log-prob 0\.01 of a sampled token"),
+        (lambda one: _with(one, "token_ids", 0, -3), "has the token id -3, expected ids from 0"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_trained_on_is_named(
+    tmp_path: Path, broken: Callable[[Trajectory], Trajectory], problem: str
+) -> None:
+    first, *others = make_groups(0)
+    bad = broken(first.trajectories[2])
+    store(tmp_path, fine=others, mine=[replace(first, trajectories=(*first.trajectories[:2], bad))])
+    found = rf"^training\.from_trajectories: \S*/mine\.arrow: {bad.trajectory_id} .*{problem}"
+    with pytest.raises(DataError, match=found) as caught:
+        StoredGroups(tmp_path)
+    assert "\n" not in str(caught.value)
+    failed = replace(bad, stop_reason=StopReason.ENGINE_ERROR)  # and is left out
+    store(tmp_path, mine=[replace(first, trajectories=(*first.trajectories[:2], failed))])
+    assert len(StoredGroups(tmp_path).tasks) == 4
+
+
+def test_odd_numbers_that_can_be_trained_on_are_taken(tmp_path: Path) -> None:
+    one = make_groups(0)[0].trajectories[0]
+    logprobs = np.where(one.kinds == TokenKind.MODEL, 5e-4, math.nan).astype(np.float32)
+    assert problem_of_arrays(replace(one, logprobs=logprobs, behaviour_logprobs=logprobs)) == ""
+    assert problem_of_arrays(replace(one, row_lengths=(1, one.num_tokens - 1))) == ""
 
 
 def test_token_ids_of_another_tokenizer_are_found(tmp_path: Path) -> None:
@@ -128,6 +197,10 @@ def test_token_ids_of_another_tokenizer_are_found(tmp_path: Path) -> None:
     stored.check_tokens(lambda ids: texts.copy().pop())
     once = iter(texts)
     stored.check_tokens(lambda ids: next(once, "other"))  # one that is read as it was sampled is enough
+    store(tmp_path, other=make_groups(1))
+    once = iter(texts)  # but one in each file
+    with pytest.raises(DataError, match=r"^training\.from_trajectories: \S*/other\.arrow: the tokenizer of policy"):
+        StoredGroups(tmp_path).check_tokens(lambda ids: next(once, "other"))
     with pytest.raises(
         DataError, match=r"the tokenizer of policy\.model reads 'other' where '.*' was sampled; name the"
     ):

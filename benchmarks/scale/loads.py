@@ -106,7 +106,7 @@ def _search_s(num_queries: int) -> float:
 
 
 def _config(num_runners: int, *, is_autoscaled: bool) -> RunConfig:
-    autoscaling = {"min_replicas": 1, "max_replicas": MAX_RUNNERS} if is_autoscaled else {}
+    autoscaling = {"min_replicas": 1, "max_replicas": MAX_RUNNERS} if is_autoscaled else None
     return (
         AlgorithmConfig()
         .environment(prompt="{question}", max_turns=3, options={"max_queries_per_turn": 1, "top_k": 1})

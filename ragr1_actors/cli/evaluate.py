@@ -111,7 +111,7 @@ def evaluate(
     from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 
     words = [word for word in (source, *(overrides or [])) if word]
-    is_named = bool(words) and not (endpoint and re.match(r"\w+\.\w+=", words[0]))
+    is_named = bool(words) and not (endpoint and re.match(r"\w+(\.\w+)+=", words[0]))
     request = EvalRequest(
         source=words.pop(0) if is_named else "",
         recipe=recipe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +10,22 @@ from typing import Annotated
 import typer
 
 from ragr1_actors.cli import JsonLinesOption, print_json, print_line
+from ragr1_actors.core.errors import ConfigError
+
+_TAKEN = ("environment.reward_options", "environment.models")
+"""What of a recipe a reward depends on."""
 
 
 def rescore(
     run: Annotated[str, typer.Argument(help="A run directory or URI.")],
     reward: Annotated[str, typer.Option("--reward", help="exact_match, token_f1, none or my_module:my_reward.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="environment.key=value ...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="environment.reward_options.key=value, environment.models.name=value ...")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the trajectories with the new rewards here.")] = None,
     as_json: JsonLinesOption = False,
 ) -> None:
     """Compute the rewards of a run's trajectories again, with another reward. Nothing is sampled."""
-    from ragr1_actors.core.errors import DataError
     from ragr1_actors.core.resolve import override, resolve
     from ragr1_actors.core.schema import TRAJECTORIES
     from ragr1_actors.runs.places import find_place
@@ -28,9 +34,8 @@ def rescore(
     from ragr1_actors.training.evaluation.rescore import rescore as compute
 
     place = find_place(run)
-    sections = override(open_run_directory(place).model_dump(), [f"environment.reward={reward}", *(overrides or [])])
-    if out is not None and (out / TRAJECTORIES).exists():
-        raise DataError(f"{out / TRAJECTORIES} is there already; name another --out, or delete it")
+    sections = override(open_run_directory(place).model_dump(), [*(overrides or []), f"environment.reward={reward}"])
+    _check_overrides(overrides or [])
 
     def show(found: Rescored) -> None:
         if as_json:
@@ -43,3 +48,12 @@ def rescore(
         )
 
     compute(resolve(sections), place.bring(TRAJECTORIES).parent, out, show)
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse what would have no effect; ``ConfigError``."""
+    for name in (assignment.partition("=")[0] for assignment in overrides):
+        if name == "environment.reward":
+            raise ConfigError("got environment.reward, which --reward replaces; leave it out")
+        if ".".join(name.split(".")[:2]) not in _TAKEN:
+            raise ConfigError(f"got {name}, which has no effect on rewards; leave it out")

@@ -16,6 +16,7 @@ import numpy as np
 from envs.rewards import Reward, RewardContext, Split
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, ServiceError
+from ragr1_actors.core.files import WRITING, write_folder
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.schema import TRAJECTORIES, groups_to_record_batch, read_trajectories, write_trajectories
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
@@ -50,28 +51,46 @@ def rescore(
 ) -> list[Rescored]:
     """Compute ``config.environment.reward`` for every trajectory in a run's folder that did not fail.
 
-    With ``out`` the trajectories are written there with the new rewards, as ``out/trajectories/*.arrow``. The new
-    reward takes the place of the whole old one, an environment's own rewards included.
+    With ``out`` the trajectories are written there with the new rewards, as ``out/trajectories/*.arrow``: all of them,
+    or none where it fails. The new reward takes the place of the whole old one, an environment's own rewards included.
 
     Raises:
-        UserError: there are no trajectories, a file is damaged, or the reward cannot be used.
+        UserError: there are no trajectories, a file is damaged, ``out`` is in the way of others, or the reward cannot
+            be used.
         DataError: the reward fails for a trajectory; the message has its id.
+        ServiceError: a service that the reward needs did not answer; the message has the trajectory's id.
     """
-    files = sorted((folder / TRAJECTORIES).glob("*.arrow"))
+    files = sorted(path for path in (folder / TRAJECTORIES).glob("*.arrow") if not path.name.startswith(WRITING))
     if not files:
         raise DataError(f"{folder} has no trajectories; rescore a run with checkpointing.keep_trajectories")
-    reward = Reward(config.environment)
-    found = []
-    for path in files:
-        groups = read_trajectories(path)
-        context = _context(path.stem, config)
-        new = asyncio.run(_rescored(groups, reward, replace(context, models=open_models(config.environment.models))))
-        if out is not None:
-            (out / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
-            write_trajectories(out / TRAJECTORIES / path.name, [groups_to_record_batch(new)] if new else [])
-        found.append(_compared(path.name, groups, new))
-        on_file(found[-1])
+    found: list[Rescored] = []
+
+    async def compute(into: Path | None) -> None:
+        reward, models = Reward(config.environment), open_models(config.environment.models)
+        for path in files:
+            groups = read_trajectories(path)
+            new = await _rescored(groups, reward, replace(_context(path.stem, config), models=models))
+            if into is not None:
+                write_trajectories(into / path.name, [groups_to_record_batch(new)] if new else [])
+            found.append(_compared(path.name, groups, new))
+            on_file(found[-1])
+
+    def run(into: Path | None) -> None:
+        asyncio.run(compute(into))  # of all files: a reward's client or lock belongs to the loop that first used it
+
+    if out is None:
+        run(None)
+    else:
+        _check_out(out, folder)
+        write_folder(out / TRAJECTORIES, run, [path.name for path in files])
     return found
+
+
+def _check_out(out: Path, folder: Path) -> None:
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"--out: got {out}, which is in the run's own folder; name a folder outside of {folder}")
+    if (out / TRAJECTORIES).exists():
+        raise DataError(f"{out / TRAJECTORIES} is there already; name another --out, or delete it")
 
 
 def _context(name: str, config: RunConfig) -> RewardContext:
@@ -92,8 +111,8 @@ async def _rescored(groups: Sequence[TrajectoryGroup], reward: Reward, context: 
         async with room:
             try:
                 result = await reward(plain, context)
-            except ServiceError:
-                raise
+            except ServiceError as error:
+                raise ServiceError(f"{trajectory.trajectory_id}: {error}") from error
             except Exception as error:  # a user's reward may raise anything
                 raise DataError(
                     f"{trajectory.trajectory_id}: the reward {reward.name} failed: {raised_at(error)}; mend it"
