@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from envs.call_grammars import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
 from envs.observations import defuse
 from envs.options import PassageOptions, SearchOptions
-from envs.tools.grammars import ToolSchema, TurnParser
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, part_options

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -22,12 +24,15 @@ import numpy as np
 
 from envs.actions import Answer, Malformed, Search, parse_action
 from envs.base import EnvContext, TextEnv, check_prompt, check_result, measure, search_options
+from envs.call_grammars import GRAMMARS
+from envs.options import ToolOptions
 from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
+from envs.tools.base import ToolResult, make_tools
 from envs.turn_searches import search_call
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.errors import ConfigError, DataError, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, ToolError, shortened
 from ragr1_actors.core.resolve import named, part_options, raised_at
 from ragr1_actors.core.types import (
     MALFORMED,
@@ -42,6 +47,7 @@ from ragr1_actors.core.types import (
     Trajectory,
     Turn,
 )
+from ragr1_actors.core.users_code import contained
 from retrieval.base import Passage
 
 ODD_TEXTS = (
@@ -221,6 +227,52 @@ def _stand_ins(environment: EnvironmentSettings) -> Mapping[str, ChatModel]:
     return dict.fromkeys(environment.models, _SaysYes())
 
 
+def stand_in_context(environment: EnvironmentSettings) -> EnvContext:
+    """Return a context that needs nothing: each search finds one passage, each model says yes, calls are Hermes'."""
+    models, parser = _stand_ins(environment), GRAMMARS["hermes"].parser
+    return EnvContext(OnePassage(), lambda text: list(text.encode()), models=models, parser=parser)
+
+
+async def check_tool(name: str, environment: EnvironmentSettings) -> list[Check]:
+    """Check a tool, a function or class ``my_module:my_tool``: its schema, and an answer to made-up arguments.
+
+    A ``ToolError`` is an answer.
+
+    Raises:
+        ConfigError: there is no such tool, or it has no schema.
+    """
+    ((_, tool),) = make_tools([name], stand_in_context(environment), ToolOptions()).items()
+    parameters = tool.schema["function"].get("parameters", {})
+    arguments = {key: _made_up_value(kind) for key, kind in parameters.get("properties", {}).items()}
+
+    async def answer() -> None:
+        with suppress(ToolError):
+            results: object = await contained(tool.call([arguments]))
+            if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], ToolResult):
+                expected = "expected a list with a ToolResult for each call"
+                raise ConfigError(f"{named(tool.call)} returned {shortened(repr(results))} for one call, {expected}")
+
+    problem = await awaited_problem_of(answer, tool.call)
+    shown = json.dumps(arguments, ensure_ascii=False)
+    return [
+        Check("its schema is a JSON schema", problem_of(tool.check_schema, tool.call)),
+        Check(f"it answers {tool.name}({shortened(shown)})", problem),
+    ]
+
+
+def _made_up_value(schema: Mapping[str, Any]) -> Any:
+    """Return a value that fits the schema of an argument, as far as its type says."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = schema.get("type", "string")
+    match kind[0] if isinstance(kind, list) else kind:
+        case "array":
+            return [_made_up_value(schema.get("items", {}))]
+        case found:
+            made: dict[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "object": {}, "null": None}
+            return made.get(found, "lamp")
+
+
 def made_up(answer: str, index: int = 0) -> Trajectory:
     """Return a trajectory of two turns, a search and the answer; without an answer its turns were used up."""
     call = search_call("lamp", 1, [_LAMP], latency_s=0.0, waited_s=0.0)
@@ -250,8 +302,7 @@ class _Trial(Generic[E]):
 
     def make(self) -> E:
         make: Callable[..., E] = self.env_class
-        models = _stand_ins(self.settings)
-        return make(self.settings, EnvContext(OnePassage(), lambda text: list(text.encode()), models=models))
+        return make(self.settings, stand_in_context(self.settings))
 
     async def start(self) -> E:
         env = self.make()

@@ -7,17 +7,20 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fakes import OnePassage
 from tool_templates import write_tool_family
+from typer.testing import CliRunner
 
 from envs.base import EnvContext
+from envs.call_grammars import GRAMMARS
+from envs.checker import check_env, check_tool
 from envs.options import ToolOptions
 from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult, make_tools, schema_of
-from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE
-from envs.tools.grammars import GRAMMARS
+from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE, ToolEnv
+from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
 from ragr1_actors.core.resolve import resolve
@@ -355,3 +358,56 @@ def test_what_is_wrong_is_said_before_a_run(
     with pytest.raises(ConfigError, match=problem):
         check_tokenizer(config)
         check_names(config)
+
+
+class Short(Counter):
+    """Answers one call too few."""
+
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        return []
+
+
+class NoSchema(Counter):
+    """Has a schema that is none."""
+
+    schema = {"type": "function", "function": {"name": "odd", "parameters": {"type": "thing"}}}  # noqa: RUF012
+
+
+async def asks(kind: Literal["city", "person"], names: list[str]) -> str:
+    """Ask for names.
+
+    Args:
+        kind: Of what.
+        names: Which.
+    """
+    return f"{kind} {names}"
+
+
+@pytest.mark.parametrize("name", ["search", f"{HERE}:add", f"{HERE}:asks", f"{HERE}:Counter"])
+def test_a_tool_that_works_has_no_fault(name: str) -> None:
+    checks = asyncio.run(check_tool(name, EnvironmentSettings()))
+    assert [one.problem for one in checks] == ["", ""]
+
+
+def test_a_tool_is_tried_with_arguments_that_fit_its_schema() -> None:
+    (_, tried) = asyncio.run(check_tool(f"{HERE}:asks", EnvironmentSettings()))
+    assert tried.name == 'it answers asks({"kind": "city", "names": ["lamp"]})'
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "problem"),
+    [
+        ("Short", 1, "returned [] for one call, expected a list with a ToolResult for each call"),
+        ("NoSchema", 0, "'thing' is not valid under any of the given schemas"),
+        ("no_json", 1, "returned {1}, expected text or what JSON can hold"),
+    ],
+)
+def test_what_is_wrong_with_a_tool_is_said_with_its_line(name: str, number: int, problem: str) -> None:
+    found = asyncio.run(check_tool(f"{HERE}:{name}", EnvironmentSettings()))[number]
+    assert problem in found.problem
+    printed = CliRunner().invoke(app, ["check", "tool", f"{HERE}:{name}"])
+    assert printed.exit_code == 1
+
+
+async def test_the_environment_of_tools_passes_its_own_check() -> None:
+    assert [one.problem for one in await check_env(ToolEnv, EnvironmentSettings(env="tools"))] == [""] * 7

@@ -12,7 +12,7 @@ import pytest
 from chat_families import write_family
 from tool_templates import TEMPLATES, write_tool_family
 
-from envs.tools.grammars import parse_turn
+from envs.call_grammars import parse_turn
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import CallRequest, FinishReason, Message, Sampling, TokenKind
 from ragr1_actors.rollout.chat_format import ChatFormat, TagsFormat, Template, TemplateFormat, make_chat_format

@@ -32,8 +32,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from envs.base import EnvContext
+from envs.call_grammars import ToolSchema
 from envs.options import ToolOptions
-from envs.tools.grammars import ToolSchema
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened
 from ragr1_actors.core.resolve import load_object, named
 from ragr1_actors.core.types import CallRequest, ToolCall
@@ -94,6 +94,10 @@ class Tool(ABC):
         from jsonschema import Draft202012Validator
 
         return Draft202012Validator(self.schema["function"].get("parameters", {}))
+
+    def check_schema(self) -> None:
+        """Raise if the schema of the arguments is no JSON schema."""
+        self._validator.check_schema(self._validator.schema)
 
     def problem_of(self, arguments: Arguments) -> str:
         """Return what is wrong with the arguments of a call, in one sentence; empty if nothing is."""

@@ -379,8 +379,8 @@ def check_env(
 @app.command()
 def check(
     kind: Annotated[
-        Literal["reward", "source", "strategy", "curriculum"],
-        typer.Argument(help="What is checked: reward, source, strategy or curriculum."),
+        Literal["reward", "source", "strategy", "curriculum", "tool"],
+        typer.Argument(help="What is checked: reward, source, strategy, curriculum or tool."),
     ],
     name: Annotated[str, typer.Argument(help="my_module:MyName, or a known name.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
@@ -388,7 +388,7 @@ def check(
     """Check a part that you wrote, before a run; exit status 1 if a check fails."""
     import asyncio
 
-    from envs.checker import check_reward, check_source
+    from envs.checker import check_reward, check_source, check_tool
     from ragr1_actors.rollout.strategy import try_strategy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.curriculum import try_curriculum
@@ -404,6 +404,7 @@ def check(
         "source": lambda: check_source(name, config.environment),
         "strategy": lambda: asyncio.run(try_strategy(check_strategy(config.env_runners))),
         "curriculum": lambda: try_curriculum(check_curriculum(config.environment)),
+        "tool": lambda: asyncio.run(check_tool(name, config.environment)),
     }
     _print_checks(checks[kind]())
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from envs.actions import THINK
 from envs.base import ENVS, TextEnv
-from envs.tools.grammars import (
+from envs.call_grammars import (
     END_OF_THOUGHT,
     GRAMMARS,
     Grammar,

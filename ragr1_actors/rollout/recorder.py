@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.tools.grammars import ToolSchema
+from envs.call_grammars import ToolSchema
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import (
     Completion,

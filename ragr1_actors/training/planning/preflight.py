@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import is_uri, without_secrets
-from envs.base import ENVS, EnvContext, TextEnv, read_options, search_options
-from envs.checker import OnePassage
+from envs.base import ENVS, TextEnv, read_options, search_options
+from envs.checker import stand_in_context
 from envs.measures import MEASURES
 from envs.options import ToolOptions
 from envs.rewards import REWARDS, Reward
@@ -153,8 +153,7 @@ def check_classes(config: SamplerConfig) -> None:
     Reward(config.environment)
     open_models(config.environment.models)
     if issubclass(check_environment(config.environment.env), ToolEnv):
-        stand_in = EnvContext(OnePassage(), lambda text: list(text.encode()))
-        make_tools(config.environment.tools, stand_in, ToolOptions())
+        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)
     _check_engine("env_runners.engine", config.env_runners.engine)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from envs.tools.grammars import GRAMMARS, GrammarName, ParsedTurn, parse_turn
+from envs.call_grammars import GRAMMARS, GrammarName, ParsedTurn, parse_turn
 from ragr1_actors.core.types import CallRequest
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}, "c": {"type": "string"}}}
