@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_families import write_family
-from tool_templates import TEMPLATES, write_tool_family
+from tool_templates import STORED, TEMPLATES, write_tool_family
 
 from envs.call_grammars import parse_turn
 from ragr1_actors.core.errors import ConfigError
@@ -56,6 +56,22 @@ def rendered(tokenizer: PolicyTokenizer, messages: list[Message], **options: Any
     return tokenizer.render(chat, TOOLS, **options)
 
 
+@pytest.mark.parametrize("conversation", STORED["conversations"])
+@pytest.mark.parametrize("name", STORED["families"])
+def test_the_templates_write_what_the_published_ones_do(
+    load: Callable[[str], Any], name: str, conversation: str
+) -> None:
+    expected = STORED["families"][name]["texts"][conversation]
+    chat = STORED["conversations"][conversation]
+    for is_prompt in (False, True):
+        if expected is None:
+            with pytest.raises(ConfigError):
+                load(name).tokenizer.render(chat, [STORED["schema"]], is_prompt=is_prompt)
+            continue
+        written = load(name).tokenizer.render(chat, [STORED["schema"]], is_prompt=is_prompt)
+        assert written.endswith(chat[0]["content"] + expected[is_prompt])
+
+
 @families
 def test_auto_is_the_grammar_in_which_the_template_writes_calls(load: Callable[[str], Any], name: str) -> None:
     assert load(name).chat.name == TEMPLATES[name][1]
@@ -86,9 +102,9 @@ def test_between_two_turns_is_what_the_template_writes(
     turn = Message("assistant", "", (CALL,) * (1 if "llama" in name else len(added)))
     found = one.chat.extension_ids([*ASKED, turn], added, TOOLS, has_end=True)
     whole = rendered(one.tokenizer, [*ASKED, turn, *added])
-    before = rendered(one.tokenizer, [*ASKED, turn], is_prompt=False)
     end = one.tokenizer.end_texts[-1] if name != "qwen3.5" else "<|im_end|>"
-    expected = whole[before.rindex(end) + len(end) :]
+    of_turn = whole.index("Bo", whole.index(ASKED[0].content))
+    expected = whole[whole.index(end, of_turn) + len(end) :]
     assert text(one.tokenizer, [token for ids, _ in found.pieces for token in ids]) == expected
     assert found.is_new_message
     kinds = {kind: text(one.tokenizer, ids) for ids, kind in found.pieces}
@@ -133,7 +149,8 @@ def test_a_turn_that_was_cut_gets_its_end(load: Callable[[str], Any], name: str)
         ("qwen3.5", Message("assistant", "b"), Message("user", "", notice="Call."), False),
         ("llama3.1", Message("assistant", "", (CALL,)), Message("tool", "Ana"), True),
         ("llama3.1", Message("assistant", "Well.", (CALL,)), Message("tool", "Ana"), False),  # it leaves the text out
-        ("mistral", Message("assistant", "Well.", (CALL,)), Message("tool", "Ana"), False),
+        ("mistral", Message("assistant", "Well.", (CALL,)), Message("tool", "Ana"), True),
+        ("mistral", Message("assistant", "b"), Message("user", "", notice="Call."), False),  # its tools move
     ],
 )
 def test_a_row_goes_on_while_the_template_frames_what_was_said_as_before(

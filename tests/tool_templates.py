@@ -1,13 +1,22 @@
-"""Chat templates with tools, worded anew after those of published families, and tokenizers that have them."""
+"""Chat templates with tools, worded anew after those of published families, and tokenizers that have them.
+
+What the published ones write behind the question of some conversations is in ``tool_templates.json``, with the place
+where each was read; the templates here must write the same. ``llama3.2``, of which no text is stored, is ``llama3.1``
+with the calls of Llama 4.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from chat_families import write_family
 
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
+STORED: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""``conversations`` with calls, the ``schema`` of their tool, and of each family its source and texts."""
 _TOOLS = "{% if tools %}Tools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n{% endif %}"
 _RESULT = (
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
@@ -36,7 +45,7 @@ _CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\nOPEN{% endif %}"
 )
 _THOUGHT = (
-    "{% set thought, closed, said = m.content.rpartition('</think>') %}{% if loop.index0 > at.question %}"
+    "{% set thought, closed, said = m.content.rpartition('</think>') %}{% if loop.index0 > at.question WHEN %}"
     "<think>\n{{ thought.replace('<think>', '').strip('\n') }}\n</think>\n\n{% endif %}{{ said.lstrip('\n') }}"
 )
 _LLAMA = (
@@ -56,25 +65,24 @@ _PYTHONIC = _LLAMA.replace(
     "{{ name }}={{ value | tojson }}{% if not loop.last %}, {% endif %}{% endfor %})]",
 )
 _MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+    "{{ bos_token }}{% set at = namespace(question=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set at.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and loop.index0 == at.question %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('a wrong id') }}{% endif %}"
-    '[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
-    "{% elif m.tool_calls is defined %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
-    "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
-    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}"
+    "[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endif %}{% endfor %}"
 )
-_QWEN3 = _CHATML.replace("BODY", _THOUGHT + _JSON_CALLS).replace("OPEN", "")
+_QWEN3 = _CHATML.replace("BODY", _THOUGHT + _JSON_CALLS.replace("m.content or", "said | trim or")).replace("OPEN", "")
 _QWEN3_5 = _CHATML.replace("BODY", _THOUGHT + _CODER_CALLS).replace("OPEN", "<think>\n")
+_TRIMMED = ("{{ m.content }}", "{{ m.content | trim }}")
 TEMPLATES = {
     "qwen2.5": ("qwen2.5", "hermes", _CHATML.replace("BODY", "{{ m.content }}" + _JSON_CALLS).replace("OPEN", "")),
-    "qwen3": ("qwen3", "hermes", _QWEN3),
-    "qwen3.5": (
-        "qwen3.5",
-        "qwen3_coder",
-        _CHATML.replace("BODY", _THOUGHT + _CODER_CALLS).replace("OPEN", "<think>\n"),
-    ),
+    "qwen3": ("qwen3", "hermes", _QWEN3.replace("WHEN", "and (loop.last or thought | trim)")),
+    "qwen3.5": ("qwen3.5", "qwen3_coder", _QWEN3_5.replace("WHEN", "").replace(*_TRIMMED)),
     "llama3.1": ("llama3", "llama3_json", _LLAMA),
     "llama3.2": ("llama3", "pythonic", _PYTHONIC),
     "mistral": ("mistral_nemo", "mistral", _MISTRAL),
@@ -85,6 +93,7 @@ TEMPLATES = {
 def write_tool_family(folder: Path, name: str) -> PolicyTokenizer:
     """Write tokenizer and template into a new folder, and load them."""
     family, _, template = TEMPLATES[name]
+    template = template.replace("%}\n", "%}{{ '\\n' }}")  # transformers' Jinja drops a line break behind a block
     write_family(folder, family)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return PolicyTokenizer(folder)
