@@ -163,7 +163,7 @@ class Message:
     calls: tuple[CallRequest, ...] = ()
     """Tool calls of an assistant's message; each is answered by a message of the role ``tool`` behind it."""
     notice: str = ""
-    """Words of the environment behind the result of a tool."""
+    """Words of the environment behind the content."""
 
 
 @dataclass(frozen=True, slots=True)
