@@ -212,6 +212,7 @@ async def test_calls_of_a_turn_are_answered_together_and_the_text_is_the_answer(
     ]
     found = await play(tokenizer, turns, ["search", f"{HERE}:add"], retriever)
     assert (found.stop_reason, found.answer, found.metrics["em"]) == (StopReason.ANSWERED, "Riga", 1.0)
+    assert found.metrics["rows"] == 1.0
     assert [one.action for one in found.turns] == ["call", "answer"]
     assert sum(len(asked) for asked in retriever.asked) == 3  # "ana" is there already
     assert [(one.tool, one.arguments) for one in found.turns[0].calls] == [
@@ -410,4 +411,4 @@ def test_what_is_wrong_with_a_tool_is_said_with_its_line(name: str, number: int,
 
 
 async def test_the_environment_of_tools_passes_its_own_check() -> None:
-    assert [one.problem for one in await check_env(ToolEnv, EnvironmentSettings(env="tools"))] == [""] * 7
+    assert [one.problem for one in await check_env(ToolEnv, EnvironmentSettings(env="tools"))] == [""] * 8

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from envs.actions import Malformed, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
+from envs.measures import Measure
 from envs.options import ToolOptions
 from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
 from envs.turn_searches import search_metrics
@@ -30,6 +32,7 @@ class ToolEnv(TextEnv):
 
     options_class = ToolOptions
     chat_format = "auto"
+    measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Make the tools of the recipe's ``environment.tools``."""
