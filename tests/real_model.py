@@ -134,9 +134,12 @@ def check_end_of_turn(found: list[Trajectory]) -> None:
     """The end-of-turn token that the policy sampled is its last MODEL token, with a log-prob: it is trained."""
     (end,) = AutoTokenizer.from_pretrained(POLICY).encode(END_OF_TURN)
     places = [(one, at) for one in found for at in np.flatnonzero(one.token_ids == end) if at >= len(parts(one)[0][1])]
-    assert places
-    for one, at in places:
+    sampled = [(one, at) for one, at in places if one.kinds[at] != TokenKind.NOTICE]
+    assert sampled
+    for one, at in sampled:
         assert one.kinds[at] == TokenKind.MODEL and one.logprobs[at] < 0 <= one.policy_versions[at]
+    framed = [one.kinds[at - 1] for one, at in places if one.kinds[at] == TokenKind.NOTICE]
+    assert set(framed) <= {TokenKind.NOTICE}  # behind the notice in a user's message, not behind the turn
 
 
 def check_logprobs(run_dir: Path, limit: float) -> None:
