@@ -64,7 +64,7 @@ def test_calls_are_fed_once_each_as_soon_as_they_are_complete(name: GrammarName)
     ends = [end for end, _ in found]
     assert [one for _, one in found] == list(CALLS[: len(found)])
     assert ends[0] < turn.rindex("find")  # before the second begins
-    if name != "qwen3_coder":  # whose last mark may be followed by white space of its own
+    if name != "qwen3_coder":  # white space may follow its last mark
         assert len(ends) == 2
 
 

@@ -214,7 +214,7 @@ async def test_an_environment_that_works_has_no_fault(env_class: type[TextEnv], 
 
 
 async def test_models_of_the_recipe_have_stand_ins() -> None:
-    """They say yes, and nobody is asked."""
+    """Each model says yes; no server is asked."""
     settings = EnvironmentSettings(models={"judge": ModelSettings(url="http://nowhere.invalid/v1", model="m")})
     assert [check for check in await check_env(Asking, settings) if check.problem] == []
 

@@ -1,4 +1,4 @@
-"""Tools: functions and classes, what is said of wrong calls, and the environment that answers them."""
+"""Tools are functions and classes. The environment answers their calls, and says what is wrong with a call."""
 
 from __future__ import annotations
 

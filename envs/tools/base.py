@@ -15,8 +15,9 @@
         schema = schema_of(open_page)
         async def call(self, calls): ...                # all calls of a turn to this tool, at once
 
-A ``ToolError`` is a result that the policy reads, as is what is said of wrong arguments. ``ServiceError`` says that a
-service does not answer, and the attempt is made again. Any other exception ends the trajectory as an error of the data.
+The policy reads a ``ToolError`` as the result of its call. Of arguments that do not fit the schema it reads what is
+wrong. A ``ServiceError`` says that a service does not answer: the attempt is made again. Any other exception ends the
+trajectory as an error of the data.
 """
 
 from __future__ import annotations

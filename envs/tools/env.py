@@ -14,14 +14,14 @@ from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
 from envs.turn_searches import search_metrics
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, ToolError
-from ragr1_actors.core.types import CallRequest, Completion, Message, Task
+from ragr1_actors.core.types import MALFORMED, CallRequest, Completion, Message, Task
 from retrieval.base import SEARCH
 
 PROMPT = (
     "Answer the question below. Reason inside <think> and </think>. If a fact is missing, use the tools, as often as "
     "you need. Once you know, write only the short answer.\nQuestion: {question}"
 )
-"""The user message where the recipe has none of its own."""
+"""The user message, unless the recipe sets ``environment.prompt``."""
 LAST_TURN_NOTICE = "\nNo tool calls are left. Answer now."
 MALFORMED_NOTICE = "This call could not be read. Call a tool in the form that was described, or answer."
 NO_ANSWER_NOTICE = "This turn has neither a call of a tool nor an answer."
@@ -77,8 +77,8 @@ class ToolEnv(TextEnv):
     def _malformed(self, notice: str) -> StepResult:
         metrics = {"malformed": 1.0}
         if self._turns_left == 0:
-            return StepResult(truncated=True, action="malformed", metrics=metrics)
-        return StepResult(notice=notice + self._notice(), action="malformed", metrics=metrics)
+            return StepResult(truncated=True, action=MALFORMED, metrics=metrics)
+        return StepResult(notice=notice + self._notice(), action=MALFORMED, metrics=metrics)
 
     async def _answer(self, requests: Sequence[CallRequest]) -> list[ToolResult]:
         """Answer the calls of a turn: those of one tool at once, and the tools at the same time."""

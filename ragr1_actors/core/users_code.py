@@ -1,4 +1,4 @@
-"""Calls of users' code in which whatever it raises is an error: not the end of the run, and not a wait for ever."""
+"""Calls of users' code: whatever it raises becomes an error, which neither ends the run nor lets it wait for ever."""
 
 from __future__ import annotations
 

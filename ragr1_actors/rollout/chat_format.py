@@ -7,8 +7,8 @@ r"""Chat formats: how messages and tools become token ids around a policy's turn
     extension_ids(before, added, tools)      \n<|im_start|>user\n<tool_response>\nAna ..</tool_response><|im_end|>\n
                                              <|im_start|>assistant\n
 
-``tags`` adds plain text to a turn, which has no end of its own then. The other formats add what the chat template
-writes between the turn and the next one. A turn is never encoded again: to find what is around it, the conversations up
+``tags`` adds plain text behind a turn, and the message goes on. The other formats add what the chat template writes
+between the turn and the next one. A turn is never encoded again: to find what is around it, the conversations up
 to it and behind it are rendered with a character in the place of each sampled text, which no template changes. Where
 the first is no beginning of the second, the template frames what was said in another way: Qwen3 takes old thoughts out.
 
