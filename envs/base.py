@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from envs.call_grammars import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
@@ -80,20 +80,29 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     for text in (result.observation, result.notice, result.action, result.answer):
         if not isinstance(text, str):
             raise ConfigError(f"{named(method)} gave {text!r} as observation, notice, action or answer, expected text")
-    for name, kind in (("calls", ToolCall), ("restart", Message), ("results", str)):
-        given: object = {"calls": result.calls, "restart": result.restart, "results": result.results}[name]
-        if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
-            got = shortened(repr(given))
-            raise ConfigError(f"{named(method)} gave {name}={got}, expected a tuple of {kind.__name__}")
+    _check_tuple(result.calls, "calls", ToolCall, method)
+    _check_tuple(result.restart, "restart", Message, method)
+    _check_tuple(result.results, "results", str, method)
     if not isinstance(result.metrics, Mapping) or not all(isinstance(name, str) for name in result.metrics):
         raise ConfigError(f"{named(method)} gave metrics={result.metrics!r}, expected numbers by name")
-    for name, value in (
-        ("a reward", result.reward),
-        *((f"a metric {name}", value) for name, value in result.metrics.items()),
-    ):
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ConfigError(f"{named(method)} gave {name} of {value!r}, expected a finite number")
+    if not is_finite(result.reward):
+        raise ConfigError(f"{named(method)} gave a reward of {result.reward!r}, expected a finite number")
+    for name, value in result.metrics.items():
+        if not is_finite(value):
+            raise ConfigError(f"{named(method)} gave a metric {name} of {value!r}, expected a finite number")
     return result
+
+
+def _check_tuple(given: object, name: str, kind: type, method: Callable[..., Any]) -> None:
+    if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
+        got = shortened(repr(given))
+        raise ConfigError(f"{named(method)} gave {name}={got}, expected a tuple of {kind.__name__}")
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a finite number."""
+    # an instance check of Real takes as long as the rest of the check of a turn
+    return (type(value) is float or isinstance(value, Real)) and math.isfinite(value)
 
 
 def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
@@ -173,13 +182,20 @@ class TextEnv(ABC):
         """Cancel what is still running. Called once, after the trajectory has ended in any way."""
 
 
-def measure(env: TextEnv, ended: Trajectory) -> dict[str, float]:
+class Measured(Protocol):
+    """What has measures of its trajectories, such as an environment."""
+
+    @property
+    def measures(self) -> Mapping[str, Measure]: ...  # noqa: D102
+
+
+def measure(env: Measured, ended: Trajectory) -> dict[str, float]:
     """Return the measures of a trajectory that has ended, by name; ``ConfigError`` if one is not a finite number."""
     if not isinstance(env.measures, Mapping):
         raise ConfigError(f"measures of {named(env)} is {env.measures!r}, expected functions by name")
     found = {name: one(ended) for name, one in {**MEASURES, **env.measures}.items()}
     for name, value in found.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ConfigError(f"the measure {name} of {named(env)} gave {value!r}, expected a finite number")
     return {name: float(value) for name, value in found.items()}
 

@@ -289,6 +289,11 @@ class BracketParser(TurnParser):
             position = end + len(END_OF_THOUGHT)
 
 
+def open_thought(turn: str) -> str:
+    """Return ``<think>`` if a turn ends inside a thought, else an empty text."""
+    return THINK if turn.startswith(THINK, _end_of_thoughts(turn)) else ""
+
+
 def _end_of_thoughts(text: str) -> int:
     """Return where the thoughts of a turn end, or where the one begins that has no end."""
     position = 0

@@ -63,6 +63,15 @@ class RewardResult:
     """For people: ``{"format": 0.2}`` becomes the metric ``rollout/reward_format``."""
 
 
+def rewarded(ended: Trajectory, result: RewardResult) -> Trajectory:
+    """Return a trajectory with its reward on top of the environment's."""
+    parts = {f"reward_{name}": value for name, value in result.parts.items()}
+    turns = ended.turns
+    if result.per_turn:
+        turns = tuple(replace(turn, reward=turn.reward + own) for turn, own in zip(turns, result.per_turn, strict=True))
+    return replace(ended, turns=turns, reward=ended.reward + result.total, metrics=ended.metrics | parts)
+
+
 Given = float | RewardResult
 RewardFn = Callable[[Trajectory, RewardContext], Given | Awaitable[Given]]
 
@@ -116,7 +125,9 @@ class Reward:
                 ``per_turn`` has another length.
             ServiceError: a service that it needs did not answer. Any other error is the reward's own.
         """
-        return await self._ask(_read_only(trajectory), replace(context, options=self._options))
+        if self.name not in REWARDS:  # those change nothing
+            trajectory = _read_only(trajectory)
+        return await self._ask(trajectory, replace(context, options=self._options))
 
 
 def _read_only(trajectory: Trajectory) -> Trajectory:

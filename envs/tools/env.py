@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from envs.actions import Malformed, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
+from envs.call_grammars import open_thought
 from envs.measures import Measure
 from envs.options import ToolOptions
 from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
@@ -50,6 +51,10 @@ class ToolEnv(TextEnv):
         """Return one user message: the recipe's prompt with the question in it."""
         prompt = self._prompt.replace("{max_queries}", str(self._options.max_queries_per_turn))
         return [Message("user", prompt.replace("{question}", task.question))]
+
+    def left_open(self, text: str) -> str:
+        """Return ``<think>`` if the turn ends inside a thought; a chat template may begin one."""
+        return open_thought(text)
 
     def peek(self, partial: str) -> None:
         """Let tools begin the calls of this turn that are complete."""

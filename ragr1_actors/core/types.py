@@ -80,12 +80,16 @@ class StopReason(StrEnum):
     """Another service did not answer: a failure of the infrastructure."""
     ENV_ERROR = "env_error"
     """The environment or the reward raised: a failure of the data."""
+    AGENT_FAILED = "agent_failed"
+    """The agent raised, or ended with an error, after the policy had acted."""
+    AGENT_DEADLINE = "agent_deadline"
+    """The agent took too long, after the policy had acted."""
     ENGINE_ERROR = "engine_error"
     """The engine failed or returned a log-prob that is not finite: a failure of the infrastructure."""
 
     @property
     def failure(self) -> Failure | None:
-        """What failed; None if the policy ended the trajectory itself, be it by using up its turns or its context."""
+        """What failed; None if the policy brought the end about, be it by using up its turns or its context."""
         match self:
             case StopReason.RETRIEVAL_FAILED | StopReason.SERVICE_FAILED | StopReason.ENGINE_ERROR:
                 return Failure.INFRASTRUCTURE

@@ -235,7 +235,8 @@ def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFor
     """
     name, env_class = config.policy.chat_format, load_object(config.environment.env, ENVS)
     if name == "auto":
-        name = env_class.chat_format if inspect.isclass(env_class) and issubclass(env_class, TextEnv) else "tags"
+        is_env = inspect.isclass(env_class) and issubclass(env_class, TextEnv)
+        name = "auto" if config.environment.agent is not None else env_class.chat_format if is_env else "tags"
     if isinstance(tokenizer, PolicyTokenizer):
         return make_chat_format(name, tokenizer)
     if name != "tags":

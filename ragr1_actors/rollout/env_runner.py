@@ -15,31 +15,30 @@ from typing import Self
 from envs.base import ENVS, EnvContext, TextEnv
 from envs.rewards import Reward
 from ragr1_actors.core.config import SamplerConfig
-from ragr1_actors.core.errors import ConfigError, EngineDeadError
+from ragr1_actors.core.errors import EngineDeadError
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import GenerateFn, Sampling, StopReason, Trajectory, TrajectoryGroup
-from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
-    ColocatedEngine,
     Engine,
     EngineSettings,
     PolicyTokenizer,
-    ReceivingEngine,
+    check_takes_part,
     load_tokenizer,
 )
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.forks import Fork
+from ragr1_actors.rollout.gateway.attempt import AgentAttempts
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.rollout.recorder import Recorder, Tokenizer
 from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
 from ragr1_actors.rollout.summary import EngineLoad, Meter
-from ragr1_actors.rollout.trajectory_loop import Watch, run_trajectory
+from ragr1_actors.rollout.trajectory_loop import Attempt, EnvAttempt, Watch, run_trajectory
 from retrieval.base import AskingRetriever, PacedRetriever, Retriever
 
 
@@ -57,9 +56,11 @@ class EnvRunner:
         models = open_models(config.environment.models)
         if isinstance(retriever, AskingRetriever):
             retriever.use_models(models)
+        self._paced = retriever if isinstance(retriever, PacedRetriever) else None
         self._chat = chat_format_of(config, tokenizer)
         parser = None if isinstance(self._chat, TagsFormat) else self._chat.parser
         self._context = EnvContext(retriever, tokenizer.encode, tokenizer.defuse, models, parser=parser)
+        self._agents = AgentAttempts.of(config, self._chat, retriever)
         self._load = EngineLoad()
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
@@ -76,13 +77,7 @@ class EnvRunner:
             check_files(policy_dir, weights=True)
             tokenizer = load_tokenizer(policy_dir, config.policy)
         engine: Engine = engine_class(policy_dir, tokenizer, EngineSettings.of(config, version))
-        transport = choose_transport(config)  # checked now, and not when the first version is published
-        takes_part: dict[str, type] = {"broadcast": ReceivingEngine, "ipc": ColocatedEngine}
-        if not isinstance(engine, takes_part.get(transport, object)):
-            raise ConfigError(
-                f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
-                "take part; set it to object_store"
-            )
+        check_takes_part(engine, config)  # now, and not when the first version is published
         return cls(config, tokenizer, retriever, engine)
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -90,6 +85,8 @@ class EnvRunner:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
+        if self._agents is not None:
+            loop.run_until_complete(self._agents.close())
         if left:  # awaited, else asyncio prints a message for each
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(self.engine.close())
@@ -127,38 +124,42 @@ class EnvRunner:
         watch: Watch | None = None,
     ) -> Trajectory:
         async with self._room:
-            if isinstance(self._context.retriever, PacedRetriever):
-                await self._context.retriever.wait_for_room()
+            if self._paced is not None:
+                await self._paced.wait_for_room()
             meter = Meter(self.engine, self._load)
-            recorder = self._recorder(request, index, variant, meter.generate)
-            context = replace(self._context, variant=variant, seed=recorder.seed)
+            record = partial(self._recorder, request, index, variant, meter.generate)
             try:
-                env = self._env_class(self._config.environment, context)
+                attempt = self._attempt(record, variant, watch)
             except Exception as error:  # a user's environment may raise anything; only its own trajectory ends
                 problem = raised_at(error, self._env_class)
-                return recorder.trajectory(request.issue.task, StopReason.ENV_ERROR, error=problem)
+                return record().trajectory(request.issue.task, StopReason.ENV_ERROR, error=problem)
             started_s = asyncio.get_running_loop().time()
             try:
                 trajectory = await run_trajectory(
-                    env,
+                    attempt,
                     request.issue.task,
-                    recorder,
                     reward=partial(self._reward, context=replace(request.context, models=self._context.models)),
                     fork=fork,
-                    watch=watch,
                 )
             finally:
-                self.engine.release(recorder.trajectory_id)
+                self.engine.release(request.trajectory_id(index))
             trajectory.metrics.update(meter.metrics())
             trajectory.metrics["time/trajectory_s"] = asyncio.get_running_loop().time() - started_s
             return trajectory
 
+    def _attempt(self, record: Callable[..., Recorder], variant: str, watch: Watch | None) -> Attempt:
+        if self._agents is not None:
+            return self._agents.attempt(record, self.engine.release)
+        recorder = record()
+        context = replace(self._context, variant=variant, seed=recorder.seed)
+        return EnvAttempt(self._env_class(self._config.environment, context), recorder, watch)
+
     def _recorder(
-        self, request: GroupRequest, index: int, variant: str, generate: GenerateFn | None = None
+        self, request: GroupRequest, index: int, variant: str, generate: GenerateFn | None = None, part: str = ""
     ) -> Recorder:
         settings = self._config.env_runners
         return Recorder(
-            request.trajectory_id(index),
+            request.trajectory_id(index) + part,
             generate or self.engine.generate,
             self._tokenizer,
             Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),

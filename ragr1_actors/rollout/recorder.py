@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFo
 from ragr1_actors.rollout.forks import check_fork
 from ragr1_actors.rollout.issue import turn_seed
 
+T = TypeVar("T")
 _OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
 
 
@@ -111,7 +112,7 @@ class Recorder:
         self._parent, self._num_copied = "", 0
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
         self._chat = chat if chat is not None else TagsFormat(tokenizer)
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
         self._rows: list[_Row] = []
         self._messages: list[Message] = []  # the conversation, where a chat format needs it
         self._completion = Completion([], [], [], "", FinishReason.STOP)  # the last turn's, without what was open
@@ -128,9 +129,14 @@ class Recorder:
         return turn_seed(self._run_seed, self.trajectory_id, -1)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the last row."""
+        return len(self._rows[-1].ids)
+
+    @property
     def room(self) -> int:
         """Tokens that the last row can still take."""
-        return self._max_context_tokens - len(self._rows[-1].ids)
+        return self.max_context_tokens - self.num_tokens
 
     def restart(self, messages: Sequence[Message], reading: Reading) -> None:
         """Open a row with a conversation, up to the policy's turn; a last message of the assistant begins that turn."""
@@ -233,8 +239,8 @@ class Recorder:
             self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
         return True
 
-    async def generate(self, reading: Reading) -> Completion:
-        """Sample a turn and append it; its text begins with what was open before it.
+    async def generate(self, reading: Reading, max_tokens: int | None = None) -> Completion:
+        """Sample a turn and append it, of ``max_tokens`` at most; its text begins with what was open before it.
 
         An engine ends a part of a turn at any stop string; at one that the turn leaves open, such as a tag that a
         thought mentions, the next part begins.
@@ -242,7 +248,7 @@ class Recorder:
         Raises:
             EngineError: the engine failed, or returned a log-prob that is not finite.
         """
-        room = min(self._sampling.max_new_tokens, self.room)
+        room = min(self._sampling.max_new_tokens, self.room, max_tokens or self.room)
         turn = part = await self._sample(room, self._opened, 0, reading)
         while (left := room - len(turn.token_ids)) > 0:
             is_stopped = part.finish_reason is FinishReason.STOP and any(text in part.text for text in reading.stop)
@@ -290,10 +296,10 @@ class Recorder:
         return Trajectory(
             trajectory_id=self.trajectory_id,
             task=task,
-            token_ids=np.array([token_id for row in rows for token_id in row.ids], np.int32),
-            kinds=np.array([kind for row in rows for kind in row.kinds], np.uint8),
-            logprobs=np.array([logprob for row in rows for logprob in row.logprobs], np.float32),
-            policy_versions=np.array([version for row in rows for version in row.versions], np.int32),
+            token_ids=np.array(_joined([row.ids for row in rows]), np.int32),
+            kinds=np.array(_joined([row.kinds for row in rows]), np.uint8),
+            logprobs=np.array(_joined([row.logprobs for row in rows]), np.float32),
+            policy_versions=np.array(_joined([row.versions for row in rows]), np.int32),
             turns=tuple(self.turns),
             stop_reason=stop_reason,
             reward=0.0 if stop_reason.is_failure else sum((turn.reward for turn in self.turns), 0.0),
@@ -323,3 +329,7 @@ class Recorder:
             raise EngineError("the engine returned a log-prob that is not finite")
         row.sample(completion)
         return completion
+
+
+def _joined(parts: Sequence[list[T]]) -> list[T]:
+    return parts[0] if len(parts) == 1 else [one for part in parts for one in part]

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from envs.base import StepResult, TextEnv, check_prompt, check_result, measure
-from envs.rewards import RewardResult
+from envs.base import Measured, StepResult, TextEnv, check_prompt, check_result, measure
+from envs.rewards import RewardResult, rewarded
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import Completion, OnText, StopReason, Task, Trajectory, Turn
@@ -38,38 +39,40 @@ class Watch:
     """Called when a turn has ended and its calls are answered."""
 
 
+class Attempt(Protocol):
+    """One attempt at a task: an environment in which the policy acts, or an agent that asks it."""
+
+    @property
+    def source(self) -> Measured:
+        """Whose errors they are, and whose measures."""
+
+    async def run(self, task: Task, fork: Fork | None) -> StopReason:
+        """Take turns until the attempt ends, and return the reason; a ``fork`` begins as another trajectory."""
+
+    def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
+        """Return what has been recorded so far."""
+
+
 async def run_trajectory(
-    env: TextEnv,
-    task: Task,
-    recorder: Recorder,
-    *,
-    reward: RewardCall | None = None,
-    fork: Fork | None = None,
-    watch: Watch | None = None,
+    attempt: Attempt, task: Task, *, reward: RewardCall | None = None, fork: Fork | None = None
 ) -> Trajectory:
-    """Let the policy act in ``env``, a new one, until it answers, reaches a limit, or the machinery fails.
+    """Let the policy act, until it answers, reaches a limit, or the machinery fails.
 
     A failure of retrieval, engine or environment is not raised: the trajectory ends with a ``StopReason`` that names
     it, keeps its tokens, and has no reward. Only a dead engine is raised.
 
-    ``recorder`` is a new one, too. ``reward`` is asked for the trajectory at its end; what it gives is added to the
-    environment's own rewards. A ``fork`` begins as another trajectory: ``env`` acts on its first turns again. ``watch``
-    sees the trajectory grow; it changes nothing.
+    ``reward`` is asked for the trajectory at its end; what it gives is added to the environment's own rewards.
 
     Raises:
         EngineDeadError: no trajectory of this engine can continue.
     """
-    attempt = _Attempt(env, recorder, watch)
     error = ""
     try:
-        try:
-            stop_reason = await attempt.run(replace(task, question=recorder.defuse(task.question)), fork)
-        finally:  # also after a cancellation
-            env.close()
-        ended = attempt.trajectory(task, stop_reason)
+        ended = attempt.trajectory(task, await attempt.run(task, fork))
         if reward is not None:
-            ended = _rewarded(ended, await reward(ended))
-        return replace(ended, metrics=ended.metrics | measure(env, ended))
+            ended = rewarded(ended, await reward(ended))
+        ended.metrics.update(measure(attempt.source, ended))
+        return ended
     except RetrievalError as failure:
         stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
     except ServiceError as failure:
@@ -79,39 +82,37 @@ async def run_trajectory(
     except EngineError as failure:
         stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
     except Exception as failure:  # a user's environment or reward may raise anything; only its own trajectory ends
-        stop_reason, error = StopReason.ENV_ERROR, raised_at(failure, type(env))
+        stop_reason, error = StopReason.ENV_ERROR, raised_at(failure, type(attempt.source))
     return attempt.trajectory(task, stop_reason, error)
 
 
-def _rewarded(ended: Trajectory, result: RewardResult) -> Trajectory:
-    """Return the trajectory with its reward on top of the environment's."""
-    parts = {f"reward_{name}": value for name, value in result.parts.items()}
-    turns = ended.turns
-    if result.per_turn:
-        turns = tuple(replace(turn, reward=turn.reward + own) for turn, own in zip(turns, result.per_turn, strict=True))
-    return replace(ended, turns=turns, reward=ended.reward + result.total, metrics=ended.metrics | parts)
-
-
-class _Attempt:
+class EnvAttempt:
     """An environment that acts, and what the recorder does not keep."""
 
-    def __init__(self, env: TextEnv, recorder: Recorder, watch: Watch | None) -> None:
-        self._env, self._recorder, self._watch = env, recorder, watch
+    def __init__(self, env: TextEnv, recorder: Recorder, watch: Watch | None = None) -> None:
+        """Take a new environment and a new recorder; ``watch`` sees the trajectory grow, and changes nothing."""
+        self.source, self._recorder, self._watch = env, recorder, watch
         watchers: list[OnText] = [env.peek] if type(env).peek is not TextEnv.peek else []
         self._watchers = tuple(watchers) if watch is None else (*watchers, watch.on_text)
         self._answer = ""
         self._metrics: dict[str, float] = {}
 
     async def run(self, task: Task, fork: Fork | None) -> StopReason:
-        """Take turns until the trajectory ends, and return the reason."""
-        recorder, messages = self._recorder, check_prompt(await contained(self._env.reset(task)), self._env.reset)
+        """Take turns until the trajectory ends, and return the reason; the environment acts on a fork's first turns."""
+        try:
+            return await self._run(replace(task, question=self._recorder.defuse(task.question)), fork)
+        finally:  # also after a cancellation
+            self.source.close()
+
+    async def _run(self, task: Task, fork: Fork | None) -> StopReason:
+        recorder, messages = self._recorder, check_prompt(await contained(self.source.reset(task)), self.source.reset)
         if fork is None:
             recorder.restart(messages, self._reading())
         else:
             await self._act_again(recorder.fork(*fork, messages, self._reading()))
         while recorder.room > 0:
             turn = await recorder.generate(self._reading())
-            result = check_result(await contained(self._env.act(turn)), self._env.act)
+            result = check_result(await contained(self.source.act(turn)), self.source.act)
             self._record(result)
             if result.terminated:
                 return StopReason.ANSWERED
@@ -126,7 +127,7 @@ class _Attempt:
     async def _act_again(self, turns: Sequence[Completion]) -> None:
         """Bring the environment to where its turns had brought the parent's; ``ConfigError`` if it ends before."""
         for number, turn in enumerate(turns, start=1):
-            result = check_result(await contained(self._env.act(turn)), self._env.act)
+            result = check_result(await contained(self.source.act(turn)), self.source.act)
             if result.terminated or result.truncated:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))
@@ -138,7 +139,7 @@ class _Attempt:
         return self._recorder.trajectory(task, stop_reason, answer=self._answer, error=error, metrics=self._metrics)
 
     def _reading(self) -> Reading:
-        env = self._env
+        env = self.source
         return Reading(env.stop, env.tools, env.left_open, self._watchers)  # a class may change stop between turns
 
     def _record(self, result: StepResult) -> None:

@@ -73,7 +73,7 @@ class Question(BaseModel):
     return_scores: bool | None = None
 
 
-def _parse_question(body: bytes) -> Question:
+def parse_question(body: bytes) -> Question:
     """Read the body of a request.
 
     Raises:
@@ -89,7 +89,7 @@ def _parse_question(body: bytes) -> Question:
         raise RequestError(400, f"the body is not JSON in UTF-8: {error}; {_EXAMPLE}") from None
 
 
-def _format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:
+def format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:
     """Return the body of the answer in UTF-8; raises ``ValueError`` if a score is not finite: the retriever's error."""
     result: list[list[Any]] = [
         [
@@ -213,8 +213,8 @@ class RetrievalServer:
         started = time.monotonic()
         self._authorise(request)
         with self._in_flight():
-            question = _parse_question(await self._http.read_body(request))
-            body = _format_answer(await self._search(question), return_scores=bool(question.return_scores))
+            question = parse_question(await self._http.read_body(request))
+            body = format_answer(await self._search(question), return_scores=bool(question.return_scores))
         self._num_queries.inc(len(question.queries))
         self._duration.observe(time.monotonic() - started)
         return web.Response(body=body, content_type="application/json", charset="utf-8")

@@ -454,6 +454,17 @@ class ColocatedEngine(ReceivingEngine, Protocol):
         """
 
 
+def check_takes_part(engine: Engine, config: SamplerConfig) -> None:
+    """Raise a ``ConfigError`` if an engine cannot receive weights in the run's transport."""
+    transport = choose_transport(config)
+    takes_part: dict[str, type] = {"broadcast": ReceivingEngine, "ipc": ColocatedEngine}
+    if not isinstance(engine, takes_part.get(transport, object)):
+        raise ConfigError(
+            f"got env_runners.weight_transport {transport}, in which the engine {config.env_runners.engine} cannot "
+            "take part; set it to object_store"
+        )
+
+
 EngineClass = Callable[..., Engine]
 """``(policy_dir, tokenizer, EngineSettings) -> Engine``."""
 

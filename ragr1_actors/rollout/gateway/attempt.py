@@ -1,0 +1,113 @@
+"""AgentAttempt: one attempt at a task whose turns an agent asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+from envs.measures import Measure
+from ragr1_actors.core.config import AgentSettings, SamplerConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.types import StopReason, Task, Trajectory
+from ragr1_actors.rollout.chat_format import ChatFormat
+from ragr1_actors.rollout.forks import Fork
+from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, make_agent
+from ragr1_actors.rollout.gateway.server import Gateway
+from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
+from retrieval.base import Retriever
+
+
+class AgentAttempt:
+    """``Attempt`` of an agent."""
+
+    measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
+
+    def __init__(self, agent: Agent, gateway: Gateway, session: Session, deadline_s: float) -> None:
+        """Record what the agent asks in a new session."""
+        self._agent, self._gateway, self._session, self._deadline_s = agent, gateway, session, deadline_s
+        self._output = ""
+
+    @property
+    def source(self) -> Self:
+        """See ``Attempt``."""
+        return self
+
+    async def run(self, task: Task, fork: Fork | None) -> StopReason:
+        """Run the agent until it ends, and return the reason.
+
+        Raises:
+            EngineError: the engine failed in one of its requests.
+            ConfigError: the agent ended before the policy acted.
+        """
+        if fork is not None:
+            raise ConfigError("got a fork of an agent's trajectory; only an environment can act on its turns again")
+        ended, is_late = await self._solved(task)
+        self._output = ended.output or ended.problem
+        if ended.answer is not None:
+            self._session.answer = ended.answer
+        if not self._session.has_turns:
+            raise ConfigError(f"the agent ended before the policy acted: {ended.problem or 'it asked nothing'}")
+        if is_late:
+            return StopReason.AGENT_DEADLINE
+        if ended.problem:
+            return self._session.limit or StopReason.AGENT_FAILED
+        return StopReason.ANSWERED
+
+    async def _solved(self, task: Task) -> tuple[Ended, bool]:
+        """Run the agent; return how it ended, and whether its deadline ended it."""
+        deadline_s, session = self._deadline_s, self._session
+        async with self._gateway.opened(session) as key:
+            given = AgentSession(self._gateway.url, key, session.seed, deadline_s)
+            solving = asyncio.ensure_future(self._agent.solve(task, given))
+            try:
+                watched: list[asyncio.Future[Any]] = [solving, session.failed]
+                await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+                if session.failed.done():
+                    return self._failed(session.failed.exception()), False
+                if not solving.done():
+                    return Ended(problem=f"the agent did not end within {deadline_s:g} s"), True
+                return solving.result(), False
+            finally:
+                session.failed.cancel()
+                if not solving.done():
+                    solving.cancel()
+                    await asyncio.wait({solving})
+
+    @staticmethod
+    def _failed(error: BaseException | None) -> Ended:
+        """Return how a flood ends an agent; raise any other error."""
+        assert error is not None
+        if not isinstance(error, FloodError):
+            raise error
+        return Ended(problem=str(error))
+
+    def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
+        """Return what was recorded so far."""
+        return self._session.trajectory(task, stop_reason, error, self._output)
+
+
+class AgentAttempts:
+    """The agents of one env runner: one gateway, and an attempt for each trajectory."""
+
+    def __init__(self, config: SamplerConfig, settings: AgentSettings, chat: ChatFormat, retriever: Retriever) -> None:
+        """Run the agent of a recipe; ``ConfigError`` if it cannot be run."""
+        self._agent = make_agent(settings, config.env_runners.max_concurrent_trajectories)
+        self._gateway = Gateway(settings.host, retriever)
+        self._settings, self._chat, self._max_turns = settings, chat, config.environment.max_turns
+
+    @classmethod
+    def of(cls, config: SamplerConfig, chat: ChatFormat, retriever: Retriever) -> Self | None:
+        """Return the agents of a recipe; None if an environment acts."""
+        settings = config.environment.agent
+        return cls(config, settings, chat, retriever) if settings is not None else None
+
+    def attempt(self, record: NewRecorder, release: Callable[[str], None]) -> AgentAttempt:
+        """Return a new attempt; ``record`` makes its recorders, whose ids the engine may ``release`` at its end."""
+        session = Session(record, release, self._chat, self._max_turns)
+        return AgentAttempt(self._agent, self._gateway, session, self._settings.deadline_s)
+
+    async def close(self) -> None:
+        """Stop the gateway."""
+        await self._gateway.close()

@@ -1,0 +1,331 @@
+r"""OpenAI's chat completions as this project reads and writes them: pure functions and frozen data.
+
+::
+
+    {"messages": [..], "tools": [..], "stream": true}  ──► ChatRequest ──► session ──► Reply ──► completion, or chunks
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from envs.actions import THINK
+from envs.call_grammars import END_OF_THOUGHT, ToolSchema
+from ragr1_actors.core.errors import first_problem, one_line, shortened
+from ragr1_actors.core.types import CallRequest, Message
+
+Said = tuple[str, str, tuple[tuple[str, str], ...]]
+"""A message as histories are compared: role, text, and name and canonical arguments of each call."""
+Finish = Literal["stop", "length", "tool_calls"]
+CONTEXT_LENGTH = "context_length_exceeded"
+_OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
+_ROLES = {"developer": "system"}
+
+
+class ApiError(Exception):
+    """A request that is refused with OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        """Refuse with an HTTP status, one sentence and OpenAI's code, such as ``context_length_exceeded``."""
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code or None}}
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    type: str
+    text: str = ""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _Call(BaseModel):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def text(self) -> str:
+        """Return the content as one text; ``ApiError`` if a part of it is no text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.type not in ("text", "input_text", "output_text"):
+                raise ApiError(400, f"messages: got a part of type {shortened(part.type)}, expected text; leave it out")
+        return "".join(part.text for part in self.content)
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[_Message] = Field(min_length=1)
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for a chat completion."""
+
+    messages: tuple[Message, ...]
+    said: tuple[Said, ...]
+    """The messages as they are compared with what was recorded."""
+    model: str = ""
+    """Echoed only: there is one policy."""
+    tools: tuple[ToolSchema, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    overridden: tuple[str, ...] = ()
+    """The fields whose values are the run's, not the request's: ``("temperature",)``."""
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Read the body of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: 400 with one sentence: it is no such JSON, or asks for what a recorded policy does not do.
+    """
+    try:
+        found = _Body.model_validate(from_json(body, allow_inf_nan=False))
+    except ValidationError as error:
+        key, value, problem = first_problem(error)
+        raise ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON in UTF-8: {one_line(error)}") from None
+    given = {name: value for name, value in (found.model_extra or {}).items() if value is not None}
+    choice = given.get("tool_choice", "auto")
+    _refuse(given, choice)
+    if found.messages[-1].role == "assistant":
+        raise ApiError(400, "messages: the last one is the assistant's; expected one of a user or a tool's result")
+    limits = [limit for limit in (found.max_tokens, found.max_completion_tokens) if limit is not None]
+    stop = (found.stop,) if isinstance(found.stop, str) else tuple(found.stop or ())
+    tools = () if choice == "none" else tuple(found.tools or ())
+    for tool in tools:
+        if tool.get("type") != "function" or not isinstance(tool.get("function", {}).get("name"), str):
+            raise ApiError(400, f'tools: got {shortened(repr(tool))}, expected {{"type": "function", "function": ..}}')
+    return ChatRequest(
+        messages=tuple(_read_message(message) for message in found.messages),
+        said=tuple(_said(message) for message in found.messages),
+        model=found.model,
+        tools=tools,
+        stop=tuple(text for text in stop if text),
+        max_tokens=min(limits, default=None),
+        stream=bool(found.stream),
+        include_usage=found.stream_options is not None and bool(found.stream_options.include_usage),
+        overridden=tuple(name for name in _OVERRIDDEN if name in given)
+        + (("tool_choice",) if choice == "required" else ()),  # smolagents and pydantic-ai send it by themselves
+    )
+
+
+def _refuse(given: dict[str, Any], choice: object) -> None:
+    """Refuse what would need tokens that the policy did not sample by itself, or several answers."""
+    if given.get("n", 1) != 1:
+        raise ApiError(400, f"n: got {shortened(repr(given['n']))}, expected 1; send several requests")
+    if given.get("logit_bias"):
+        raise ApiError(400, "logit_bias: the policy samples without one; leave it out")
+    if choice not in ("auto", "none", "required"):
+        raise ApiError(400, f"tool_choice: got {shortened(repr(choice))}, expected auto or none; calls are not forced")
+    response_format = given.get("response_format", {"type": "text"})
+    if response_format != {"type": "text"}:
+        got = shortened(repr(response_format))
+        raise ApiError(400, f"response_format: got {got}, expected text; ask for the format in a message")
+    for name in ("functions", "function_call", "audio", "logprobs"):
+        if given.get(name):
+            raise ApiError(400, f"{name}: this endpoint does not have it; leave it out")
+
+
+def in_front(messages: Sequence[Message]) -> list[Message]:
+    """Return a whole conversation with one system message, in front: chat templates refuse others."""
+    num_leading = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+    leading = "\n\n".join(message.content for message in messages[:num_leading])
+    return [Message("system", leading)] * (num_leading > 0) + behind(messages[num_leading:])
+
+
+def behind(messages: Sequence[Message]) -> list[Message]:
+    """Return messages behind the first ones; those of the system become a user's."""
+    return [replace(message, role="user") if message.role == "system" else message for message in messages]
+
+
+def _read_message(message: _Message) -> Message:
+    content = message.text()
+    if message.role == "assistant" and (thought := message.reasoning_content or message.reasoning):
+        content = f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n{content}"
+    calls = tuple(CallRequest(call.function.name, _arguments(call)) for call in message.tool_calls or ())
+    return Message(_ROLES.get(message.role, message.role), content, calls)
+
+
+def _said(message: _Message) -> Said:
+    calls = tuple(CallRequest(call.function.name, _arguments(call)) for call in message.tool_calls or ())
+    return said(_ROLES.get(message.role, message.role), message.text(), calls)
+
+
+def said(role: str, content: str, calls: Sequence[CallRequest] = ()) -> Said:
+    """Return a message as histories are compared: without thoughts and outer blanks, arguments in one spelling."""
+    if role == "assistant":
+        content = content.rpartition(END_OF_THOUGHT)[2].strip()
+    return role, content, tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
+
+
+def _arguments(call: _Call) -> dict[str, Any]:
+    given = call.function.arguments
+    try:
+        found = json.loads(given or "{}") if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        got = shortened(repr(given))
+        raise ApiError(400, f"messages: the arguments of a call of {call.function.name} are {got}, expected an object")
+    return found
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The policy's turn, for the agent."""
+
+    content: str
+    """Outside thoughts and calls, and in front of the stop string."""
+    thought: str
+    calls: tuple[CallRequest, ...]
+    finish: Finish
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+
+    def message(self) -> dict[str, Any]:
+        """Return the assistant's message."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        if self.thought:
+            found["reasoning_content"] = self.thought
+        if self.calls:
+            found["tool_calls"] = [
+                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": _written(call)}
+                for call in self.calls
+            ]
+        return found
+
+    def usage(self) -> dict[str, int]:
+        """Return the counts of tokens."""
+        total = self.num_prompt_tokens + self.num_sampled_tokens
+        counts = {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_sampled_tokens}
+        return counts | {"total_tokens": total}
+
+
+def _written(call: CallRequest) -> dict[str, str]:
+    return {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+
+
+def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tuple[str, str]:
+    """Return thought and content of a turn without calls, up to its first stop string.
+
+    With ``is_whole`` false the turn goes on: what may be the beginning of a tag or a stop string is held back.
+
+    ``visible("<think>two</think>\\n\\nRiga END", ["END"]) == ("two", "Riga")``
+    """
+    ends = [at for text in stop if (at := turn.find(text)) >= 0]
+    turn = turn[: min(ends)] if ends else turn
+    if not (is_whole or ends):
+        turn = _without_beginning(turn, (THINK, END_OF_THOUGHT, *stop))
+    if not turn.lstrip().startswith(THINK):
+        return "", turn.strip() if is_whole else turn.lstrip().rstrip()
+    thought, _, content = turn.lstrip().removeprefix(THINK).partition(END_OF_THOUGHT)
+    return thought.strip(), content.strip()
+
+
+def _without_beginning(text: str, of: Sequence[str]) -> str:
+    """Return a text without an end that one of some texts begins with."""
+    longest = max((n for one in of for n in range(1, len(one)) if text.endswith(one[:n])), default=0)
+    return text[: len(text) - longest]
+
+
+def completion(reply: Reply, model: str) -> dict[str, Any]:
+    """Return the body of the answer."""
+    choice = {"index": 0, "message": reply.message(), "logprobs": None, "finish_reason": reply.finish}
+    return {**_head("chat.completion", model), "choices": [choice], "usage": reply.usage()}
+
+
+class Chunks:
+    """The chunks of one streamed answer, as server-sent events."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        """Begin an answer to a request."""
+        self._request, self._head = request, _head("chat.completion.chunk", request.model)
+        self._thought = self._content = ""
+        self._has_begun = False
+
+    def grown(self, turn: str) -> bytes:
+        """Return what a turn that is still being sampled shows more than before; empty: nothing."""
+        thought, content = visible(turn, self._request.stop, is_whole=False)
+        # a call may begin anywhere in the text, so with tools it is sent at the end
+        return b"".join(self._deltas(thought, "" if self._request.tools else content))
+
+    def end(self, reply: Reply) -> bytes:
+        """Return the rest of the answer."""
+        found = list(self._deltas(reply.thought, reply.content))
+        message = reply.message()
+        if "tool_calls" in message:
+            calls = [{"index": number, **call} for number, call in enumerate(message["tool_calls"])]
+            found.append(self._chunk({"tool_calls": calls}))
+        found.append(self._chunk({}, reply.finish))
+        if self._request.include_usage:
+            found.append(_event({**self._head, "choices": [], "usage": reply.usage()}))
+        return b"".join([*found, b"data: [DONE]\n\n"])
+
+    def _deltas(self, thought: str, content: str) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._chunk({"role": "assistant", "content": ""})
+        if len(thought) > len(self._thought):
+            yield self._chunk({"reasoning_content": thought[len(self._thought) :]})
+            self._thought = thought
+        if len(content) > len(self._content):
+            yield self._chunk({"content": content[len(self._content) :]})
+            self._content = content
+
+    def _chunk(self, delta: dict[str, Any], finish: Finish | None = None) -> bytes:
+        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}

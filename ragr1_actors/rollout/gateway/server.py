@@ -1,0 +1,200 @@
+"""Gateway: the OpenAI-compatible endpoint of an env runner; the key of a request is its session.
+
+::
+
+    POST /v1/chat/completions   tools, stream, stop, max_tokens
+    GET  /v1/models
+    POST /v1/answer             {"answer": "Riga"}     the agent's answer, where it does not return one
+    POST /v1/reward             {"reward": 0.5}        added to the last turn's reward
+    POST /retrieve              Search-R1's protocol: the run's retriever
+
+A key that was never given gets 401, that of a session that has ended 410. ``cluster/http.py`` has the guards of every
+server. The gateway listens while its runner has sessions, and goes on listening between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cluster.http import HttpServer, Limits
+from ragr1_actors.core.errors import RetrievalError, first_problem, shortened
+from ragr1_actors.core.types import OnText
+from ragr1_actors.rollout.gateway.messages import ApiError, ChatRequest, Chunks, Reply, completion, read_request
+from ragr1_actors.rollout.gateway.session import Session
+from retrieval.base import Retriever
+from retrieval.http.server import DEFAULT_TOPK, format_answer, parse_question
+
+Body = TypeVar("Body", bound=BaseModel)
+MODEL = "policy"
+"""The name of the one model."""
+MAX_BODY_BYTES = 8 * 2**20
+_KEPT_KEYS = 2**16
+"""Keys of ended sessions that are known as such."""
+_EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+class Chat(Protocol):
+    """What answers the requests for chat completions of one key."""
+
+    async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
+        """Return the next turn of a conversation; raises ``ApiError``."""
+
+
+async def answer_chat(request: web.Request, body: bytes, chat: Chat) -> web.StreamResponse:
+    """Answer a request for a chat completion, as a whole or in chunks."""
+    asked = read_request(body)
+    if not asked.stream:
+        return web.json_response(completion(await chat.complete(asked), asked.model or MODEL))
+    return await _stream(request, asked, chat)
+
+
+async def _stream(request: web.Request, asked: ChatRequest, chat: Chat) -> web.StreamResponse:
+    chunks, texts = Chunks(asked), asyncio.Queue[str | None]()
+    sampling = asyncio.ensure_future(chat.complete(asked, texts.put_nowait))
+    sampling.add_done_callback(lambda done: texts.put_nowait(None))
+    response = web.StreamResponse(headers=_EVENT_STREAM)
+    try:
+        while (text := await texts.get()) is not None:
+            if part := chunks.grown(text):
+                await _write(request, response, part)
+        reply = await sampling  # an error before the first chunk has a status
+        await _write(request, response, chunks.end(reply))
+    finally:
+        sampling.cancel()
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(part)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    answer: str
+
+
+class _Reward(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    reward: float
+
+
+class Gateway:
+    """The server of one env runner, and the sessions of its agents."""
+
+    def __init__(self, host: str, retriever: Retriever) -> None:
+        """Listen on ``host`` from the first session on; ``retriever`` answers the agents' searches."""
+        self._retriever = retriever
+        self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._server = HttpServer(
+            [
+                web.post("/v1/chat/completions", self._guarded(self._chat)),
+                web.get("/v1/models", self._guarded(self._models)),
+                web.post("/v1/answer", self._guarded(self._take_answer)),
+                web.post("/v1/reward", self._guarded(self._take_reward)),
+                web.post("/retrieve", self._guarded(self._retrieve)),
+            ],
+            host=host,
+            limits=Limits(body_bytes=MAX_BODY_BYTES),
+        )
+        self._starting = asyncio.Lock()
+        self._is_listening = False
+
+    @property
+    def url(self) -> str:
+        """The address it listens on, without a path."""
+        return self._server.url
+
+    @asynccontextmanager
+    async def opened(self, session: Session) -> AsyncIterator[str]:
+        """Give a session a key while the block runs."""
+        async with self._starting:
+            if not self._is_listening:
+                await self._server.__aenter__()
+                self._is_listening = True
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            self._ended[key] = None
+            if len(self._ended) > _KEPT_KEYS:
+                self._ended.popitem(last=False)
+
+    async def close(self) -> None:
+        """Stop to listen."""
+        if self._is_listening:
+            await self._server.__aexit__()
+
+    def _guarded(
+        self, handle: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handle(request, self._session_of(request))
+            except ApiError as error:
+                headers = {"x-should-retry": "false"}  # for OpenAI's clients
+                return web.json_response(error.body, status=error.status, headers=headers)
+
+        return handler
+
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is not None and not session.failed.done():
+            return session
+        if session is not None or key.strip() in self._ended:
+            raise ApiError(410, "this session has ended")
+        raise ApiError(401, "expected the session's key, OPENAI_API_KEY, in 'Authorization: Bearer KEY'")
+
+    async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
+        return await answer_chat(request, await self._server.read_body(request), session)
+
+    async def _models(self, request: web.Request, session: Session) -> web.Response:
+        return web.json_response(models())
+
+    async def _take_answer(self, request: web.Request, session: Session) -> web.Response:
+        session.answer = _read(_Answer, await self._server.read_body(request)).answer
+        return web.json_response({"status": "ok"})
+
+    async def _take_reward(self, request: web.Request, session: Session) -> web.Response:
+        session.reward = _read(_Reward, await self._server.read_body(request)).reward
+        return web.json_response({"status": "ok"})
+
+    async def _retrieve(self, request: web.Request, session: Session) -> web.Response:
+        asked = parse_question(await self._server.read_body(request))
+        k = asked.topk or DEFAULT_TOPK
+        try:
+            found = await self._retriever.search(asked.queries, k) if asked.queries else []
+        except RetrievalError as error:
+            session.fail(error)
+            raise ApiError(503, "the search failed; the attempt ends") from None
+        session.note_searches(asked.queries, k, found)
+        body = format_answer(found, return_scores=bool(asked.return_scores))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def models() -> dict[str, Any]:
+    """Return the body of ``/v1/models``."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ragr1-actors"}]}
+
+
+def _read(kind: type[Body], body: bytes) -> Body:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        key, value, problem = first_problem(error)
+        raise ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}") from None

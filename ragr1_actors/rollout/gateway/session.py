@@ -1,0 +1,272 @@
+"""A session: what one agent asks the policy, recorded as rows of one attempt.
+
+::
+
+    request 1   system, user                       row 0   [ P  P | M  M ]
+    request 2   .. what was said .., tool          row 0   [ P  P | M  M | O  O | M  M ]
+    request 3   another conversation               row 1                                  [ P  P  P | M  M ]
+
+A request goes on with the longest conversation that it repeats; its tokens are never encoded again. Where it repeats
+none, because the agent began another one or rewrote the history, it begins a conversation, whose prompt is a new row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from envs.call_grammars import ToolSchema, open_thought
+from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.types import (
+    MALFORMED,
+    Completion,
+    FinishReason,
+    OnText,
+    Record,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+)
+from ragr1_actors.rollout.chat_format import ChatFormat
+from ragr1_actors.rollout.gateway.messages import (
+    CONTEXT_LENGTH,
+    ApiError,
+    ChatRequest,
+    Reply,
+    Said,
+    behind,
+    in_front,
+    said,
+    visible,
+)
+from ragr1_actors.rollout.recorder import Reading, Recorder
+
+MAX_REFUSED = 64
+"""Requests of a session that are refused until the session ends: an agent that does not stop to ask."""
+
+
+class NewRecorder(Protocol):
+    """Makes the recorders of one attempt."""
+
+    def __call__(self, *, part: str = "") -> Recorder:
+        """Return a new recorder, whose id is the attempt's and ``part``."""
+
+
+class FloodError(Exception):
+    """The agent does not stop to ask."""
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One conversation of a session; its rows only ever grow."""
+
+    recorder: Recorder
+    tools: tuple[ToolSchema, ...]
+    said: tuple[Said, ...] = ()
+    """As the agent knows it; empty before the first turn."""
+    is_busy: bool = False
+    is_full: bool = False
+    turn: tuple[str, tuple[ToolCall, ...]] | None = None
+    """Action and calls of a turn whose results have not come yet."""
+
+    def is_continued_by(self, request: ChatRequest) -> bool:
+        """Whether a request repeats all that was said here, and adds no turn of the policy."""
+        added = request.said[len(self.said) :]
+        is_free = not (self.is_busy or self.is_full) and self.tools == request.tools
+        return (
+            is_free and request.said[: len(self.said)] == self.said and all(role != "assistant" for role, *_ in added)
+        )
+
+    def end_turn(self, results: Sequence[Said] = ()) -> None:
+        """Record the last turn with the results of its calls, in their order."""
+        if self.turn is not None:
+            action, calls = self.turn
+            texts = [text for role, text, _ in results if role == "tool"]
+            answered = tuple(replace(call, result=text) for call, text in zip(calls, texts, strict=False))
+            reply = "\n".join(text for _, text, _ in results)
+            self.recorder.end_turn(action, (*answered, *calls[len(answered) :]), reply, 0.0)
+            self.turn = None
+
+
+@dataclass(slots=True)
+class Session:
+    """What an agent has asked so far."""
+
+    new_recorder: NewRecorder
+    release: Callable[[str], None]
+    """Called with the id of each recorder at the end."""
+    chat: ChatFormat
+    max_turns: int
+    answer: str = ""
+    """What ``POST /v1/answer`` gave."""
+    reward: float = 0.0
+    """What ``POST /v1/reward`` gave."""
+    limit: StopReason | None = None
+    """The limit that refuses further requests."""
+    failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Has an exception once the session cannot go on: an error of the engine, or ``FloodError``."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Metrics of the attempt: how often a request set what the run sets."""
+    _conversations: list[_Conversation] = field(default_factory=list)
+    _num_turns: int = 0
+    _num_refused: int = 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of the attempt."""
+        return self.new_recorder().seed
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the policy has acted."""
+        return any(one.turn is not None or one.recorder.turns for one in self._conversations)
+
+    async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
+        """Sample the policy's next turn of a conversation; ``on_text`` gets the turn's text as it grows.
+
+        Raises:
+            ApiError: 400 beyond the turns or the context, or if the chat template refuses the messages; 503 if the
+                engine failed, which ends the session.
+        """
+        if self.limit is None and self._num_turns >= self.max_turns:
+            self.limit = StopReason.MAX_TURNS
+        if self.limit is not None:
+            raise self._refused()
+        for name in request.overridden:
+            self.counts[f"overridden_{name}"] = self.counts.get(f"overridden_{name}", 0.0) + 1
+        conversation = self._find(request)
+        self._num_turns += 1
+        conversation.is_busy = True
+        try:
+            return await self._sample(conversation, request, on_text)
+        except asyncio.CancelledError:  # the client left, and may ask the same again
+            self._num_turns -= 1
+            raise
+        finally:
+            conversation.is_busy = False
+
+    def _find(self, request: ChatRequest) -> _Conversation:
+        """Return the longest conversation that a request continues, or a new one."""
+        known = [one for one in self._conversations if one.is_continued_by(request)]
+        if known:
+            return max(known, key=lambda one: len(one.said))
+        number = len(self._conversations)
+        made = _Conversation(self.new_recorder(part=f"~{number}" if number else ""), request.tools)
+        self._conversations.append(made)
+        return made
+
+    async def _sample(self, conversation: _Conversation, request: ChatRequest, on_text: OnText | None) -> Reply:
+        recorder = conversation.recorder
+        reading = Reading(
+            request.stop,
+            request.tools,
+            lambda text: "" if any(one in text for one in request.stop) else open_thought(text),
+            (on_text,) if on_text is not None else (),
+        )
+        num_said = len(conversation.said)
+        try:
+            if not num_said:
+                recorder.restart(in_front(request.messages), reading)
+                has_room = recorder.room > 0
+            else:
+                conversation.end_turn(request.said[num_said:])
+                added = behind(request.messages[num_said:])
+                has_room = not added or recorder.add(added, reading)
+        except ConfigError as error:  # the chat template refuses the messages
+            conversation.is_full = True
+            raise ApiError(400, f"messages: {error}") from None
+        conversation.said = request.said
+        if not has_room:
+            conversation.is_full, self.limit = True, StopReason.CONTEXT_FULL
+            raise self._refused()
+        num_prompt_tokens = recorder.num_tokens
+        try:
+            turn = await recorder.generate(reading, request.max_tokens)
+        except EngineError as error:
+            self.fail(error)
+            raise ApiError(503, "the policy's engine failed; the attempt ends") from None
+        reply, action = self._read(turn, request, num_prompt_tokens)
+        calls = tuple(ToolCall(call.name, dict(call.arguments)) for call in reply.calls)
+        conversation.turn = (action, calls)
+        conversation.said = (*request.said, said("assistant", reply.content, reply.calls))
+        return reply
+
+    def _read(self, turn: Completion, request: ChatRequest, num_prompt_tokens: int) -> tuple[Reply, str]:
+        """Return a turn as the agent gets it, and the name of what it did."""
+        parsed = self.chat.parser(request.tools).end(turn.text) if request.tools else None
+        is_cut = turn.finish_reason is FinishReason.LENGTH
+        counts = (num_prompt_tokens, len(turn.token_ids))
+        if parsed is None or not parsed.calls:
+            thought, content = visible(turn.text, request.stop)
+            is_malformed = parsed is not None and bool(parsed.problem)
+            return Reply(content, thought, (), "length" if is_cut else "stop", *counts), (
+                MALFORMED if is_malformed else "answer"
+            )
+        thought, _ = visible(parsed.content)
+        return Reply(parsed.text, thought, parsed.calls, "tool_calls", *counts), "call"
+
+    def _refused(self) -> ApiError:
+        """Count a request beyond a limit, and return its answer."""
+        self._num_refused += 1
+        if self._num_refused > MAX_REFUSED:
+            self.fail(FloodError(f"the agent sent {MAX_REFUSED} more requests after its turns or context were used"))
+        what = "all turns of the session are used" if self.limit is StopReason.MAX_TURNS else "shorten the messages"
+        # litellm knows the error by these words; smolagents takes some numbers for those of other errors
+        return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
+
+    def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]]) -> None:
+        """Record searches of the agent with the last turn."""
+        for conversation in reversed(self._conversations):
+            if conversation.turn is not None:
+                action, calls = conversation.turn
+                made = [
+                    ToolCall("retrieve", {"query": query, "k": k}, records=tuple(records))
+                    for query, records in zip(queries, found, strict=True)
+                ]
+                conversation.turn = (action, (*calls, *made))
+                return
+
+    def fail(self, error: Exception) -> None:
+        """End the session with an error of the infrastructure, or of an agent that floods."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
+        """Return what was recorded: the conversations, each with its rows, one behind the other.
+
+        ``output`` is what the agent printed, which is kept as the result of a call ``agent`` in the last turn.
+        """
+        for conversation in self._conversations:
+            conversation.end_turn()
+            self.release(conversation.recorder.trajectory_id)
+        recorders = [one.recorder for one in self._conversations] or [self.new_recorder()]
+        recorders = [one for one in recorders if one.turns] or recorders[:1]
+        last = recorders[-1]
+        if last.turns:
+            said_by_agent = (ToolCall("agent", {}, output),) if output else ()
+            turn = last.turns[-1]
+            last.turns[-1] = replace(turn, calls=turn.calls + said_by_agent, reward=turn.reward + self.reward)
+        parts = [one.trajectory(task, stop_reason, answer=self.answer, error=error) for one in recorders]
+        return replace(_joined(parts), trajectory_id=self.new_recorder().trajectory_id, metrics=dict(self.counts))
+
+
+def _joined(parts: Sequence[Trajectory]) -> Trajectory:
+    """Return several trajectories of one attempt as one, row by row."""
+    first, *others = parts
+    if not others:
+        return first
+    return replace(
+        first,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        kinds=np.concatenate([part.kinds for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
+        turns=tuple(turn for part in parts for turn in part.turns),
+        reward=sum(part.reward for part in parts),
+        row_lengths=tuple(row.stop - row.start for part in parts for row in part.rows),
+    )

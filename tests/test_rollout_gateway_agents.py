@@ -1,0 +1,314 @@
+"""Agents: functions, programs and Ray tasks, how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_world import TASK, Client, config_of, play
+from tool_templates import write_tool_family
+from waits import wait_until
+
+from ragr1_actors.core.config import AgentSettings
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.types import StopReason, Task, TokenKind
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
+from ragr1_actors.rollout.gateway.agents import AgentSession, make_agent
+from ragr1_actors.rollout.gateway.session import MAX_REFUSED
+
+HERE = __name__
+ASKS = """
+import json, os, sys, urllib.request
+def ask(question):
+    body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    return write_tool_family(tmp_path_factory.mktemp("agents") / "policy", "qwen2.5")
+
+
+def program(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "agent.py"
+    path.write_text(ASKS + text)
+    return [sys.executable, str(path), "{question}"]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+async def raises_first(task: Task, session: AgentSession) -> str:
+    raise KeyError("first")
+
+
+async def raises_later(task: Task, session: AgentSession) -> str:
+    await Client(session).ask()
+    raise KeyError("later")
+
+
+async def asks_nothing(task: Task, session: AgentSession) -> str:
+    return "Riga"
+
+
+async def returns_a_number(task: Task, session: AgentSession) -> Any:
+    await Client(session).ask()
+    return 3
+
+
+def in_a_thread(task: Task, session: AgentSession) -> str:
+    assert threading.current_thread() is not threading.main_thread()
+    asyncio.run(Client(session).ask())
+    return "Riga"
+
+
+async def never_ends(task: Task, session: AgentSession) -> str:
+    await Client(session).ask()
+    await asyncio.sleep(10**6)
+    return ""
+
+
+async def never_begins(task: Task, session: AgentSession) -> str:
+    await asyncio.sleep(10**6)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "deadline_s", "expected", "said"),
+    [
+        ("raises_first", 60, StopReason.ENV_ERROR, r"before the policy acted: .*agents\.py, line \d+: KeyError: 'first'"),
+        ("asks_nothing", 60, StopReason.ENV_ERROR, "it asked nothing"),
+        ("never_begins", 0.2, StopReason.ENV_ERROR, "did not end within 0.2 s"),
+        ("raises_later", 60, StopReason.AGENT_FAILED, ""),
+        ("returns_a_number", 60, StopReason.AGENT_FAILED, ""),
+        ("never_ends", 1, StopReason.AGENT_DEADLINE, ""),
+        ("in_a_thread", 60, StopReason.ANSWERED, ""),
+    ],
+)
+async def test_how_functions_end(
+    tokenizer: PolicyTokenizer, name: str, deadline_s: float, expected: StopReason, said: str
+) -> None:
+    agent = {"function": f"{HERE}:{name}", "deadline_s": deadline_s}
+    (found,) = await play(tokenizer, agent, {"t/0": ["Riga"]})
+    assert found.stop_reason is expected
+    assert found.stop_reason.is_failure == bool(said)
+    if said:
+        import re
+
+        assert re.search(said, found.error)
+    else:
+        assert TokenKind.MODEL in found.kinds and found.error == ""
+        assert found.reward == float(expected is StopReason.ANSWERED)
+    if name in ("raises_later", "returns_a_number"):
+        assert {"raises_later": "KeyError: 'later'", "returns_a_number": "returned 3"}[name] in found.calls[-1].result
+
+
+async def test_an_answer_so_far_is_rewarded_when_the_agent_fails(tokenizer: PolicyTokenizer) -> None:
+    (found,) = await play(tokenizer, f"{HERE}:answers_and_raises", {"t/0": ["Riga"]})
+    assert (found.stop_reason, found.answer, found.reward) == (StopReason.AGENT_FAILED, "Riga", 1.0)
+
+
+async def answers_and_raises(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    await client.ask()
+    await client.post("/v1/answer", {"answer": "Riga"})
+    raise KeyError("late")
+
+
+async def uses_all_turns(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    for number in range(9):
+        status, found = await client.post("/v1/chat/completions", {"messages": client.messages})
+        if status != 200:
+            assert number == 2, (number, found)
+            assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+            assert "This model's maximum context length" in found["error"]["message"]
+            assert not any(map(str.isdigit, found["error"]["message"]))
+            break
+        client.messages += [found["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    if task.meta.get("raises"):
+        raise RuntimeError("no turns")
+    return "Riga"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+async def test_beyond_its_turns_an_agent_is_told_so(tokenizer: PolicyTokenizer, raises: bool) -> None:
+    task = Task("t", TASK.question, TASK.golden_answers, meta={"raises": raises})
+    (found,) = await play(tokenizer, f"{HERE}:uses_all_turns", {"t/0": ["a", "b"]}, max_turns=2, task=task)
+    assert found.stop_reason is (StopReason.MAX_TURNS if raises else StopReason.ANSWERED), found.error
+    assert len(found.turns) == 2 and found.reward == float(not raises)
+
+
+async def asks_too_much(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    await client.ask()
+    client.messages.append({"role": "user", "content": "x" * 30_000})
+    status, found = await client.post("/v1/chat/completions", {"messages": client.messages})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    raise RuntimeError("full")
+
+
+async def test_beyond_its_context_an_agent_is_told_so(tokenizer: PolicyTokenizer) -> None:
+    (found,) = await play(tokenizer, f"{HERE}:asks_too_much", {"t/0": ["a"]})
+    assert (found.stop_reason, len(found.turns)) == (StopReason.CONTEXT_FULL, 1)
+    assert found.num_tokens < 20_000
+
+
+async def floods(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    while True:
+        status, _ = await client.post("/v1/chat/completions", {"messages": client.messages})
+        FLOOD.append(status)
+
+
+FLOOD: list[int] = []
+
+
+async def test_an_agent_that_does_not_stop_to_ask_is_ended(tokenizer: PolicyTokenizer) -> None:
+    FLOOD.clear()
+    (found,) = await play(tokenizer, f"{HERE}:floods", {"t/0": ["a"]}, max_turns=1)
+    assert found.stop_reason is StopReason.MAX_TURNS
+    assert FLOOD.count(400) <= MAX_REFUSED + 1 and len(FLOOD) <= MAX_REFUSED + 3
+
+
+async def asks_twice(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    for _ in range(2):
+        await client.post("/v1/chat/completions", {"messages": client.messages})
+    await asyncio.sleep(10**6)
+    return ""
+
+
+async def test_an_engine_that_fails_is_infrastructure_and_ends_the_agent(tokenizer: PolicyTokenizer) -> None:
+    (found,) = await play(tokenizer, f"{HERE}:asks_twice", {"t/0": ["a"]})
+    assert found.stop_reason is StopReason.ENGINE_ERROR and "its script ends" in found.error
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_last_line_of_a_program_is_the_answer(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "print('thinking'); print(ask(sys.argv[1])); print()\n")
+    (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})
+    assert (found.error, found.answer, found.reward) == ("", "Riga", 1.0)
+    assert found.calls[-1].tool == "agent" and found.calls[-1].result == "thinking\nRiga\n\n"
+
+
+async def test_a_program_that_fails_is_told_with_its_last_line(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "ask(sys.argv[1]); sys.exit('no luck')\n")
+    (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})
+    assert found.stop_reason is StopReason.AGENT_FAILED and "no luck" in found.calls[-1].result
+    (found,) = await play(tokenizer, {"command": program(tmp_path, "sys.exit(3)\n")}, {"t/0": []})
+    assert found.stop_reason is StopReason.ENV_ERROR and "ended with status 3" in found.error
+    (found,) = await play(tokenizer, {"command": ["/no/such"]}, {"t/0": []})
+    assert "cannot run /no/such: No such file" in found.error
+    (found,) = await play(tokenizer, {"command": program(tmp_path, "os.kill(os.getpid(), 9)\n")}, {"t/0": []})
+    assert "ended with status 137" in found.error
+
+
+async def test_of_megabytes_the_end_is_kept(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "print('x' * 30_000_000); print(ask(sys.argv[1]))\n")
+    (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})
+    assert found.answer == "Riga" and len(found.calls[-1].result) == 2**16
+
+
+HIDES = """
+import subprocess, time
+children = [
+    subprocess.Popen(["sleep", "1000"]),
+    subprocess.Popen(["sleep", "1000"], start_new_session=True, env={}),
+    subprocess.Popen(["sh", "-c", "(setsid sleep 1000 & echo $!) ; exit"], stdout=subprocess.PIPE),
+]
+orphan = int(children[2].stdout.readline())
+children[2].wait()
+pids = [os.getpid(), children[0].pid, children[1].pid, orphan]
+open(PIDS + ".new", "w").write(" ".join(map(str, pids)))
+os.rename(PIDS + ".new", PIDS)
+"""
+
+
+@pytest.mark.parametrize("end", ["it ends", "its deadline"])
+async def test_nothing_that_a_program_started_is_left(tokenizer: PolicyTokenizer, tmp_path: Path, end: str) -> None:
+    pids = tmp_path / "pids"
+    rest = "print('Riga')\n" if end == "it ends" else "time.sleep(1000)\n"
+    command = program(tmp_path, f"PIDS = {str(pids)!r}\nask(sys.argv[1])\n{HIDES}\n{rest}")
+    deadline_s = 60 if end == "it ends" else 5
+    (found,) = await play(tokenizer, {"command": command, "deadline_s": deadline_s}, {"t/0": ["Riga"]})
+    assert found.stop_reason is (StopReason.ANSWERED if end == "it ends" else StopReason.AGENT_DEADLINE), found.error
+    assert len(pids.read_text().split()) == 4
+    assert not [pid for pid in map(int, pids.read_text().split()) if is_alive(pid)]
+
+
+RUNNER = """
+import asyncio, sys
+from pathlib import Path
+from gateway_world import play
+from ragr1_actors.core.config import PolicySettings
+from ragr1_actors.rollout.engines.base import load_tokenizer
+command = sys.argv[2:]
+tokenizer = load_tokenizer(sys.argv[1], PolicySettings())
+asyncio.run(play(tokenizer, {"command": command}, {f"t/{n}": ["Riga"] for n in range(10)}, number=10))
+"""
+
+
+async def test_nothing_is_left_of_ten_agents_whose_runner_is_killed(tmp_path: Path) -> None:
+    write_tool_family(tmp_path / "policy", "qwen2.5")
+    (tmp_path / "pids").mkdir()
+    text = f"PIDS = {str(tmp_path / 'pids')!r} + '/' + str(os.getpid())\nask(sys.argv[1])\n{HIDES}\ntime.sleep(1000)\n"
+    runner = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(tmp_path / "policy"), *program(tmp_path, text)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        wait_until(lambda: len([one for one in (tmp_path / "pids").iterdir() if one.suffix != ".new"]) == 10)
+        found = [int(pid) for one in (tmp_path / "pids").iterdir() for pid in one.read_text().split()]
+        assert len(found) == 40 and all(map(is_alive, found))
+    finally:
+        runner.send_signal(signal.SIGKILL)
+        runner.wait()
+    wait_until(lambda: not any(map(is_alive, found)))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def one_argument(task: Task) -> str:
+    return ""
+
+
+async def an_async_one(task: Task, session: AgentSession) -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "got nothing, expected one of function, command and ray"),
+        ({"function": "a:b", "command": ["x"]}, "got function and command, expected one"),
+        ({"function": f"{HERE}:nothing"}, "has no 'nothing'"),
+        ({"function": f"{HERE}:one_argument"}, r"one_argument \(.*line \d+\): too many positional.*\(task, session\)"),
+        ({"function": f"{HERE}:Client"}, r"expected a function of \(task, session\)"),
+        ({"ray": f"{HERE}:an_async_one"}, "is async, which a Ray task cannot be"),
+    ],
+)
+def test_an_agent_that_cannot_be_run_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_agent(AgentSettings.read(settings, "environment.agent"), 4)
