@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gateway_world import TASK, Client, config_of, play
 from tool_templates import write_tool_family
-from waits import wait_until
+from waits import until
 
 from ragr1_actors.core.config import AgentSettings
 from ragr1_actors.core.errors import ConfigError
@@ -278,13 +278,13 @@ async def test_nothing_is_left_of_ten_agents_whose_runner_is_killed(tmp_path: Pa
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        wait_until(lambda: len([one for one in (tmp_path / "pids").iterdir() if one.suffix != ".new"]) == 10)
+        await until(lambda: len([one for one in (tmp_path / "pids").iterdir() if one.suffix != ".new"]) == 10)
         found = [int(pid) for one in (tmp_path / "pids").iterdir() for pid in one.read_text().split()]
         assert len(found) == 40 and all(map(is_alive, found))
     finally:
         runner.send_signal(signal.SIGKILL)
         runner.wait()
-    wait_until(lambda: not any(map(is_alive, found)))
+    await until(lambda: not any(map(is_alive, found)))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
