@@ -214,6 +214,14 @@ async def test_a_message_without_content_is_an_error_unless_it_was_cut() -> None
     assert (empty.text, empty.finish_reason) == ("", FinishReason.STOP)
 
 
+async def test_without_tools_only_the_text_counts() -> None:
+    call = called("add", "{}")
+    endpoint = Endpoint(calling(call, content="<answer> Riga", reasoning="Hm."), calling(call, content=None))
+    async with stub_server(endpoint.answer) as url:
+        assert (await search(url)).turns[0].completion_text == "<answer> Riga</answer>"
+        assert "has no content (finish_reason 'tool_calls')" in (await search(url)).error
+
+
 async def test_an_endpoint_that_is_away_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(
@@ -365,7 +373,7 @@ async def test_tools_are_called_as_the_endpoint_calls_them() -> None:
     add_call = called("add", '{ "a": 2 }', None)
     endpoint = Endpoint(
         calling(search_call, add_call, content="I look.", reasoning="Two <think> things."),
-        calling(called("add", {"a": 1, "b": 1}, "")),
+        calling(called("add", {"a": 1}, "call_2"), called("add", {"a": 1, "b": 1}, "")),
         chat("Riga"),
     )
     async with stub_server(endpoint.answer) as url:
@@ -393,7 +401,9 @@ async def test_tools_are_called_as_the_endpoint_calls_them() -> None:
     assert "Ana Bell was born in Riga." in passages["content"]
     assert total == {"role": "tool", "tool_call_id": own, "content": "2(|im_end|)"}
     assert third["messages"][:4] == second["messages"]
-    assert (third["messages"][4]["content"], third["messages"][5]["content"]) == (None, "2(|im_end|)")
+    again, _, result = third["messages"][4:]
+    assert (again["content"], result["content"]) == (None, "2(|im_end|)")
+    assert result["tool_call_id"] == again["tool_calls"][1]["id"] not in ("", own)
     assert {TokenKind.OBSERVATION, TokenKind.MODEL, TokenKind.PROMPT} == {TokenKind(kind) for kind in found.kinds}
 
 

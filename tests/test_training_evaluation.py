@@ -282,7 +282,8 @@ def test_an_endpoint_calls_tools(files: Path, tmp_path: Path) -> None:
         probe, call, result, *asked = caller.bodies
         assert ("tools" in probe, call["tools"], result["messages"][-1]["role"]) == (False, result["tools"], "tool")
         assert {len(body["messages"]) for body in asked} == {1, 3}
-        refused = invoke("evaluate", "policy.chat_format=hermes", *command, "--tasks", str(files / "tasks.json"))
+        task = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", "policy.chat_format=hermes", *command, *task)
         assert "is of another evaluation" in refused
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from yarl import URL
@@ -188,8 +188,9 @@ class ChatClient:
             choice = answer["choices"][0]
             message, ended = _in_utf8(choice["message"]), choice.get("finish_reason")
             content = message.get("content")
-            thought = message.get("reasoning_content") or message.get("reasoning") or ""
-            names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+            moved = message if has_tools else {}
+            thought = moved.get("reasoning_content") or moved.get("reasoning")
+            names = [call["function"]["name"] for call in moved.get("tool_calls") or ()]
             counted = (answer.get("usage") or {}).get("completion_tokens")
         except (KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise ServiceError(f"{server}: expected a chat completion with choices[0].message, got another") from None
@@ -203,10 +204,13 @@ class ChatClient:
         if not all(isinstance(text, str) for text in (content, *names)):
             raise ServiceError(f"{server}: the content of the message, or the name of a call, is no text")
         is_count = type(counted) is int  # true is an int for isinstance
-        read = ChatAnswer(content, ended == "length", counted if is_count else None)
-        if not has_tools:
-            return read
-        return replace(read, thought=thought if isinstance(thought, str) else "", message=message if names else {})
+        return ChatAnswer(
+            content,
+            ended == "length",
+            counted if is_count else None,
+            thought if isinstance(thought, str) else "",
+            message if names else {},
+        )
 
 
 def _in_utf8(message: Any) -> Any:

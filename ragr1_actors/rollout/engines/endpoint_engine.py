@@ -100,7 +100,7 @@ class EndpointTokenizer:
         first = len(self._texts)
         self._texts.append("")
         calls = [{"id": f"{first:06d}{n:03d}"} | _filled(call) for n, call in enumerate(message.get(_CALLS, ()))]
-        sent = {"content": None} | _filled(message) | {_CALLS: calls}
+        sent = {"role": "assistant", **_filled(message), "content": message.get("content"), _CALLS: calls}
         self._turns[first] = _Turn(text, sent, [call["id"] for call in calls])
         return [first] + [_COUNTED] * (num_tokens - 1)
 

@@ -262,8 +262,8 @@ async def _probe_endpoint(config: SamplerConfig) -> None:
     if isinstance(chat, EndpointFormat) and chat.is_native:
         env_class: Callable[..., TextEnv] = load_object(settings.env, ENVS)
         env = env_class(settings, stand_in_context(settings))
-        await engine.probe(env.tools)
         env.close()
+        await engine.probe(env.tools)
     else:
         await engine.probe()
 
