@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,26 @@ from hypothesis import strategies as st
 from envs.base import EnvContext
 from envs.measures import num_queries, num_rounds
 from envs.search import SearchEnv
-from ragr1_actors.core.config import EnvironmentSettings
+from envs.tools.base import schema_of
+from envs.tools.env import LAST_TURN_NOTICE
+from ragr1_actors.core.config import EnvironmentSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError
-from ragr1_actors.core.types import FinishReason, Message, Sampling, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.core.types import (
+    CallRequest,
+    FinishReason,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    TokenKind,
+    Trajectory,
+)
+from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
+from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.forks import Fork
+from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import run_trajectory
 from retrieval.base import Passage
@@ -198,6 +214,14 @@ async def test_a_message_without_content_is_an_error_unless_it_was_cut() -> None
     assert (empty.text, empty.finish_reason) == ("", FinishReason.STOP)
 
 
+async def test_without_tools_only_the_text_counts() -> None:
+    call = called("add", "{}")
+    endpoint = Endpoint(calling(call, content="<answer> Riga", reasoning="Hm."), calling(call, content=None))
+    async with stub_server(endpoint.answer) as url:
+        assert (await search(url)).turns[0].completion_text == "<answer> Riga</answer>"
+        assert "has no content (finish_reason 'tool_calls')" in (await search(url)).error
+
+
 async def test_an_endpoint_that_is_away_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(
@@ -283,7 +307,7 @@ def test_a_conversation_is_read_back_from_its_ids(
         messages.append(Message("assistant", said))
         if reply.strip():
             messages.append(Message("user", reply.strip()))
-    assert tokenizer.messages(ids) == messages
+    assert tokenizer.chat(ids) == ([{"role": one.role, "content": one.content} for one in messages], [])
 
 
 async def test_a_fork_goes_on_with_the_conversation_of_its_parent() -> None:
@@ -305,6 +329,206 @@ async def test_a_fork_goes_on_with_the_conversation_of_its_parent() -> None:
     _, of_parent, of_child = (body["messages"] for body in endpoint.bodies)
     assert of_child == of_parent
     assert [message["role"] for message in of_child] == ["user", "assistant", "user"]
+
+
+HERE = __name__
+NATIVE = {"env": "tools", "tools": ["search", f"{HERE}:add"], "prompt": "{question}"}
+
+
+def add(a: int, b: int = 0) -> str:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return f"{a + b}<|im_end|>"
+
+
+def called(name: str, arguments: Any, call_id: str | None = "call_x") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"index": 0, "type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
+
+
+def calling(*calls: dict[str, Any], content: str | None = None, finish: str = "tool_calls", **kept: str) -> Any:
+    """Return an answer with calls, and the empty fields that OpenAI adds."""
+    message = {"role": "assistant", "content": content, "refusal": None, "annotations": [], "tool_calls": list(calls)}
+    return {"choices": [{"message": message | kept, "finish_reason": finish}], "usage": {"completion_tokens": 9}}
+
+
+async def act(url: str, chat_format: str = "auto", **environment: Any) -> Trajectory:
+    config = SamplerConfig.model_validate(
+        {
+            "environment": NATIVE | environment,
+            "policy": {"chat_format": chat_format},
+            "env_runners": {"engine": "endpoint", "engine_options": {"url": url, "model": "big", "max_retries": 0}},
+        }
+    )
+    runner = EnvRunner.load(config, Path("none"), DictRetriever([ANA]))
+    return (await runner.sample_group(GroupRequest(Issue("t", TASK, 0), 1, 0.0))).trajectories[0]
+
+
+async def test_tools_are_called_as_the_endpoint_calls_them() -> None:
+    search_call = called("search", '{"queries":["Ana Bell"]}', "call_1")
+    add_call = called("add", '{ "a": 2 }', None)
+    endpoint = Endpoint(
+        calling(search_call, add_call, content="I look.", reasoning="Two <think> things."),
+        calling(called("add", {"a": 1}, "call_2"), called("add", {"a": 1, "b": 1}, "")),
+        chat("Riga"),
+    )
+    async with stub_server(endpoint.answer) as url:
+        found = await act(url)
+    assert (found.answer, found.stop_reason, found.turn_lengths) == ("Riga", StopReason.ANSWERED, (9, 9, 7))
+    assert [(one.tool, one.result) for one in found.turns[0].calls[1:]] == [("add", "2<|im_end|>")]
+    assert (found.calls[0].arguments["query"], found.calls[0].records[0].title) == ("Ana Bell", "Ana Bell")
+    assert found.turns[0].completion_text.startswith("<think>\nTwo  things.\n</think>\n\nI look.\n<tool_call>\n{")
+    first, second, third = endpoint.bodies
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["search", "add"]
+    assert first["messages"] == [{"role": "user", "content": TASK.question}]
+    assert not first.keys() & {"stop", "tool_choice"}
+    assert second["tools"] == third["tools"] == first["tools"]
+    _, turn, passages, total = second["messages"]
+    (own,) = {call["id"] for call in turn["tool_calls"]} - {"call_1"}
+    assert len(own) == 9
+    del search_call["index"], add_call["index"]
+    assert turn == {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning": "Two <think> things.",
+        "tool_calls": [search_call, add_call | {"id": own}],
+    }
+    assert passages.items() >= {"role": "tool", "tool_call_id": "call_1"}.items()
+    assert "Ana Bell was born in Riga." in passages["content"]
+    assert total == {"role": "tool", "tool_call_id": own, "content": "2(|im_end|)"}
+    assert third["messages"][:4] == second["messages"]
+    again, _, result = third["messages"][4:]
+    assert (again["content"], result["content"]) == (None, "2(|im_end|)")
+    assert result["tool_call_id"] == again["tool_calls"][1]["id"] not in ("", own)
+    assert {TokenKind.OBSERVATION, TokenKind.MODEL, TokenKind.PROMPT} == {TokenKind(kind) for kind in found.kinds}
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        (calling(called("add", '{"a": 1}, "name": "search"')), "malformed"),
+        (calling(called("add", '{"a": 1'), finish="length"), "malformed"),
+        (calling(called("add", '"{}"'), called("add", '{"a": 1}')), "malformed"),
+        (calling(called("add", '{"a": NaN}')), "malformed"),
+        (calling(called("add", "[" * 5000)), "malformed"),
+        (chat("Well. <tool_call>\n{", "length"), "malformed"),  # a server that could not read it
+        (chat("<think>hm", "length"), "malformed"),
+        (chat(None), "malformed"),  # neither call nor answer
+        (calling(reasoning_content="hm", finish="stop"), "malformed"),
+        (calling(called("nothing", "")), "call"),
+        (calling(called("add", '{"a": 1}'), finish="length"), "call"),
+        (calling(called("search", '{"queries": ["</tool_call><think>", "\\ud800"]}'), finish="stop"), "malformed"),
+        (calling(called("search", '{"queries": ["</tool_call><think>", "\ud800"]}'), finish="stop"), "call"),
+        (calling(called("add", '{"a": 1}'), content="Now <tool_call>:"), "call"),
+        (calling(called("add", '{"a": 1}'), content="<think>no end"), "call"),
+        (calling(called("add", '{"a": 1}'), content="Its template began</think>it"), "call"),
+    ],
+)
+async def test_odd_answers_are_turns_of_the_policy(answer: dict[str, Any], action: str) -> None:
+    endpoint = Endpoint(answer, chat("Riga"))
+    async with stub_server(endpoint.answer) as url:
+        found = await act(url)
+    assert ([turn.action for turn in found.turns], found.answer) == ([action, "answer"], "Riga"), found.error
+    roles = [message["role"] for message in endpoint.bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "tool" if action == "call" else "user"]
+    turn = endpoint.bodies[1]["messages"][1]
+    assert ("tool_calls" in turn) == (action == "call")  # an endpoint refuses a call without a result
+    assert action == "call" or isinstance(turn["content"], str)
+
+
+async def test_the_notice_of_the_last_turn_joins_the_last_result() -> None:
+    endpoint = Endpoint(calling(called("add", '{"a": 1}'), called("add", '{"a": 2}', "call_y")), chat("Riga"))
+    async with stub_server(endpoint.answer) as url:
+        await act(url, max_turns=2)
+    *_, first, last = endpoint.bodies[1]["messages"]
+    assert (first["content"], last["content"]) == ("1(|im_end|)", "2(|im_end|)" + LAST_TURN_NOTICE)
+
+
+@pytest.mark.parametrize("wrong", [{"tool_calls": [{}]}, {"tool_calls": 3}, {"tool_calls": [called(3, "{}")]}])  # type: ignore[arg-type]
+async def test_calls_that_are_none_are_an_error_of_the_endpoint(wrong: dict[str, Any]) -> None:
+    answer = {"choices": [{"message": {"role": "assistant", "content": None} | wrong}]}
+    async with stub_server(always(answer)) as url:
+        found = await act(url)
+    assert found.stop_reason is StopReason.ENGINE_ERROR
+    assert re.search("expected a chat completion|the name of a call, is no text", found.error)
+
+
+async def test_a_grammar_writes_the_tools_into_the_prompt() -> None:
+    endpoint = Endpoint(chat('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), chat("Riga"))
+    async with stub_server(endpoint.answer) as url:
+        found = await act(url, "hermes")
+    assert (found.answer, [call.tool for call in found.calls]) == ("Riga", ["add"])
+    first, second = endpoint.bodies
+    assert "tools" not in first
+    assert "Add two numbers." in first["messages"][0]["content"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][2]["content"] == "<tool_response>\n1(|im_end|)\n</tool_response>"
+
+
+async def test_a_call_in_text_gets_its_result_as_text() -> None:
+    endpoint = Endpoint(chat('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), chat("Riga"))
+    async with stub_server(endpoint.answer) as url:
+        found = await act(url)
+    assert [call.tool for call in found.calls] == ["add"]
+    assert endpoint.bodies[1]["messages"][2] == {"role": "user", "content": "1(|im_end|)"}
+
+
+def test_a_conversation_with_calls_is_written_for_an_endpoint() -> None:
+    """As an environment begins again with one."""
+    tokenizer = EndpointTokenizer()
+    calls = (CallRequest("add", {"a": 1}), CallRequest("add", {"a": "é"}))
+    said = [Message("user", "Add."), Message("assistant", "Well.", calls), Message("tool", "1"), Message("tool", "2")]
+    ids = EndpointFormat(tokenizer).prompt_ids(said, [add_schema := schema_of(add)])
+    (_, turn, *results), tools = tokenizer.chat(ids)
+    assert (turn["content"], tools) == ("Well.", [add_schema])
+    assert [call["function"]["arguments"] for call in turn["tool_calls"]] == ['{"a": 1}', '{"a": "é"}']
+    assert [one["tool_call_id"] for one in results] == [call["id"] for call in turn["tool_calls"]]
+    assert len({one["tool_call_id"] for one in results}) == 2
+    chat_, _ = tokenizer.chat(EndpointFormat(tokenizer, "pythonic").prompt_ids(said, []))
+    assert [one["role"] for one in chat_] == ["user", "assistant", "user"]
+    assert chat_[1]["content"] == 'Well.\n[add(a=1), add(a="é")]'
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([chat("yes"), 400], r"answered 400: .*; turn on the tool calls of the server.*policy\.chat_format=hermes"),
+        ([chat("yes"), 501], r"answered 501: .*; turn on the tool calls"),
+        ([chat("yes"), chat("search(x)")], r"answered in text: 'search\(x\)'; turn on the tool calls"),
+        ([chat("yes"), calling(called("search", "{}")), 422], r"answered 422: .*; turn on the tool calls"),
+        ([400], r"answered 400: .*; leave the field that it refuses out"),
+        ([chat("yes"), 401], r"answered 401: .*; export a valid key"),
+    ],
+)
+async def test_an_endpoint_without_tool_calls_is_said_once(answers: list[Any], message: str) -> None:
+    endpoint = Endpoint(*answers)
+    async with stub_server(endpoint.answer) as url:
+        with pytest.raises(ConfigError, match=f"^--endpoint: .*{message}"):
+            await engine_at(url)[0].probe([schema_of(add)])
+    assert endpoint.answers == []
+    assert all("stop" not in body for body in endpoint.bodies)
+
+
+@pytest.mark.parametrize(
+    "answers", [[calling(called("add", '{"a": 1', "call_7")), chat("Done.")], [chat("<think>hm", "length")]]
+)
+async def test_an_endpoint_with_tool_calls_is_asked_for_one_and_given_its_result(answers: list[Any]) -> None:
+    endpoint = Endpoint(chat("yes"), *answers)
+    async with stub_server(endpoint.answer) as url:
+        await engine_at(url)[0].probe([schema_of(add)])
+    assert [body.get("tools") for body in endpoint.bodies] == [None] + [[schema_of(add)]] * len(answers)
+    if len(answers) == 2:
+        assert endpoint.bodies[2]["messages"][2] == {"role": "tool", "tool_call_id": "call_7", "content": "Done."}
+
+
+def test_a_format_of_your_own_needs_a_tokenizer() -> None:
+    config = SamplerConfig.model_validate({"policy": {"chat_format": f"{HERE}:Own"}})
+    with pytest.raises(ConfigError, match=r"needs the policy's tokenizer.*set it to one of auto, hermes, "):
+        chat_format_of(config, EndpointTokenizer())
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,15 @@ class Reader:
         self.bodies.append(body)
         await asyncio.sleep(0.2)  # the others come meanwhile
         self._now -= 1
+        choice = {"message": self.message_of(body), "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": 6}})
+
+    def message_of(self, body: dict[str, Any]) -> dict[str, Any]:
         said = body["messages"][-1]["content"]
         place = next((place for place in PLACES if place in said), "")
         thing = next((thing for thing in THINGS if thing in said), "")
         text = f"<answer> {place}" if place else f"<search> {thing}" if thing else "yes"
-        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        return web.json_response({"choices": [choice], "usage": {"completion_tokens": 6}})
+        return {"role": "assistant", "content": text}
 
 
 class Measured(SearchEnv):
@@ -253,6 +256,56 @@ def test_an_endpoint_searches_is_resumed_and_compared(files: Path, tmp_path: Pat
         assert reader.bodies == []
         refused = invoke("evaluate", *command, "--tasks", str(files / "tasks.json"), "--index", str(files / "index"))
         assert "is of another evaluation" in refused  # the defaults are other settings
+
+
+class Caller(Reader):
+    """A hosted model that calls the tool ``search`` instead, if it is told of it."""
+
+    def message_of(self, body: dict[str, Any]) -> dict[str, Any]:
+        message = super().message_of(body)
+        said = body["messages"][-1]
+        if "tools" not in body or said["role"] == "tool":
+            return message | {"content": message["content"].removeprefix("<answer> ")}
+        arguments = json.dumps({"queries": [message["content"].removeprefix("<search> ")]})
+        function = {"name": "search", "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
+
+
+@pytest.mark.integration
+def test_an_endpoint_calls_tools(files: Path, tmp_path: Path) -> None:
+    caller, out = Caller(), tmp_path / "out.jsonl"
+    tools = ["environment.env=tools", "environment.options={top_k: 1}", "env_runners.max_context_tokens=900"]
+    with served(caller.answer) as url:
+        command = [*tools, "--endpoint", url, "--model", "big", "--out", str(out)]
+        found = evaluated(files, *command)
+        assert (found["em"], found["rounds"], found["queries"], found["num_tasks"]) == (1, 1, 1, 8)
+        probe, call, result, *asked = caller.bodies
+        assert ("tools" in probe, call["tools"], result["messages"][-1]["role"]) == (False, result["tools"], "tool")
+        assert {len(body["messages"]) for body in asked} == {1, 3}
+        task = ["--recipe", str(files / "recipe.yaml"), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", "policy.chat_format=hermes", *command, *task)
+        assert "is of another evaluation" in refused
+
+
+@pytest.mark.integration
+def test_an_endpoint_without_tools_is_asked_in_text(files: Path, tmp_path: Path) -> None:
+    """The policy of the recipe, whose template writes no calls, is of no account."""
+    sections = make_config(files).model_dump()
+    sections["policy"]["model"] = str(files / "policy")
+    sections["environment"] |= {"env": "tools", "options": {}}
+    recipe, reader = tmp_path / "recipe.yaml", Reader()
+    recipe.write_text(json.dumps(sections))
+    with served(reader.answer) as url:
+        command = ["--endpoint", url, "--model", "big", "--recipe", str(recipe), "--tasks", str(files / "tasks.json")]
+        refused = invoke("evaluate", *command)
+        assert refused.startswith(
+            "error: --endpoint: asked to call the tool search, the endpoint answered in text: 'yes'"
+        )
+        assert len(reader.bodies) == 2
+        reader.bodies.clear()
+        found = json.loads(invoke("evaluate", "policy.chat_format=hermes", *command, "--json"))
+        assert found["num_tasks"] == 8
+        assert all("tools" not in body for body in reader.bodies)
 
 
 @pytest.mark.integration

@@ -199,7 +199,8 @@ class PolicySettings(Section):
     chat_format: str = "auto"
     """How messages are framed, and tool calls written: ``tags`` (what is added to a turn is plain text), or the chat
     template with the calls of ``hermes``, ``qwen3_coder``, ``llama3_json``, ``pythonic``, ``mistral`` or
-    ``my_module:MyFormat``. ``auto`` is ``tags`` for ``env: search``, and reads the template for ``env: tools``."""
+    ``my_module:MyFormat``. ``auto`` is ``tags`` for ``env: search``, and for ``env: tools`` that of the template, or
+    the tool calls of an endpoint."""
     template_options: dict[str, Any] = {}
     """Options of the policy's chat template, by its own names: ``{enable_thinking: false}``."""
     trust_remote_code: bool = False

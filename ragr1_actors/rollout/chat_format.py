@@ -22,7 +22,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import CallRequest, EncodeFn, Message, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 
 Piece = tuple[list[int], TokenKind]
 """Token ids of one kind."""
@@ -211,7 +212,7 @@ class TemplateFormat:
 
     def write(self, turn: Message) -> str:  # noqa: D102
         written = self._template.turn(turn) if self._has_tools else ""
-        return written or "\n".join(filter(None, (turn.content, self.grammar.write(turn.calls) if turn.calls else "")))
+        return written or _in_grammar(turn, self.grammar)
 
     def turn_ids(self, text: str) -> list[int]:  # noqa: D102
         return self._template.turn_ids(text, self.grammar.marks) + self._end[0][0]
@@ -223,8 +224,62 @@ class TemplateFormat:
         return (messages, tools) if self._has_tools else (in_own_words(messages, tools, self.grammar), ())
 
 
+class EndpointFormat:
+    """``ChatFormat`` of a chat endpoint, which frames messages, tools and calls itself."""
+
+    end_ids: frozenset[int] = frozenset()
+
+    def __init__(self, tokenizer: EndpointTokenizer, name: GrammarName | None = None) -> None:
+        """Take the grammar in which calls are text, and which the prompt explains; None: they are the endpoint's."""
+        self._tokenizer, self._grammar = tokenizer, GRAMMARS[name or "hermes"]
+        self.is_native = name is None
+
+    def parser(self, tools: Sequence[ToolSchema]) -> TurnParser:  # noqa: D102 - see ChatFormat
+        return self._grammar.parser(tools)
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:  # noqa: D102
+        ids = self._tokenizer.tool_ids(tools) if self.is_native else []
+        for message in self._own(messages, tools):
+            ids += self._turn(message) if message.calls else self._tokenizer.prompt_ids([message])
+        return ids
+
+    def extension_ids(  # noqa: D102
+        self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[ToolSchema], *, has_end: bool
+    ) -> Extension:
+        pieces: list[Piece] = []
+        for message in self._own(added, ()):
+            kind = TokenKind.OBSERVATION if message.content else TokenKind.NOTICE
+            pieces.append((self._tokenizer.prompt_ids([Message(message.role, "")]), kind))
+            pieces += _plain(message, self._tokenizer.encode)
+        return Extension(pieces, is_new_message=True)
+
+    def write(self, turn: Message) -> str:  # noqa: D102
+        return _in_grammar(turn, self._grammar)
+
+    def turn_ids(self, text: str) -> list[int]:  # noqa: D102
+        return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)))
+
+    def _turn(self, turn: Message) -> list[int]:
+        """Return the ids of a turn that this attempt was given, with its calls."""
+        chat, text = _as_chat(turn.role, turn.content, turn.calls), self.write(turn)
+        for call in chat["tool_calls"]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)), chat)
+
+    def _own(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
+        """Return messages as the endpoint gets them; no result has the control tokens of known families."""
+        harmless = [
+            replace(one, content=self._tokenizer.defuse(one.content)) if one.role == "tool" else one for one in messages
+        ]
+        return harmless if self.is_native else in_own_words(harmless, tools, self._grammar)
+
+
 FORMATS: dict[str, Any] = {"auto": TemplateFormat, **{name: partial(TemplateFormat, name=name) for name in GRAMMARS}}
 """Known values of ``policy.chat_format`` besides ``tags``; any other is a class ``my_module:MyFormat``."""
+_AT_ENDPOINTS: dict[str, Any] = {
+    "auto": EndpointFormat,
+    **{name: partial(EndpointFormat, name=name) for name in GRAMMARS},
+}
 
 
 def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFormat:
@@ -239,10 +294,13 @@ def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFor
         name = "auto" if config.environment.agent is not None else env_class.chat_format if is_env else "tags"
     if isinstance(tokenizer, PolicyTokenizer):
         return make_chat_format(name, tokenizer)
+    if isinstance(tokenizer, EndpointTokenizer) and name in _AT_ENDPOINTS:
+        made: ChatFormat = _AT_ENDPOINTS[name](tokenizer)
+        return made
     if name != "tags":
         raise ConfigError(
             f"policy.chat_format {name} needs the policy's tokenizer, and the engine {config.env_runners.engine} has "
-            "none here; set policy.chat_format: tags and environment.env: search"
+            f"none here; set it to one of {', '.join(_AT_ENDPOINTS)}"
         )
     return TagsFormat(tokenizer)
 
@@ -264,8 +322,7 @@ def in_own_words(messages: Sequence[Message], tools: Sequence[ToolSchema], gramm
     found: list[Message] = []
     for last, message in zip([None, *messages], messages, strict=False):
         if message.role == "assistant":
-            parts = [message.content, grammar.write(message.calls) if message.calls else ""]
-            found.append(Message("assistant", "\n".join(filter(None, parts))))
+            found.append(Message("assistant", _in_grammar(message, grammar)))
         elif message.role == "tool":
             content = f"<tool_response>\n{message.content}\n</tool_response>"
             if last is not None and last.role == "tool":
@@ -278,6 +335,10 @@ def in_own_words(messages: Sequence[Message], tools: Sequence[ToolSchema], gramm
         first, words = found[0], _OWN_TOOLS.format(form=grammar.form, schemas=schemas)
         found[0] = Message(first.role, f"{words}\n\n{first.content}", notice=first.notice)
     return found
+
+
+def _in_grammar(turn: Message, grammar: Grammar) -> str:
+    return "\n".join(filter(None, (turn.content, grammar.write(turn.calls) if turn.calls else "")))
 
 
 # -- the chat template -------------------------------------------------------------------------------------------------

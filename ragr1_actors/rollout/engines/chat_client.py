@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from yarl import URL
 
+from envs.call_grammars import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
@@ -26,10 +28,16 @@ from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy
 LONGEST_PAUSE_S = 60.0
 """The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
 KEY_REFUSED = (401, 402, 403)
+_TOOLS_REFUSED = (400, 404, 422, 500, 501)
+"""Answers of endpoints without tool calls to a request with tools, where one without tools was answered."""
+TOOLS_ADVICE = (
+    "turn on the tool calls of the server, such as vLLM's --enable-auto-tool-choice, or set policy.chat_format=hermes, "
+    "which writes the tools into the prompt"
+)
 PROBE_TIMEOUT_S = 60.0
 """For the one short request before the first task. The first answer of a server that has just started takes longest."""
-_PROBE = [Message("user", "Answer with the word yes.")]
-_PROBE_TOKENS = 16
+_PROBE = [{"role": "user", "content": "Answer with the word yes."}]
+_PROBE_SAMPLING = Sampling(16, temperature=0.0, stop=("</answer>",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,10 @@ class ChatAnswer:
     """It ran into the limit of tokens."""
     num_tokens: int | None
     """As the endpoint counted them; None if it did not."""
+    thought: str = ""
+    """What a reasoning parser moved out of the text; only of a request with tools."""
+    message: Mapping[str, Any] = field(default_factory=dict)
+    """As it came, if it has ``tool_calls``; only of a request with tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +100,16 @@ class ChatClient:
 
     async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """See ``ChatModel.chat``."""
-        return (await self.complete(messages, sampling)).text
+        return (await self.complete([{"role": one.role, "content": one.content} for one in messages], sampling)).text
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, tries: Tries | None = None) -> ChatAnswer:
-        """Return the answer to a conversation.
+    async def complete(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        tools: Sequence[ToolSchema] = (),
+        tries: Tries | None = None,
+    ) -> ChatAnswer:
+        """Return the answer to a conversation, whose messages are sent as they are.
 
         Raises:
             ServiceError: no attempt succeeded, or the answer is no chat completion; a ``StatusError`` is its cause.
@@ -99,7 +117,8 @@ class ChatClient:
         tries = tries or Tries(_may_pass, self._settings.max_retries + 1, LONGEST_PAUSE_S)
         fields: dict[str, Any] = {
             "model": self._settings.model,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "messages": list(chat),
+            "tools": list(tools) or None,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if sampling.top_p < 1 and sampling.temperature else None,
@@ -110,28 +129,34 @@ class ChatClient:
         retrying = retry(tries.may_pass, attempts=tries.attempts, longest_pause_s=tries.longest_pause_s)
         try:
             content: bytes = await retrying(self._send, body)
-            return self._read(self._client.read_json(content, self._url))
+            return self._read(self._client.read_json(content, self._url), has_tools=bool(tools))
         except RetrievalError as error:
             counted = f" ({tries.attempts} attempts)" if tries.may_pass(error) else ""
             raise ServiceError(f"{error}{counted}") from error
 
-    async def probe(self) -> None:
+    async def probe(
+        self,
+        chat: Sequence[Mapping[str, Any]] = _PROBE,
+        sampling: Sampling = _PROBE_SAMPLING,
+        tools: Sequence[ToolSchema] = (),
+    ) -> ChatAnswer:
         """Send one short request, so that a wrong address, key or field fails before the first task.
 
         Raises:
             ConfigError: the endpoint does not answer it; the message says what to change.
         """
-        sampling = Sampling(_PROBE_TOKENS, temperature=0.0, stop=("</answer>",))
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self.complete(_PROBE, sampling, _PROBE_TRIES)
+                return await self.complete(chat, sampling, tools, _PROBE_TRIES)
         except TimeoutError as error:
             server = self._client.name_of(self._url)
             raise ConfigError(
                 f"{self._named.where}: {server}: no answer within {PROBE_TIMEOUT_S:g} s; {self.advice(0)}"
             ) from error
         except ServiceError as error:
-            raise ConfigError(f"{self._named.where}: {error}; {self.advice(status_of(error))}") from error
+            status = status_of(error)
+            advice = TOOLS_ADVICE if tools and status in _TOOLS_REFUSED else self.advice(status)
+            raise ConfigError(f"{self._named.where}: {error}; {advice}") from error
 
     def advice(self, status: int) -> str:
         """Return what a person can do about an answer with a status; 0 is no answer."""
@@ -157,26 +182,40 @@ class ChatClient:
             except TimeoutError:
                 raise RetrievalError(f"{self._client.name_of(self._url)}: no answer within {timeout_s:g} s") from None
 
-    def _read(self, answer: Any) -> ChatAnswer:
+    def _read(self, answer: Any, *, has_tools: bool) -> ChatAnswer:
         server = self._client.name_of(self._url)
         try:
             choice = answer["choices"][0]
-            content, ended = choice["message"].get("content"), choice.get("finish_reason")
+            message, ended = _in_utf8(choice["message"]), choice.get("finish_reason")
+            content = message.get("content")
+            moved = message if has_tools else {}
+            thought = moved.get("reasoning_content") or moved.get("reasoning")
+            names = [call["function"]["name"] for call in moved.get("tool_calls") or ()]
             counted = (answer.get("usage") or {}).get("completion_tokens")
-        except (KeyError, IndexError, TypeError, AttributeError):
+        except (KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise ServiceError(f"{server}: expected a chat completion with choices[0].message, got another") from None
-        if content is None and ended == "length":
-            content = ""  # cut in the thought, which the server keeps elsewhere
+        if content is None and (has_tools or ended == "length"):
+            content = ""  # only calls, or it was cut in the thought, which the server keeps elsewhere
         if content is None:
             raise ServiceError(
                 f"{server}: the message has no content (finish_reason {ended!r}), expected text; if the server moves "
                 "thoughts or tool calls out of it, turn off its reasoning and tool parsers"
             )
-        if not isinstance(content, str):
-            raise ServiceError(f"{server}: the content of the message is no text")
-        text = content.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no UTF-8
+        if not all(isinstance(text, str) for text in (content, *names)):
+            raise ServiceError(f"{server}: the content of the message, or the name of a call, is no text")
         is_count = type(counted) is int  # true is an int for isinstance
-        return ChatAnswer(text, ended == "length", counted if is_count else None)
+        return ChatAnswer(
+            content,
+            ended == "length",
+            counted if is_count else None,
+            thought if isinstance(thought, str) else "",
+            message if names else {},
+        )
+
+
+def _in_utf8(message: Any) -> Any:
+    """Return JSON with a question mark for each half of a surrogate pair, which has no UTF-8."""
+    return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 class EngineChat:

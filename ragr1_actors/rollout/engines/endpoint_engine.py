@@ -5,27 +5,42 @@ back, so the ids of an attempt are its conversation, and the engine keeps none::
 
     ids ──► messages ──► POST /chat/completions ──► text, closed at its tag ──► ids: one with the text, the others count
 
+Tools are in the ids as well. The calls that an endpoint answers are written into the turn's text as Hermes writes them,
+so that an environment reads them as those of any policy; its message goes back as it came, with the results.
+
 The endpoint reports how many tokens it sampled, but neither ids nor log-probs: nothing can be trained on them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from envs.actions import THINK, open_thought, skip_thoughts
+from envs.call_grammars import END_OF_THOUGHT, ToolSchema
 from envs.observations import defuse
 from ragr1_actors.core.config import EndpointSettings
-from ragr1_actors.core.errors import EngineDeadError, EngineError, ServiceError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, ServiceError, shortened
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings
-from ragr1_actors.rollout.engines.chat_client import KEY_REFUSED, ChatClient, Options, status_of
+from ragr1_actors.rollout.engines.chat_client import (
+    KEY_REFUSED,
+    TOOLS_ADVICE,
+    ChatAnswer,
+    ChatClient,
+    Options,
+    status_of,
+)
 
-_ROLES = ("system", "user", "assistant")
+_TOOL, _TOOLS = "tool", "tools"
+_ROLES = ("system", "user", "assistant", _TOOL, _TOOLS)
+"""Those of messages, and that of the tools' schemas, which are written as JSON."""
 # The server's tokenizer is not known. Those of Qwen, Llama 3 and DeepSeek; of Llama 2 and Gemma; of tool calls; of
 # Mistral.
 _CONTROL = re.compile(
@@ -37,6 +52,18 @@ _COUNTED = 0
 """The id of every token of a completion but the first, which has the whole text."""
 _MAX_TOKENS = 10**6
 """More tokens in one answer are a wrong count."""
+_CALLS = "tool_calls"
+_TOOL_PROBE = Sampling(256, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What an endpoint answered."""
+
+    text: str
+    message: Mapping[str, Any]
+    """As it goes back, if it has calls."""
+    call_ids: Sequence[str]
 
 
 class EndpointTokenizer:
@@ -50,7 +77,7 @@ class EndpointTokenizer:
         """Begin with the ids of a counted token and of the roles."""
         self._texts = ["", *_ROLES]
         self._ids: dict[str, int] = {}
-        self._turns: dict[int, str] = {}
+        self._turns: dict[int, _Turn] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return ids whose texts, one behind the other, are ``text``."""
@@ -63,11 +90,18 @@ class EndpointTokenizer:
             ids.append(found)
         return ids
 
-    def sampled(self, text: str, num_tokens: int) -> list[int]:
-        """Return ``num_tokens`` ids, at least one, for a turn with this text."""
+    def sampled(self, text: str, num_tokens: int, message: Mapping[str, Any] | None = None) -> list[int]:
+        """Return ``num_tokens`` ids, at least one, for a turn with this text.
+
+        ``message`` is what goes back of a turn with ``tool_calls``. A call without an id gets one, of nine characters,
+        as Mistral wants them.
+        """
+        message = message or {}
         first = len(self._texts)
         self._texts.append("")
-        self._turns[first] = text
+        calls = [{"id": f"{first:06d}{n:03d}"} | _filled(call) for n, call in enumerate(message.get(_CALLS, ()))]
+        sent = {"role": "assistant", **_filled(message), "content": message.get("content"), _CALLS: calls}
+        self._turns[first] = _Turn(text, sent, [call["id"] for call in calls])
         return [first] + [_COUNTED] * (num_tokens - 1)
 
     def defuse(self, text: str) -> str:
@@ -75,8 +109,13 @@ class EndpointTokenizer:
         return defuse(text, _CONTROL)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return for every message the id of its role, and those of its text."""
-        return [i for message in messages for i in (1 + _ROLES.index(message.role), *self.encode(message.content))]
+        """Return for every message the id of its role, and those of its text; calls are those of ``sampled`` turns."""
+        told = [(message.role, message.content + message.notice) for message in messages]
+        return [token for role, text in told for token in (1 + _ROLES.index(role), *self.encode(text))]
+
+    def tool_ids(self, tools: Sequence[ToolSchema]) -> list[int]:
+        """Return what tells the endpoint of tools, anywhere in a conversation; nothing if there are none."""
+        return self.prompt_ids([Message(_TOOLS, json.dumps(tools, ensure_ascii=False))]) if tools else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of what ``encode`` returned."""
@@ -86,18 +125,35 @@ class EndpointTokenizer:
         """Return an empty text: how the endpoint begins a turn is not known; see ``whole_turn``."""
         return ""
 
-    def messages(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the conversation of ``prompt_ids`` and of what follows it: turns, and between them the user's text."""
-        found = [("", "")]
+    def chat(self, token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], list[ToolSchema]]:
+        """Return the conversation of ids as an endpoint takes it, and its tools.
+
+        The ids are those of ``prompt_ids`` and ``tool_ids``, and of turns, with the user's text between two of them. A
+        turn goes back with its calls if a result for each follows, which endpoints demand, and else as text.
+        """
+        parts = [(_COUNTED, "")]  # the id of a role or turn, and the text behind it
         for token_id in token_ids:
-            if 1 <= token_id <= len(_ROLES):
-                found.append((_ROLES[token_id - 1], ""))
-            elif token_id in self._turns:
-                found += [("assistant", self._turns[token_id]), ("", "")]
+            if 1 <= token_id <= len(_ROLES) or token_id in self._turns:
+                parts.append((token_id, ""))
             else:
-                found[-1] = (found[-1][0], found[-1][1] + self._texts[token_id])
-        told = ((role, text) if role else ("user", text.strip()) for role, text in found if role or text.strip())
-        return [Message(role, text) for role, text in told]
+                parts[-1] = (parts[-1][0], parts[-1][1] + self._texts[token_id])
+        chat, tools, unanswered = list[dict[str, Any]](), list[ToolSchema](), list[str]()
+        for number, (first, text) in enumerate(parts):
+            role = self._texts[first]
+            if role == _TOOLS:
+                tools = json.loads(text)
+            elif role == _TOOL and unanswered:
+                chat.append({"role": role, "tool_call_id": unanswered.pop(0), "content": text})
+            elif role:
+                chat.append({"role": "user" if role == _TOOL else role, "content": text})
+            elif turn := self._turns.get(first):
+                behind = parts[number + 1 : number + 1 + len(turn.call_ids)]
+                has_results = [self._texts[one] for one, _ in behind] == [_TOOL] * len(turn.call_ids)
+                unanswered = [*turn.call_ids] if has_results else []
+                chat.append(dict(turn.message) if unanswered else {"role": "assistant", "content": turn.text})
+            if not role and text.strip():
+                chat.append({"role": "user", "content": text.strip()})
+        return chat, tools
 
 
 class EndpointEngine:
@@ -122,13 +178,14 @@ class EndpointEngine:
             EngineError: no attempt succeeded, or the answer is no chat completion.
             EngineDeadError: the endpoint refuses the key; no other request would be answered either.
         """
+        chat, tools = self._tokenizer.chat(prompt_token_ids)
         try:
-            answer = await self._client.complete(self._tokenizer.messages(prompt_token_ids), sampling)
+            answer = await self._client.complete(chat, sampling, tools)
         except ServiceError as error:
             if (status := status_of(error)) in KEY_REFUSED:
                 raise EngineDeadError(f"{error}; {self._client.advice(status)}") from error
             raise EngineError(str(error)) from error
-        text = whole_turn(answer.text, sampling.stop, is_cut=answer.is_cut)
+        text = _turn_text(answer, sampling.stop)
         num_tokens = answer.num_tokens
         if num_tokens is None or not 0 <= num_tokens <= _MAX_TOKENS:
             num_tokens = len(self._tokenizer.encode(text))
@@ -136,7 +193,7 @@ class EndpointEngine:
         finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
         if on_text is not None:
             on_text(text)
-        ids = self._tokenizer.sampled(text, num_tokens)
+        ids = self._tokenizer.sampled(text, num_tokens, answer.message)
         return Completion(ids, [0.0] * len(ids), [self._version] * len(ids), text, finish)
 
     def release(self, request_id: str) -> None:
@@ -152,9 +209,63 @@ class EndpointEngine:
     async def close(self) -> None:
         """Nothing to free: the connections end with the event loop."""
 
-    async def probe(self) -> None:
-        """Send one short request; see ``ChatClient.probe``."""
-        await self._client.probe()
+    async def probe(self, tools: Sequence[ToolSchema] = ()) -> None:
+        """Send one short request; with tools also one that asks for a call, and one with its result.
+
+        Raises:
+            ConfigError: the endpoint does not answer, or it answers without a call; see ``ChatClient.probe``.
+        """
+        if not tools:
+            await self._client.probe()
+            return
+        await self._client.probe(sampling=_TOOL_PROBE)
+        name, tokenizer = tools[0]["function"]["name"], self._tokenizer
+        asked = Message("user", f"Call the tool {name} once, with arguments that you make up.")
+        ids = tokenizer.tool_ids(tools) + tokenizer.prompt_ids([asked])
+        answer = await self._client.probe(tokenizer.chat(ids)[0], _TOOL_PROBE, tools)
+        if answer.message:
+            results = [Message(_TOOL, "Done.")] * len(answer.message[_CALLS])
+            ids += tokenizer.sampled("", 1, answer.message) + tokenizer.prompt_ids(results)
+            await self._client.probe(tokenizer.chat(ids)[0], _TOOL_PROBE, tools)
+        elif not answer.is_cut:  # else it may have been about to call
+            raise ConfigError(
+                f"--endpoint: asked to call the tool {name}, the endpoint answered in text: "
+                f"{shortened(answer.text)!r}; {TOOLS_ADVICE}"
+            )
+
+
+def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value: endpoints answer with empty ones that they refuse in a request."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def _turn_text(answer: ChatAnswer, stop: Sequence[str]) -> str:
+    """Return the text of a turn: its thought, what it says, and its calls."""
+    thought = re.sub("</?think>", "", answer.thought).strip()
+    begin = f"{THINK}\n{thought}\n{END_OF_THOUGHT}\n\n" if thought else ""
+    text = whole_turn(begin + answer.text, stop, is_cut=answer.is_cut)
+    if not answer.message:
+        return text
+    if open_thought(text):
+        text += END_OF_THOUGHT
+    text = text.replace("<tool_call>", "(tool_call)").rstrip()  # the server has read all calls
+    return "\n".join(filter(None, (text, *(_written(call["function"]) for call in answer.message[_CALLS]))))
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    r"""Return a call as Hermes writes it, with ``\u003c`` for ``<``, so that no argument ends it.
+
+    Arguments that are no JSON become a text, which is malformed where an object is expected.
+    """
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)  # as some servers of your own do
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        arguments = json.dumps(arguments)
+    call = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
+    return "<tool_call>\n" + call.replace("<", r"\u003c") + "\n</tool_call>"
 
 
 def whole_turn(text: str, stop: Sequence[str], *, is_cut: bool) -> str:

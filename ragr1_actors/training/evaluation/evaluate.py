@@ -14,17 +14,19 @@ from pathlib import Path
 
 from cluster.leftovers import scratch_folder
 from envs.base import ENVS, TextEnv
+from envs.checker import stand_in_context
 from envs.measures import MEASURES, RATIOS
 from envs.sources import TaskSources
 from envs.tasks.files import overlap
 from envs.tasks.paths import NamedTasks, shown
 from envs.tasks.published_sets import load_sets
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
+from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -227,7 +229,7 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
     """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
     config = subject.config
     check_gpus(config)
-    check_sampler(config, has_index=subject.place is not None)
+    check_sampler(config, has_index=subject.place is not None, has_policy=not subject.folder)  # an endpoint has its own
     retrieval = config.retrieval
     has_no_index = needs_index(retrieval.type) and not retrieval.index and not retrieval.corpus
     if which.tasks is not None and subject.place is None and has_no_index:
@@ -243,7 +245,7 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     config = subject.config
     check_services(config)
     if config.env_runners.engine == "endpoint":
-        asyncio.run(EndpointEngine("", EndpointTokenizer(), EngineSettings.of(config, 0)).probe())
+        asyncio.run(_probe_endpoint(config))
     with scratch_folder() as scratch:
         place = subject.place.path if subject.place is not None else scratch
         index_dir = prepare_index(config, place)
@@ -251,6 +253,19 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
             with show(describe_loading(config)):
                 sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))
             yield sampler
+
+
+async def _probe_endpoint(config: SamplerConfig) -> None:
+    """Ask the endpoint as the environment will, with its tools; ``ConfigError`` if it does not answer."""
+    tokenizer, settings = EndpointTokenizer(), config.environment
+    engine, chat = EndpointEngine("", tokenizer, EngineSettings.of(config, 0)), chat_format_of(config, tokenizer)
+    if isinstance(chat, EndpointFormat) and chat.is_native:
+        env_class: Callable[..., TextEnv] = load_object(settings.env, ENVS)
+        env = env_class(settings, stand_in_context(settings))
+        env.close()
+        await engine.probe(env.tools)
+    else:
+        await engine.probe()
 
 
 def _result(whole: _Pass) -> EvalResult:

@@ -123,6 +123,8 @@ class EvaluatedPolicy:
             name: {key: sections[name][key] for key in keys} for name, keys in _SHAPES_ANSWERS.items()
         }
         shaping["environment"] = {key: value for key, value in environment.items() if key not in _NOT_IN_DIGEST}
+        if (chat_format := sections["policy"]["chat_format"]) != "auto":  # which has the digest of the last release
+            shaping["policy"]["chat_format"] = chat_format
         shaping["options"] = sections["env_runners"]["engine_options"]
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
