@@ -96,7 +96,9 @@ class Client:
 
     async def ask(self, **fields: Any) -> dict[str, Any]:
         """Return the policy's message, which is appended."""
-        status, found = await self.post("/v1/chat/completions", {"model": "policy", "messages": self.messages, **fields})
+        status, found = await self.post(
+            "/v1/chat/completions", {"model": "policy", "messages": self.messages, **fields}
+        )
         assert status == 200, found
         self.messages.append(found["choices"][0]["message"])
         return found  # type: ignore[no-any-return]

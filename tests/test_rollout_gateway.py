@@ -23,7 +23,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
 
 def text_of(tokenizer: PolicyTokenizer, trajectory: Trajectory, *kinds: TokenKind) -> str:
     return "".join(
-        tokenizer._tokenizer.decode([token]) for token, kind in zip(trajectory.token_ids, trajectory.kinds, strict=True) if kind in kinds
+        tokenizer._tokenizer.decode([token])
+        for token, kind in zip(trajectory.token_ids, trajectory.kinds, strict=True)
+        if kind in kinds
     )
 
 
@@ -149,7 +151,9 @@ def respelled(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
     ids=["text", "arguments", "question", "system", "a turn that was not sampled"],
 )
-async def test_a_history_that_differs_is_not_taken_for_what_was_sampled(tokenizer: PolicyTokenizer, change: Any) -> None:
+async def test_a_history_that_differs_is_not_taken_for_what_was_sampled(
+    tokenizer: PolicyTokenizer, change: Any
+) -> None:
     async def agent(task: Task, session: AgentSession) -> str:
         client = Client(session)
         await client.ask(tools=[TOOL])
@@ -249,21 +253,29 @@ async def test_a_stream_has_what_the_answer_has(tokenizer: PolicyTokenizer, tool
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role: got 'robot'"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "the last one"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[1"}}]}, {"role": "user"}]},
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[1"}}]},
+                    {"role": "user"},
+                ]
+            },
             "expected an object",
         ),
     ],
 )
-async def test_what_a_recorded_policy_does_not_do_is_one_sentence(tokenizer: PolicyTokenizer, body: Any, said: str) -> None:
+async def test_what_a_recorded_policy_does_not_do_is_one_sentence(
+    tokenizer: PolicyTokenizer, body: Any, said: str
+) -> None:
     async def agent(task: Task, session: AgentSession) -> str:
         client = Client(session)
         if isinstance(body, bytes):
             import aiohttp
 
             headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
-            async with aiohttp.ClientSession() as http, http.post(
-                f"{session.base_url}/chat/completions", data=body, headers=headers
-            ) as answer:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(f"{session.base_url}/chat/completions", data=body, headers=headers) as answer,
+            ):
                 status, found = answer.status, await answer.json()
         else:
             whole = {"messages": client.messages} | body if body else {}
@@ -305,7 +317,9 @@ async def test_keys_are_sessions(tokenizer: PolicyTokenizer) -> None:
         return "Riga"
 
     AGENTS["spelling"] = agent
-    found = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Riga"], "t/1": ["Riga"]}, number=2, env_runners=ONE_AT_A_TIME)
+    found = await play(
+        tokenizer, f"{HERE}:spelling", {"t/0": ["Riga"], "t/1": ["Riga"]}, number=2, env_runners=ONE_AT_A_TIME
+    )
     assert [one.error for one in found] == ["", ""]
     assert len({one.session.api_key for one in kept}) == 2
 

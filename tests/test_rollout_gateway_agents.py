@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_world import TASK, Client, config_of, play
+from gateway_world import TASK, Client, play
 from tool_templates import write_tool_family
 from waits import until
 
@@ -21,7 +20,8 @@ from ragr1_actors.core.config import AgentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.rollout.gateway.agents import AgentSession, make_agent
+from ragr1_actors.rollout.gateway.agent_kinds import make_agent
+from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.rollout.gateway.session import MAX_REFUSED
 
 HERE = __name__
@@ -94,7 +94,12 @@ async def never_begins(task: Task, session: AgentSession) -> str:
 @pytest.mark.parametrize(
     ("name", "deadline_s", "expected", "said"),
     [
-        ("raises_first", 60, StopReason.ENV_ERROR, r"before the policy acted: .*agents\.py, line \d+: KeyError: 'first'"),
+        (
+            "raises_first",
+            60,
+            StopReason.ENV_ERROR,
+            r"before the policy acted: .*agents\.py, line \d+: KeyError: 'first'",
+        ),
         ("asks_nothing", 60, StopReason.ENV_ERROR, "it asked nothing"),
         ("never_begins", 0.2, StopReason.ENV_ERROR, "did not end within 0.2 s"),
         ("raises_later", 60, StopReason.AGENT_FAILED, ""),

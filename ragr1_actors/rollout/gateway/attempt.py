@@ -13,7 +13,8 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
 from ragr1_actors.rollout.forks import Fork
-from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, make_agent
+from ragr1_actors.rollout.gateway.agent_kinds import make_agent
+from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended
 from ragr1_actors.rollout.gateway.server import Gateway
 from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
 from retrieval.base import Retriever

@@ -38,6 +38,7 @@ from ragr1_actors.core.types import Message
 from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.rollout.engines.chat_client import open_models
+from ragr1_actors.rollout.gateway.agent_kinds import check_agent
 from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
 from ragr1_actors.training.curriculum import CURRICULA, Curriculum, make_curriculum
 from ragr1_actors.training.planning.corpus import corpus_of
@@ -154,6 +155,7 @@ def check_classes(config: SamplerConfig) -> None:
     open_models(config.environment.models)
     if issubclass(check_environment(config.environment.env), ToolEnv):
         make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
+    check_agent(config)
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)
     _check_engine("env_runners.engine", config.env_runners.engine)
