@@ -15,6 +15,8 @@ sync_pause           pause of a weight update ÷ warm copy of the same 100 MB   
 scaling_runners      groups/s of 8 runners ÷ 8 times those of one                       >= 0.95
 driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 runners    <= 1
 loop_ceiling         tokens/s of one runner's loop, early search included (``ceiling``) >= 50000
+gateway_ceiling      tokens/s of one runner's gateway, 256 sessions (``gateway``)       >= 20000
+gateway_parity       environment's ÷ agents' seconds, the same turns on a paced engine  >= 0.95
 ==================== ================================================================== =======
 
 The workload is drawn as ``workload.py`` says. ``sides.NUM_IN_FLIGHT`` trajectories are under way and half as many run
@@ -61,6 +63,8 @@ GOALS: dict[str, Goal | None] = {
     "scaling_runners": Goal(0.95, at_least=True),
     "driver_cpu": Goal(1.0, at_least=False),
     "loop_ceiling": Goal(50_000.0, at_least=True),
+    "gateway_ceiling": Goal(20_000.0, at_least=True),
+    "gateway_parity": Goal(0.95, at_least=True),
 }
 UNITS = {
     "engine_parity": "tokens/s",
@@ -75,12 +79,15 @@ UNITS = {
     "scaling_runners": "groups/s",
     "driver_cpu": "CPU s, wall s",
     "loop_ceiling": "tokens, CPU s",
+    "gateway_ceiling": "tokens, CPU s",
+    "gateway_parity": "s",
 }
 METRICS = tuple(GOALS)
 _LOOP = {"engine_parity", "vs_lockstep", "vs_lockstep_batched", "retrieval_hidden"}
 _FLEET = {"scaling_runners", "driver_cpu"}
 _PACED = {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
 _CEILING = {"loop_ceiling"}
+_GATEWAY = {"gateway_ceiling", "gateway_parity"}
 
 NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 96, 72
 NUM_COMPLETIONS = 64
@@ -109,7 +116,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         policy_dir = Path(directory)
         workload.make_policy(policy_dir)
-        if by_vllm := wanted - _FLEET - _PACED - _CEILING:
+        if by_vllm := wanted - _FLEET - _PACED - _CEILING - _GATEWAY:
             yield from _measured(_run_engine(policy_dir, by_vllm, repeats, quick))
         if wanted & _PACED:
             num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
@@ -118,6 +125,8 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
             num = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
             loop_ceiling(policy_dir, GROUP_SIZE)  # does not count
             yield from _measured({"loop_ceiling": [loop_ceiling(policy_dir, num) for _ in range(repeats)]})
+        if wanted & _GATEWAY:
+            yield from _measured({k: v for k, v in _run_gateway(policy_dir, repeats, quick).items() if k in wanted})
         if wanted & _FLEET:
             yield from _measured({k: v for k, v in _run_fleet(policy_dir, repeats, quick).items() if k in wanted})
 
@@ -141,6 +150,18 @@ def _run_engine(policy_dir: Path, wanted: Collection[str], repeats: int, quick: 
         if "sync_pause" in wanted:
             runner.run(bench.repeat_sync(NUM_SYNCS * repeats))
     return bench.samples
+
+
+def _run_gateway(policy_dir: Path, repeats: int, quick: bool) -> Samples:
+    from benchmarks.rollout.gateway import gateway_ceiling, gateway_parity
+
+    num_groups = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
+    num_trajectories = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
+    gateway_ceiling(policy_dir, GROUP_SIZE)  # does not count
+    return {
+        "gateway_ceiling": [gateway_ceiling(policy_dir, num_groups) for _ in range(repeats)],
+        "gateway_parity": [gateway_parity(policy_dir, num_trajectories) for _ in range(repeats)],
+    }
 
 
 def _run_fleet(policy_dir: Path, repeats: int, quick: bool) -> Samples:
