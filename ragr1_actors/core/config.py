@@ -24,6 +24,7 @@ from pydantic import (
     field_validator,
 )
 
+from ragr1_actors.core.mcp_settings import McpServer
 from ragr1_actors.core.section import Section
 
 DEFAULT_PROMPT = (
@@ -131,6 +132,8 @@ class EnvironmentSettings(Section):
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
     """Tools of the environment ``tools``: ``search``, functions and classes: ``[search, my_tools:add]``."""
+    mcp: dict[str, McpServer] = {}
+    """MCP servers, whose tools the environment ``tools`` has too, by name: ``{weather: {url: "http://10.0.0.2/mcp"}}``."""
     options: dict[str, Any] = {}
     """Options of the environment, by its own names: for ``search`` ``{top_k: 3, query_format: json}``."""
     tasks: TaskNames = "world"

@@ -35,10 +35,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from cluster.http import HttpServer, Limits, RequestError, is_loopback, refuse, run_until_signal
+from ragr1_actors.core.credentials import is_token
 from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
-from retrieval.http.retriever import is_token
 from retrieval.local import LocalRetriever
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
@@ -149,18 +149,8 @@ class RetrievalServer:
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        if not token and not is_loopback(host.strip("[]")):
-            raise ConfigError(
-                f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
-                "and name it with --token-env, or bind to 127.0.0.1"
-            )
-        if token and not is_token(token):
-            raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
-        self._token = token.encode()
-        self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
-        # One replica: neither an index nor a model is needed twice at the same time.
-        pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
-        self._retriever: Retriever = pool or retriever
+        self._token = check_token(host, token)
+        self._searching = Searching(retriever)
         self._probing = asyncio.Lock()
         self._num_probes = 0
         self._problem, self._problem_valid_until = "", 0.0
@@ -196,18 +186,14 @@ class RetrievalServer:
         try:
             await self._http.__aenter__()
         except ConfigError:
-            self._close()
+            self._searching.close()
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
         await self._http.__aexit__(*error)
-        self._close()
-
-    def _close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        self._searching.close()
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         started = time.monotonic()
@@ -224,7 +210,7 @@ class RetrievalServer:
         if not queries:
             return []
         try:
-            found = await self._retriever.search(queries, question.topk or DEFAULT_TOPK)
+            found = await self._searching.retriever.search(queries, question.topk or DEFAULT_TOPK)
             if len(found) != len(queries):
                 raise RetrievalError(f"got {len(found)} answers to {len(queries)} queries")
         except RetrievalError as error:
@@ -254,7 +240,7 @@ class RetrievalServer:
         self._num_probes += 1
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):  # a new query each time, so that no cache answers it
-                await self._retriever.search([f"health probe {self._num_probes}"], 1)
+                await self._searching.retriever.search([f"health probe {self._num_probes}"], 1)
         except RetrievalError as error:
             return f"a probe failed: {error}"
         except TimeoutError:
@@ -266,13 +252,48 @@ class RetrievalServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def _authorise(self, request: web.Request) -> None:
-        if not self._token:
-            return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        given = token.strip().encode("utf-8", "surrogateescape")
-        # compared in constant time: the time must not show how much of a guess is right
-        if not hmac.compare_digest(given, self._token) or scheme.lower() != "bearer":
+        if not is_authorised(request.headers.get("Authorization", ""), self._token):
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
+
+
+def check_token(host: str, token: str) -> bytes:
+    """Return the token of a server on ``host``; empty: none is asked for.
+
+    Raises:
+        ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
+    """
+    if not token and not is_loopback(host.strip("[]")):
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
+            "and name it with --token-env, or bind to 127.0.0.1"
+        )
+    if token and not is_token(token):
+        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+    return token.encode()
+
+
+def is_authorised(header: str, token: bytes) -> bool:
+    """Whether an ``Authorization`` header has the token, if one is asked for."""
+    scheme, _, given = header.partition(" ")
+    # compared in constant time: the time must not show how much of a guess is right
+    is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
+    return not token or (is_right and scheme.lower() == "bearer")
+
+
+class Searching:
+    """A retriever that a server asks: a ``LocalRetriever`` is searched in a separate thread, in batches."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        """Search ``retriever``, which nothing else may use at the same time if it is local."""
+        self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
+        # One replica: neither an index nor a model is needed twice at the same time.
+        pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
+        self.retriever: Retriever = pool or retriever
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.close()
 
 
 class SearchThread:
