@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -20,9 +21,12 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp_types import CallToolResult
 from processes import ROOT
 from typer.testing import CliRunner
+from waits import until
 
+from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.mcp_settings import McpServer
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.http.mcp_server import McpHttpServer
@@ -137,6 +141,21 @@ async def test_a_host_that_others_reach_needs_a_token(index: Path) -> None:
         assert (await post(here, **right))[0] == 200
         assert (await post(here, **right, Host="search.example"))[0] == 200
         assert (await post(here, **right, Host="evil.example"))[0] == 421
+
+
+async def test_the_environment_of_tools_searches_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with McpHttpServer(OnePassage(), port=0, token="s3cret") as server:
+        settings = McpServer(url=server.url, key_env="THE_KEY")
+        monkeypatch.setenv("THE_KEY", "wrong")
+        with pytest.raises(ConfigError, match="HTTP 401"):
+            await list_tools("fleet", settings)
+        monkeypatch.setenv("THE_KEY", "s3cret")
+        (tool,) = await list_tools("fleet", settings)
+        client = McpClient("fleet", settings)
+        assert await client.call("search", queries=["a"]) == "Query: a\n(1) Riga: Riga is a city in Latvia."
+        client.close()
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+    assert tool["function"]["name"] == "search"
 
 
 async def test_a_port_in_use_is_said() -> None:

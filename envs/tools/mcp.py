@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from envs.base import EnvContext
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
 _REMOTE = re.compile(r'"\$ref": "(?!#)')
+_FORGOTTEN = "HTTP 404"
+"""What a server answers that does not know the session any more, as after a restart."""
 _MAX_QUOTED = 200
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,8 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
         ConfigError: it does not answer, lists none or not those of ``only``, or a schema cannot be used.
     """
     where = f"environment.mcp.{name}"
+    if find_spec("mcp") is None:
+        raise ConfigError(f"{where} needs the package mcp, which is not installed; pip install -e '.[mcp]'")
     session = _Session(name, server)
     try:
         await session.opened()
@@ -221,7 +226,8 @@ class _Session:
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
         """Return a result; ``ServiceError`` without one, which closes the session if that cannot be used any more."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
+        from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
+        from pydantic import ValidationError
 
         client, now = await self.opened(), asyncio.get_running_loop().time
         started_s = now()
@@ -235,8 +241,10 @@ class _Session:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from error
-            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # the latter: the server forgot the session
+            if error.code == CONNECTION_CLOSED or self._status == _FORGOTTEN:
                 self.close()
+            raise ServiceError(f"{tool}: {self._said(error)}") from error
+        except (ValidationError, RuntimeError) as error:  # the result is not what protocol or server promise
             raise ServiceError(f"{tool}: {self._said(error)}") from error
         self._answered_s = now()
         return result
@@ -313,8 +321,8 @@ class _Session:
             self._odd_output = self._odd_output or str(first_problem(message)[1])
 
     async def _note_status(self, response: Any) -> None:
-        if response.status_code >= 400:
-            self._status = f"HTTP {response.status_code}"
+        if response.request.method == "POST":
+            self._status = f"HTTP {response.status_code}" if response.status_code >= 400 else ""
 
     def _said(self, error: BaseException) -> str:
         """Return an error of the SDK in one sentence, with what is known besides."""
@@ -326,7 +334,7 @@ class _Session:
             said = f"no answer within {self._server.timeout_s:g} s"
         elif isinstance(error, ValidationError):
             key, _, problem = first_problem(error)
-            said = f"its list of tools is no such list: {key}: {problem}"
+            said = f"its answer cannot be read: {key}: {problem}"
         else:
             said = one_line(error, _MAX_QUOTED)
         odd = f"it printed {shortened(self._odd_output)!r}, which is no message" if self._odd_output else ""

@@ -2,11 +2,11 @@
 
 ::
 
-    env runner ──► this module, as a process ──► the command ──► its children, also those in sessions of their own
+    env runner ──► this module, two processes ──► the command ──► its children, also those in sessions of their own
         standard input and output of the command are the env runner's pipes
 
-Linux gives orphans of the command to this process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. It sees its
-parent's end as the end of standard input, also where the parent was killed. The module imports the standard library
+Linux gives orphans of the command to the second process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. It sees the
+end of the env runner as that of standard input, also where it was killed. The module imports the standard library
 only, so that the process starts at once and takes little memory.
 """
 
@@ -66,15 +66,26 @@ def _kill_descendants() -> None:
 
 
 def main() -> None:
-    """Run the command of the arguments until it ends, or this process's parent does."""
-    parent = os.getppid()
+    """Run the command of the arguments until it ends, or the process that started this one does.
+
+    A child does it, in a session of its own: Ray kills the children of an actor that ends, and others kill the groups.
+    """
+    parent = os.getpid()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    _keep(sys.argv[1:], parent)
+
+
+def _keep(arguments: list[str], parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, lambda *_: sys.exit())
     try:
-        command = subprocess.Popen(sys.argv[1:], stderr=subprocess.PIPE)
+        command = subprocess.Popen(arguments, stderr=subprocess.PIPE)
     except OSError as error:
-        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+        sys.exit(f"{arguments[0]}: {error.strerror}")
     assert command.stderr is not None
     ended, heard, given = os.pidfd_open(command.pid), command.stderr.fileno(), sys.stdin.fileno()
     events = select.poll()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.util import find_spec
 from typing import TypeVar
 
 from envs.checker import stand_in_context
@@ -38,8 +37,6 @@ def check_services(config: C, place: Place | None = None) -> C:
 
 
 def _with_tools(config: C, place: Place | None) -> C:
-    if find_spec("mcp") is None:
-        raise ConfigError("environment.mcp needs the package mcp, which is not installed; pip install -e '.[mcp]'")
     stored, servers = {} if place is None else stored_tools(place), {}
     for name, server in config.environment.mcp.items():
         known = stored.get(name)

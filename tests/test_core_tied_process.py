@@ -1,0 +1,87 @@
+"""A command that is tied to its starter: nothing that it started outlives either of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from processes import ROOT
+from waits import until
+
+from ragr1_actors.core.tied_process import tied
+
+pytestmark = pytest.mark.integration
+# prints the processes: the shell, a child of it, and one in a session of its own whose parent has ended
+FAMILY = "sleep 5000 & child=$!; orphan=$(setsid bash -c 'sleep 5000 >&- & echo $!'); echo $$ $child $orphan"
+STARTER = """
+import subprocess, sys, time
+from ragr1_actors.core.tied_process import tied
+subprocess.Popen(tied(sys.argv[1:]), stdin=subprocess.PIPE)
+time.sleep(5000)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def family(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Run a command that prints its processes, which have ended at the end of the block."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 3
+        yield process, pids
+
+
+def test_all_end_with_the_command() -> None:
+    with family(tied(["bash", "-c", f"{FAMILY}; read line"])) as (process, pids):
+        assert all(map(is_running, pids))
+        process.communicate("go on\n", timeout=60)
+        assert not any(map(is_running, pids))
+
+
+def test_all_end_with_standard_input() -> None:
+    with family(tied(["bash", "-c", f"{FAMILY}; wait"])) as (process, pids):
+        process.communicate(timeout=60)
+        assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_all_end_with_the_process_that_stands_for_them(number: int) -> None:
+    with family(tied(["bash", "-c", f"{FAMILY}; wait"])) as (process, pids):
+        os.kill(process.pid, number)  # as Ray does to the children of an actor
+        await until(lambda: not any(map(is_running, pids)))
+
+
+async def test_all_end_with_a_starter_that_is_killed() -> None:
+    starter = [sys.executable, "-c", STARTER, "bash", "-c", f"{FAMILY}; wait"]
+    with family(starter) as (process, pids):
+        assert all(map(is_running, pids))
+        process.kill()
+        await until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_command_has_a_second_to_end_by_itself() -> None:
+    done = subprocess.run(tied(["bash", "-c", "cat; echo bye"]), input=b"hello\n", capture_output=True, timeout=60)
+    assert done.stdout == b"hello\nbye\n"
+
+
+def test_the_last_words_are_kept_and_no_more() -> None:
+    talks = tied([sys.executable, "-c", "import sys; sys.stderr.write('x' * 1_000_000 + 'the end')"])
+    said = subprocess.run(talks, input=b"", capture_output=True, timeout=60).stderr
+    assert said == b"x" * (4096 - 7) + b"the end"
+    missing = subprocess.run(tied(["no-such-command"]), input=b"", capture_output=True, timeout=60).stderr
+    assert missing == b"no-such-command: No such file or directory\n"
