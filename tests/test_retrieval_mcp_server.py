@@ -20,16 +20,15 @@ from fakes import BrokenRetriever, OnePassage
 from mcp import Client, MCPError, StdioServerParameters
 from mcp_types import CallToolResult
 from processes import ROOT
-from typer.testing import CliRunner
 from waits import until
 
 from envs.tools.mcp import McpClient, list_tools
-from ragr1_actors.cli.main import app
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.mcp_settings import McpServer
 from retrieval.base import Passage
 from retrieval.build import build_index
-from retrieval.http.mcp_server import McpHttpServer
+from retrieval.http.mcp_server import McpEndpoint
+from retrieval.http.server import RetrievalServer
 
 pytestmark = pytest.mark.integration
 PASSAGES = [Passage(str(n), f"Town {n}", f"Town {n} lies at river {n}.", 0.0) for n in range(20)]
@@ -96,7 +95,10 @@ async def test_a_client_searches_over_standard_input(index: Path) -> None:
 
 
 async def test_a_search_that_fails_is_no_result_that_a_policy_reads() -> None:
-    async with McpHttpServer(BrokenRetriever(), port=0) as server, Client(server.url) as client:
+    async with (
+        RetrievalServer(BrokenRetriever(), port=0, mcp=McpEndpoint) as server,
+        Client(f"{server.url}/mcp") as client,
+    ):
         with pytest.raises(MCPError, match="the search failed: tried 3 replicas"):
             await ask(client, queries=["a"])
 
@@ -105,33 +107,33 @@ async def test_a_search_that_fails_is_no_result_that_a_policy_reads() -> None:
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Host": "evil.example"}, 421),
-        ({"Host": "evil.example:80"}, 421),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:80"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
-        ({"Content-Type": "text/plain"}, 400),
+        ({"Content-Type": "text/plain"}, 415),
     ],
 )
 async def test_what_a_browser_sends_for_a_page_elsewhere_is_refused(
     headers: dict[str, str], status: int, modern: bool
 ) -> None:
     version = {"MCP-Protocol-Version": "2026-07-28" if modern else "2025-06-18"}
-    async with McpHttpServer(OnePassage(), port=0) as server:
-        assert (await post(server.url, **headers, **version))[0] == status
-        ours = server.url.removesuffix("/mcp").replace("127.0.0.1", "localhost")
-        found, text = await post(server.url, **{"Origin": ours, "Host": ours.removeprefix("http://")})
+    async with RetrievalServer(OnePassage(), port=0, mcp=McpEndpoint) as server:
+        assert (await post(f"{server.url}/mcp", **headers, **version))[0] == status
+        ours = server.url.replace("127.0.0.1", "localhost")
+        found, text = await post(f"{server.url}/mcp", **{"Origin": ours, "Host": ours.removeprefix("http://")})
     assert (found, '"name":"search"' in text) == (200, True)
 
 
 async def test_a_large_body_is_refused() -> None:
-    async with McpHttpServer(OnePassage(), port=0) as server:
-        assert (await post(server.url, {**DISCOVER, "params": "x" * 5_000_000}))[0] == 413
+    async with RetrievalServer(OnePassage(), port=0, mcp=McpEndpoint) as server:
+        assert (await post(f"{server.url}/mcp", {**DISCOVER, "params": "x" * 9_000_000}))[0] == 413
 
 
 async def test_a_host_that_others_reach_needs_a_token(index: Path) -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="no token was given"):
-            McpHttpServer(OnePassage(), host=host)
+            RetrievalServer(OnePassage(), host=host)
     options = ("--host", "0.0.0.0", "--token-env", "THE_TOKEN", "--allow-host", "search.example")
     with serving(index, *options, THE_TOKEN="s3cret") as url:
         here = url.replace("0.0.0.0", "127.0.0.1")
@@ -140,12 +142,12 @@ async def test_a_host_that_others_reach_needs_a_token(index: Path) -> None:
         right = {"Authorization": "Bearer s3cret"}
         assert (await post(here, **right))[0] == 200
         assert (await post(here, **right, Host="search.example"))[0] == 200
-        assert (await post(here, **right, Host="evil.example"))[0] == 421
+        assert (await post(here, **right, Host="evil.example"))[0] == 403
 
 
 async def test_the_environment_of_tools_searches_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with McpHttpServer(OnePassage(), port=0, token="s3cret") as server:
-        settings = McpServer(url=server.url, key_env="THE_KEY")
+    async with RetrievalServer(OnePassage(), port=0, token="s3cret", mcp=McpEndpoint) as server:
+        settings = McpServer(url=f"{server.url}/mcp", key_env="THE_KEY")
         monkeypatch.setenv("THE_KEY", "wrong")
         with pytest.raises(ConfigError, match="HTTP 401"):
             await list_tools("fleet", settings)
@@ -156,18 +158,3 @@ async def test_the_environment_of_tools_searches_with_a_token(monkeypatch: pytes
         client.close()
     await until(lambda: len(asyncio.all_tasks()) == 1)
     assert tool["function"]["name"] == "search"
-
-
-async def test_a_port_in_use_is_said() -> None:
-    async with McpHttpServer(OnePassage(), port=0) as server:
-        port = int(server.url.split(":")[2].split("/")[0])
-        with pytest.raises(ConfigError, match=f"cannot listen on port {port} of 127.0.0.1: Address already in use"):
-            async with McpHttpServer(OnePassage(), port=port):
-                pass
-    async with McpHttpServer(OnePassage(), port=port):
-        pass
-
-
-def test_standard_input_is_for_mcp_only(index: Path) -> None:
-    printed = CliRunner().invoke(app, ["index", "serve", str(index), "--stdio"])
-    assert "--stdio: only --mcp speaks over standard input and output" in str(printed.exception)

@@ -29,7 +29,7 @@ from ragr1_actors.core.interrupts import exit_status
 
 if TYPE_CHECKING:
     from ragr1_actors.core.progress_bar import CountOf
-    from retrieval.base import Passage
+    from retrieval.base import Passage, Retriever
     from retrieval.corpora.corpus import Corpus
 
 _COUNTED_AT_ONCE = 1000
@@ -252,24 +252,30 @@ def serve(
     num_encoders: Annotated[
         int, typer.Option("--encoders", min=0, help="Actors that encode queries; 0: the replicas encode.")
     ] = 0,
-    mcp: Annotated[
-        bool, typer.Option("--mcp", help="Serve the tool search by the Model Context Protocol, at /mcp.")
-    ] = False,
-    stdio: Annotated[bool, typer.Option("--stdio", help="With --mcp: over standard input and output.")] = False,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Serve the tool search to clients of MCP, too, at /mcp.")] = False,
+    stdio: Annotated[bool, typer.Option("--stdio", help="Serve it over standard input and output instead.")] = False,
     reranker: RerankerOption = "",
     option: OptionsOption = None,
 ) -> None:
-    """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}; or by MCP."""
+    """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}, and by MCP."""
     from cluster.session import ray_session
     from ragr1_actors.core.config import RetrievalSettings
     from retrieval.fleet.group import RetrieverGroup
+    from retrieval.http.server import run_server
 
+    if (mcp or stdio) and find_spec("mcp") is None:
+        raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")
     token = ""
     if token_env:
         token = os.environ.get(token_env, "")
         if not token:
             raise ConfigError(f"--token-env: the environment variable {token_env} is not set or empty")
-    run = partial(_server(mcp, stdio), host=host, port=port, token=token, allowed_hosts=allow_host or ())
+    run: Callable[[Retriever], None]
+    run = partial(run_server, host=host, port=port, token=token, allowed_hosts=allow_host or ())
+    if mcp or stdio:
+        from retrieval.http.mcp_server import McpEndpoint, run_over_stdio
+
+        run = run_over_stdio if stdio else partial(run, mcp=McpEndpoint)
     settings = RetrievalSettings(
         num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
     )
@@ -283,21 +289,6 @@ def serve(
             run(group.retriever())
         finally:
             group.stop()
-
-
-def _server(mcp: bool, stdio: bool) -> Callable[..., None]:
-    """Return what serves a retriever."""
-    if not mcp:
-        if stdio:
-            raise ConfigError("--stdio: only --mcp speaks over standard input and output; add it")
-        from retrieval.http.server import run_server
-
-        return run_server
-    if find_spec("mcp") is None:
-        raise ConfigError("--mcp needs the package mcp, which is not installed; pip install -e '.[mcp]'")
-    from retrieval.http.mcp_server import run_mcp_server
-
-    return partial(run_mcp_server, over_stdio=stdio)
 
 
 def parse_options(assignments: list[str] | None) -> dict[str, Any]:

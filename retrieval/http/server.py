@@ -3,6 +3,7 @@ r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers ca
 ::
 
     POST /retrieve   Search-R1's protocol
+    POST /mcp        the tool search for clients of MCP, if it was asked for
     GET  /healthz    200 if a search was answered within the last seconds, else 503
     GET  /metrics    Prometheus' text format
 
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,6 +41,9 @@ from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem,
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.local import LocalRetriever
+
+if TYPE_CHECKING:
+    from retrieval.http.mcp_server import McpEndpoint
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
 """How long the result of a health probe is valid; it bounds the cost of ``/healthz``."""
@@ -135,6 +139,7 @@ class RetrievalServer:
         token: str = "",
         allowed_hosts: Collection[str] = (),
         limits: Limits | None = None,
+        mcp: type[McpEndpoint] | None = None,
     ) -> None:
         """Check the host and the token.
 
@@ -145,12 +150,23 @@ class RetrievalServer:
             token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
             allowed_hosts: further names by which clients reach the server.
             limits: of connections, bodies and times.
+            mcp: answers clients of MCP besides; it takes the SDK.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        self._token = check_token(host, token)
-        self._searching = Searching(retriever)
+        if not token and not is_loopback(host.strip("[]")):
+            raise ConfigError(
+                f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
+                "and name it with --token-env, or bind to 127.0.0.1"
+            )
+        if token and not is_token(token):
+            raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+        self._token = token.encode()
+        self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
+        # One replica: neither an index nor a model is needed twice at the same time.
+        pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
+        self._retriever: Retriever = pool or retriever
         self._probing = asyncio.Lock()
         self._num_probes = 0
         self._problem, self._problem_valid_until = "", 0.0
@@ -163,12 +179,17 @@ class RetrievalServer:
         )
         in_flight = Gauge("ragr1_retrieve_requests_in_flight", "Requests being answered.", registry=registry)
         in_flight.set_function(lambda: self._num_in_flight)
+        routes = [
+            web.post("/retrieve", self._retrieve),
+            web.get("/healthz", self._healthz),
+            web.get("/metrics", self._show_metrics),
+        ]
+        self._running = contextlib.AsyncExitStack()
+        self._mcp = mcp(self._retriever) if mcp is not None else None
+        if self._mcp is not None:
+            routes.append(web.post("/mcp", self._answer_mcp))
         self._http = HttpServer(
-            [
-                web.post("/retrieve", self._retrieve),
-                web.get("/healthz", self._healthz),
-                web.get("/metrics", self._show_metrics),
-            ],
+            routes,
             host=host,
             port=port,
             allowed_hosts=allowed_hosts,
@@ -184,16 +205,23 @@ class RetrievalServer:
     async def __aenter__(self) -> Self:
         """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
         try:
+            if self._mcp is not None:
+                await self._running.enter_async_context(self._mcp.running())
             await self._http.__aenter__()
         except ConfigError:
-            self._searching.close()
+            await self._close()
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
         await self._http.__aexit__(*error)
-        self._searching.close()
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._running.aclose()
+        if self._thread is not None:
+            self._thread.close()
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         started = time.monotonic()
@@ -205,12 +233,18 @@ class RetrievalServer:
         self._duration.observe(time.monotonic() - started)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
+    async def _answer_mcp(self, request: web.Request) -> web.Response:
+        assert self._mcp is not None
+        self._authorise(request)
+        with self._in_flight():
+            return await self._mcp.answer(request, await self._http.read_body(request))
+
     async def _search(self, question: Question) -> list[list[Passage]]:
         queries = question.queries
         if not queries:
             return []
         try:
-            found = await self._searching.retriever.search(queries, question.topk or DEFAULT_TOPK)
+            found = await self._retriever.search(queries, question.topk or DEFAULT_TOPK)
             if len(found) != len(queries):
                 raise RetrievalError(f"got {len(found)} answers to {len(queries)} queries")
         except RetrievalError as error:
@@ -240,7 +274,7 @@ class RetrievalServer:
         self._num_probes += 1
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):  # a new query each time, so that no cache answers it
-                await self._searching.retriever.search([f"health probe {self._num_probes}"], 1)
+                await self._retriever.search([f"health probe {self._num_probes}"], 1)
         except RetrievalError as error:
             return f"a probe failed: {error}"
         except TimeoutError:
@@ -252,48 +286,13 @@ class RetrievalServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def _authorise(self, request: web.Request) -> None:
-        if not is_authorised(request.headers.get("Authorization", ""), self._token):
+        if not self._token:
+            return
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        # compared in constant time: the time must not show how much of a guess is right
+        if not hmac.compare_digest(given, self._token) or scheme.lower() != "bearer":
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
-
-
-def check_token(host: str, token: str) -> bytes:
-    """Return the token of a server on ``host``; empty: none is asked for.
-
-    Raises:
-        ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
-    """
-    if not token and not is_loopback(host.strip("[]")):
-        raise ConfigError(
-            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
-            "and name it with --token-env, or bind to 127.0.0.1"
-        )
-    if token and not is_token(token):
-        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
-    return token.encode()
-
-
-def is_authorised(header: str, token: bytes) -> bool:
-    """Whether an ``Authorization`` header has the token, if one is asked for."""
-    scheme, _, given = header.partition(" ")
-    # compared in constant time: the time must not show how much of a guess is right
-    is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
-    return not token or (is_right and scheme.lower() == "bearer")
-
-
-class Searching:
-    """A retriever that a server asks: a ``LocalRetriever`` is searched in a separate thread, in batches."""
-
-    def __init__(self, retriever: Retriever) -> None:
-        """Search ``retriever``, which nothing else may use at the same time if it is local."""
-        self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
-        # One replica: neither an index nor a model is needed twice at the same time.
-        pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
-        self.retriever: Retriever = pool or retriever
-
-    def close(self) -> None:
-        """End the thread, if there is one."""
-        if self._thread is not None:
-            self._thread.close()
 
 
 class SearchThread:
@@ -333,15 +332,16 @@ def run_server(
     port: int = 8000,
     token: str = "",
     allowed_hosts: Collection[str] = (),
+    mcp: type[McpEndpoint] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then answer the requests in flight. Writes the address to standard error.
 
     A second signal ends the process at once. Arguments and errors are those of ``RetrievalServer``.
     """
-    server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts)
+    server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts, mcp=mcp)
 
     def say() -> None:
-        sys.stderr.write(f"{server.url}/retrieve answers; Ctrl-C stops it\n")
+        sys.stderr.write(f"{server.url}{'/mcp' if mcp else '/retrieve'} answers; Ctrl-C stops it\n")
         sys.stderr.flush()
 
     run_until_signal(server, say)
