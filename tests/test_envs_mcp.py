@@ -335,7 +335,10 @@ def test_a_runner_that_is_closed_leaves_no_server_behind(tokenizer: PolicyTokeni
 @pytest.mark.parametrize(
     ("server", "problem"),
     [
-        ({"command": ["sleep", "1000"]}, "sleep 1000: no answer within 3 s; start or mend the server"),
+        (
+            {"command": ["sleep", "1000"]},
+            "sleep 1000: no answer within 3 s; start or mend it, or correct environment.mcp.world",
+        ),
         (
             {"command": ["bash", "-c", "echo 'hello there'; sleep 1000"]},
             "no answer within 3 s; it printed 'hello there', which is no message; start",
@@ -391,12 +394,11 @@ def test_tools_are_stored_with_a_run_and_a_server_that_changed_is_named(
     assert again.environment.mcp["world"].tools == config.environment.mcp["world"].tools
     assert [one["function"]["name"] for one in again.environment.mcp["world"].tools or ()] == ["pid", "sleep"]
     assert caplog.text == ""
-    changed = config_of(
-        {"command": [*BY_HAND, json.dumps([{"name": "pid", "inputSchema": {"type": "object", "a": 1}}])]}
-    )
+    other = [{"name": "pid", "inputSchema": {"type": "object", "title": "another"}}]
+    changed = config_of({"command": [*BY_HAND, json.dumps(other)]})
     later = check_services(stored.model_copy(update={"environment": changed.environment}), place)
     assert later.environment.mcp["world"].tools == config.environment.mcp["world"].tools
-    assert "lists other tools than before the run (sleep is gone, pid is another)" in caplog.text
+    assert "lists other tools than before the run (pid is another, sleep is gone)" in caplog.text
 
 
 def test_a_server_is_checked_from_the_command_line() -> None:

@@ -24,6 +24,8 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pydantic import ValidationError
+
 from envs.base import EnvContext
 from envs.call_grammars import ToolSchema
 from envs.options import ToolOptions
@@ -83,14 +85,16 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
     where = f"environment.mcp.{name}"
     if find_spec("mcp") is None:
         raise ConfigError(f"{where} needs the package mcp, which is not installed; pip install -e '.[mcp]'")
-    session = _Session(name, server)
-    try:
-        await session.opened()
-    except ServiceError as error:
-        raise ConfigError(
-            f"{where}: {server.address}: {error}; start or mend the server, or correct {where}"
-        ) from error
-    finally:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+        session = _Session(name, server, stderr)
+        try:
+            await session.opened()
+        except ServiceError as error:
+            await session.end()
+            stderr.seek(0)
+            last = stderr.read().strip().rpartition("\n")[2]
+            said = f"{error}; its last words: {shortened(last, _MAX_QUOTED)}" if last else str(error)
+            raise ConfigError(f"{where}: {server.address}: {said}; start or mend it, or correct {where}") from error
         await session.end()
     if not session.tools:
         raise ConfigError(f"{where}: {server.address} lists no tools; expected one at least")
@@ -108,15 +112,11 @@ def _problem_of(parameters: Mapping[str, Any]) -> str:
     """Return why arguments cannot be checked by a schema; empty if they can."""
     from jsonschema import Draft202012Validator, SchemaError
 
-    if parameters.get("type") != "object":
-        return "its type is not object"
-    if _REMOTE.search(json.dumps(parameters)):
-        return "it refers to another document"
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         return shortened(error.message)
-    return ""
+    return "it refers to another document" if _REMOTE.search(json.dumps(parameters)) else ""
 
 
 class McpTool(FunctionTool):
@@ -196,8 +196,8 @@ def _text_of(result: CallToolResult) -> str:
 class _Session:
     """A session with a server, in a task of its own: the SDK's task groups are left by the task that entered them."""
 
-    def __init__(self, name: str, server: McpServer) -> None:
-        self._name, self._server = name, server
+    def __init__(self, name: str, server: McpServer, stderr: TextIO | None = None) -> None:
+        self._name, self._server, self._stderr = name, server, stderr
         self.tools: list[ToolSchema] = []
         self._client: Client | None = None
         self._settled, self._closing = asyncio.Event(), asyncio.Event()
@@ -227,7 +227,6 @@ class _Session:
         """Return a result; ``ServiceError`` without one, which closes the session if that cannot be used any more."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
-        from pydantic import ValidationError
 
         client, now = await self.opened(), asyncio.get_running_loop().time
         started_s = now()
@@ -250,27 +249,22 @@ class _Session:
         return result
 
     async def _run(self) -> None:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
-            try:
-                async with AsyncExitStack() as stack:
-                    async with asyncio.timeout(self._server.timeout_s):
-                        client = await stack.enter_async_context(await self._connect(stack, stderr))
-                        await self._list(client)
-                    self._client = client
-                    self._settled.set()
-                    await self._closing.wait()
-            except Exception as error:  # a boundary: of a server, and of an SDK that raises groups of exceptions
-                stderr.seek(0)
-                last = (stderr.read().strip().splitlines() or [""])[-1]
-                self._problem = self._said(error) + (
-                    f"; its last words: {shortened(last, _MAX_QUOTED)}" if last else ""
-                )
-            finally:
-                self._client, self._problem = None, self._problem or "the session ended"
-                self.close()
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._server.timeout_s):
+                    client = await stack.enter_async_context(await self._connect(stack))
+                    await self._list(client)
+                self._client = client
                 self._settled.set()
+                await self._closing.wait()
+        except Exception as error:  # a boundary: of a server, and of an SDK that raises groups of exceptions
+            self._problem = self._said(error)
+        finally:
+            self._client, self._problem = None, self._problem or "the session ended"
+            self.close()
+            self._settled.set()
 
-    async def _connect(self, stack: AsyncExitStack, stderr: TextIO) -> Client:
+    async def _connect(self, stack: AsyncExitStack) -> Client:
         import httpx2
         from mcp import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -292,31 +286,27 @@ class _Session:
             transport = streamable_http_client(server.url, http_client=await stack.enter_async_context(http))
         else:
             command, *arguments = tied(server.command)
-            transport = stdio_client(
-                StdioServerParameters(command=command, args=arguments, env=dict(os.environ)), errlog=stderr
-            )
+            started = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+            unread = stack.enter_context(open(os.devnull, "w"))  # many servers write a line for each call
+            transport = stdio_client(started, errlog=self._stderr or unread)
         # the newest protocol knows no sessions over HTTP: there a server that remembers needs the one before
         mode = "legacy" if server.url and server.per_trajectory else "auto"
         return Client(transport, mode=mode, message_handler=self._note, cache=None)
 
     async def _list(self, client: Client) -> None:
-        cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            for tool in page.tools:
-                function = {"name": tool.name, "description": tool.description or tool.title or ""}
-                schema = {"type": "function", "function": {**function, "parameters": tool.input_schema}}
-                self.tools.append(schema)
-            if (cursor := page.next_cursor) is None:
-                break
-        if self._server.tools is not None and (note := _difference(self._server.tools, self.tools)):
-            _warn(
-                f"environment.mcp.{self._name}: {self._server.address} lists other tools than before the run ({note})"
-            )
+        page = await client.list_tools()
+        tools = list(page.tools)
+        while page.next_cursor is not None:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+        for tool in tools:
+            function = {"name": tool.name, "description": tool.description or tool.title or ""}
+            self.tools.append({"type": "function", "function": {**function, "parameters": tool.input_schema}})
+        if note := _difference(self._server.tools or (), self.tools):
+            where = f"environment.mcp.{self._name}: {self._server.address}"
+            _warn(f"{where} lists other tools than before the run ({note})")
 
     async def _note(self, message: object) -> None:
-        from pydantic import ValidationError
-
         if isinstance(message, ValidationError):  # a line that is no message
             self._odd_output = self._odd_output or str(first_problem(message)[1])
 
@@ -326,8 +316,6 @@ class _Session:
 
     def _said(self, error: BaseException) -> str:
         """Return an error of the SDK in one sentence, with what is known besides."""
-        from pydantic import ValidationError
-
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
@@ -345,10 +333,8 @@ def _difference(known: Sequence[ToolSchema], listed: Sequence[ToolSchema]) -> st
     """Return what differs between the tools that are known and those that are listed: ``"add is gone"``."""
     now = {tool["function"]["name"]: tool for tool in listed}
     before = {tool["function"]["name"]: tool for tool in known}
-    gone = [f"{name} is gone" for name in before if name not in now]
-    return ", ".join(
-        gone + [f"{name} is another" for name, tool in before.items() if name in now and now[name] != tool]
-    )
+    differing = [name for name, tool in before.items() if now.get(name) != tool]
+    return ", ".join(f"{name} is {'another' if name in now else 'gone'}" for name in differing)
 
 
 @lru_cache(64)
