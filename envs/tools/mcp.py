@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -57,7 +58,13 @@ def all_tools(settings: EnvironmentSettings, context: EnvContext, options: ToolO
     """
     found = make_tools(settings.tools, context, options)
     for name, server in settings.mcp.items():
-        for tool in _tools_of(name, server, context, options):
+        if server.tools is None:
+            raise ConfigError(f"environment.mcp.{name}: its tools are not known; ask for them with check_services")
+        client = McpClient(name, server)
+        if not server.per_trajectory:
+            client = context.mcp.setdefault(name, client)
+        for schema in server.tools:
+            tool = McpTool(client, schema, context, options)
             if tool.name in found:
                 raise ConfigError(
                     f"environment.mcp.{name}: two tools are named {tool.name}; take one of them, with "
@@ -65,13 +72,6 @@ def all_tools(settings: EnvironmentSettings, context: EnvContext, options: ToolO
                 )
             found[tool.name] = tool
     return found
-
-
-def _tools_of(name: str, server: McpServer, context: EnvContext, options: ToolOptions) -> list[McpTool]:
-    if server.tools is None:
-        raise ConfigError(f"environment.mcp.{name}: its tools are not known; ask for them with check_services")
-    client = McpClient(name, server) if server.per_trajectory else context.mcp.setdefault(name, McpClient(name, server))
-    return [McpTool(client, schema, context, options) for schema in server.tools]
 
 
 async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
@@ -180,14 +180,10 @@ def _text_of(result: CallToolResult) -> str:
     """Return what the policy reads of a result: its texts, and a word on what else there is."""
     texts = []
     for block in result.content:
-        if block.type == "text":
-            texts.append(block.text)
-        elif block.type == "resource" and "text" in type(block.resource).model_fields:
-            texts.append(str(block.resource.text))  # type: ignore[union-attr]
-        elif block.type == "resource_link":
-            texts.append(str(block.uri))
-        else:
-            texts.append(f"({block.type}, which cannot be shown)")
+        found = block.text if block.type == "text" else None
+        if block.type == "resource":
+            found = block.resource.model_dump().get("text")
+        texts.append(f"({block.type}, which cannot be shown)" if found is None else str(found))
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)
@@ -287,8 +283,8 @@ class _Session:
         else:
             command, *arguments = tied(server.command)
             started = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-            unread = stack.enter_context(open(os.devnull, "w"))  # many servers write a line for each call
-            transport = stdio_client(started, errlog=self._stderr or unread)
+            # while it runs nothing reads it: many servers write a line for each call
+            transport = stdio_client(started, errlog=self._stderr or subprocess.DEVNULL)  # type: ignore[arg-type]
         # the newest protocol knows no sessions over HTTP: there a server that remembers needs the one before
         mode = "legacy" if server.url and server.per_trajectory else "auto"
         return Client(transport, mode=mode, message_handler=self._note, cache=None)

@@ -155,13 +155,7 @@ class RetrievalServer:
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        if not token and not is_loopback(host.strip("[]")):
-            raise ConfigError(
-                f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
-                "and name it with --token-env, or bind to 127.0.0.1"
-            )
-        if token and not is_token(token):
-            raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+        _check_token(host, token)
         self._token = token.encode()
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica: neither an index nor a model is needed twice at the same time.
@@ -179,17 +173,15 @@ class RetrievalServer:
         )
         in_flight = Gauge("ragr1_retrieve_requests_in_flight", "Requests being answered.", registry=registry)
         in_flight.set_function(lambda: self._num_in_flight)
-        routes = [
-            web.post("/retrieve", self._retrieve),
-            web.get("/healthz", self._healthz),
-            web.get("/metrics", self._show_metrics),
-        ]
         self._running = contextlib.AsyncExitStack()
         self._mcp = mcp(self._retriever) if mcp is not None else None
-        if self._mcp is not None:
-            routes.append(web.post("/mcp", self._answer_mcp))
         self._http = HttpServer(
-            routes,
+            [
+                web.post("/retrieve", self._retrieve),
+                web.get("/healthz", self._healthz),
+                web.get("/metrics", self._show_metrics),
+                *([web.post("/mcp", self._answer_mcp)] if self._mcp else []),
+            ],
             host=host,
             port=port,
             allowed_hosts=allowed_hosts,
@@ -293,6 +285,16 @@ class RetrievalServer:
         # compared in constant time: the time must not show how much of a guess is right
         if not hmac.compare_digest(given, self._token) or scheme.lower() != "bearer":
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
+
+
+def _check_token(host: str, token: str) -> None:
+    if not token and not is_loopback(host.strip("[]")):
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
+            "and name it with --token-env, or bind to 127.0.0.1"
+        )
+    if token and not is_token(token):
+        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
 
 
 class SearchThread:
