@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -18,12 +18,12 @@ from ragr1_actors.core.tied_process import tied
 
 pytestmark = pytest.mark.integration
 # prints the processes: the shell, a child of it, and one in a session of its own whose parent has ended
-FAMILY = "sleep 5000 & child=$!; orphan=$(setsid bash -c 'sleep 5000 >&- & echo $!'); echo $$ $child $orphan"
+FAMILY = "sleep 600 & child=$!; orphan=$(setsid bash -c 'sleep 600 >&- & echo $!'); echo $$ $child $orphan"
 STARTER = """
 import subprocess, sys, time
 from ragr1_actors.core.tied_process import tied
 subprocess.Popen(tied(sys.argv[1:]), stdin=subprocess.PIPE)
-time.sleep(5000)
+time.sleep(600)
 """
 
 
@@ -39,7 +39,8 @@ def family(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[int
     """Run a command that prints its processes, which have ended at the end of the block."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+    with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 3
@@ -59,10 +60,11 @@ def test_all_end_with_standard_input() -> None:
         assert not any(map(is_running, pids))
 
 
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])  # Ray kills the children of an actor, the SDK of MCP the group
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_all_end_with_the_process_that_stands_for_them(number: int) -> None:
+async def test_all_end_with_the_process_that_stands_for_them(kill: Callable[[int, int], None], number: int) -> None:
     with family(tied(["bash", "-c", f"{FAMILY}; wait"])) as (process, pids):
-        os.kill(process.pid, number)  # as Ray does to the children of an actor
+        kill(process.pid, number)
         await until(lambda: not any(map(is_running, pids)))
 
 

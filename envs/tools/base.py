@@ -93,10 +93,8 @@ class Tool(ABC):
     @cached_property
     def _validator(self) -> Any:
         from jsonschema import Draft202012Validator
-        from referencing import Registry
 
-        parameters = self.schema["function"].get("parameters", {})
-        return Draft202012Validator(parameters, registry=Registry())  # the default fetches what a schema refers to
+        return Draft202012Validator(self.schema["function"].get("parameters", {}))
 
     def check_schema(self) -> None:
         """Raise if the schema of the arguments is no JSON schema."""

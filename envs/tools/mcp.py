@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp_types import CallToolResult
 
-_REMOTE = re.compile(r'"\$ref": "(?!#)')
+_REMOTE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#)')
+"""jsonschema would fetch it."""
 _FORGOTTEN = "HTTP 404"
 """What a server answers that does not know the session any more, as after a restart."""
 _MAX_QUOTED = 200
