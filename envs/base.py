@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envs.call_grammars import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
@@ -30,6 +30,9 @@ from ragr1_actors.core.resolve import load_object, named, part_options
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import ChatModel, Completion, DefuseFn, EncodeFn, Message, Task, ToolCall, Trajectory
 from retrieval.base import Retriever
+
+if TYPE_CHECKING:  # it imports this module
+    from envs.tools.mcp import McpClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ class EnvContext:
     """Seeds what the environment draws at random; each trajectory has another seed."""
     parser: Callable[[Sequence[ToolSchema]], TurnParser] | None = None
     """Makes the parser of a turn's tool calls; None where ``policy.chat_format`` is ``tags``."""
+    mcp: dict[str, McpClient] = field(default_factory=dict)
+    """Clients of ``environment.mcp`` that the trajectories of an env runner share, by name; made when first used."""
 
 
 class TextEnv(ABC):

@@ -30,6 +30,7 @@ from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
 from envs.tools.base import ToolResult, make_tools
+from envs.tools.mcp import list_tools
 from envs.turn_searches import search_call
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, ToolError, shortened
@@ -236,11 +237,14 @@ def stand_in_context(environment: EnvironmentSettings) -> EnvContext:
 async def check_tool(name: str, environment: EnvironmentSettings) -> list[Check]:
     """Check a tool, a function or class ``my_module:my_tool``: its schema, and an answer to made-up arguments.
 
-    A ``ToolError`` is an answer.
+    A ``ToolError`` is an answer. Of a server of ``environment.mcp`` the schemas are checked, and nothing is called.
 
     Raises:
         ConfigError: there is no such tool, or it has no schema.
     """
+    if name in environment.mcp:
+        listed = await list_tools(name, environment.mcp[name])
+        return [Check(f"it lists {tool['function']['name']}, whose schema is a JSON schema") for tool in listed]
     ((_, tool),) = make_tools([name], stand_in_context(environment), ToolOptions()).items()
     parameters = tool.schema["function"].get("parameters", {})
     arguments = {key: _made_up_value(kind) for key, kind in parameters.get("properties", {}).items()}

@@ -16,7 +16,7 @@ from gateway_world import TASK, Client, play
 from tool_templates import write_tool_family
 from waits import until
 
-from ragr1_actors.core.config import AgentSettings
+from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer

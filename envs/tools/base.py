@@ -114,11 +114,17 @@ class Tool(ABC):
 class FunctionTool(Tool):
     """A function. Plain ones run in threads, at the same time as others."""
 
-    def __init__(self, function: Callable[..., Any], context: EnvContext, options: ToolOptions) -> None:
-        """Take a function that ``schema_of`` accepts."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        context: EnvContext,
+        options: ToolOptions,
+        schema: ToolSchema | None = None,
+    ) -> None:
+        """Take a function that ``schema_of`` accepts, or one with a ``schema`` from elsewhere."""
         super().__init__(context, options)
         self._function = function
-        self.schema = schema_of(function)  # type: ignore[misc]  # of a class, where a class is a tool
+        self.schema = schema or schema_of(function)  # type: ignore[misc]  # of a class, where a class is a tool
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
         """Call the function once for each, at the same time."""

@@ -11,7 +11,8 @@ from envs.base import EnvContext, StepResult, TextEnv
 from envs.call_grammars import open_thought
 from envs.measures import Measure
 from envs.options import ToolOptions
-from envs.tools.base import Tool, ToolResult, make_tools, wrong_call
+from envs.tools.base import Tool, ToolResult, wrong_call
+from envs.tools.mcp import all_tools
 from envs.turn_searches import search_metrics
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, ToolError
@@ -36,13 +37,13 @@ class ToolEnv(TextEnv):
     measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
-        """Make the tools of the recipe's ``environment.tools``."""
+        """Make the tools of ``environment.tools`` and ``environment.mcp``."""
         if context.parser is None:
             raise ConfigError("environment.env: tools needs a chat format that writes calls; set policy.chat_format")
         self._options = ToolOptions.read(settings.options, "environment.options")
         self._prompt = PROMPT if settings.prompt == DEFAULT_PROMPT else settings.prompt
         self._turns_left = settings.max_turns
-        self._tools = make_tools(settings.tools, context, self._options)
+        self._tools = all_tools(settings, context, self._options)
         self.tools = [tool.schema for tool in self._tools.values()]
         self._make_parser = context.parser
         self._parser = self._make_parser(self.tools)

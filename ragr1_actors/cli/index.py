@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ from ragr1_actors.core.interrupts import exit_status
 
 if TYPE_CHECKING:
     from ragr1_actors.core.progress_bar import CountOf
-    from retrieval.base import Passage
+    from retrieval.base import Passage, Retriever
     from retrieval.corpora.corpus import Corpus
 
 _COUNTED_AT_ONCE = 1000
@@ -251,21 +252,30 @@ def serve(
     num_encoders: Annotated[
         int, typer.Option("--encoders", min=0, help="Actors that encode queries; 0: the replicas encode.")
     ] = 0,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Serve the tool search to clients of MCP, too, at /mcp.")] = False,
+    stdio: Annotated[bool, typer.Option("--stdio", help="Serve it over standard input and output instead.")] = False,
     reranker: RerankerOption = "",
     option: OptionsOption = None,
 ) -> None:
-    """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}."""
+    """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}, and by MCP."""
     from cluster.session import ray_session
     from ragr1_actors.core.config import RetrievalSettings
     from retrieval.fleet.group import RetrieverGroup
     from retrieval.http.server import run_server
 
+    if (mcp or stdio) and find_spec("mcp") is None:
+        raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")
     token = ""
     if token_env:
         token = os.environ.get(token_env, "")
         if not token:
             raise ConfigError(f"--token-env: the environment variable {token_env} is not set or empty")
+    run: Callable[[Retriever], None]
     run = partial(run_server, host=host, port=port, token=token, allowed_hosts=allow_host or ())
+    if mcp or stdio:
+        from retrieval.http.mcp_server import McpEndpoint, run_over_stdio
+
+        run = run_over_stdio if stdio else partial(run, mcp=McpEndpoint)
     settings = RetrievalSettings(
         num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
     )

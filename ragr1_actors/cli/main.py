@@ -190,7 +190,7 @@ def train(
         config = _continued(place, config, recipe, overrides or [], is_same=not resume)
         check_names(config, has_index=place.bring(INDEX).is_dir(), has_policy=place.bring(POLICY).is_dir())
         check_gpus(config)
-        check_services(config)
+        config = check_services(config, place)
         cleaned: AbstractContextManager[None] = nullcontext()
         words: tuple[str, ...] = ()
     else:
@@ -527,7 +527,7 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
     config = with_newest_policy(config)
     check_names(config)
     check_gpus(config)
-    check_services(config)
+    config = check_services(config)
     if (chosen := fit_micro_batch(config, Path.cwd())) is not config:
         config = chosen
         console.print(f"learners.micro_batch_tokens={config.learners.micro_batch_tokens}, the largest that fits here")

@@ -24,6 +24,8 @@ from pydantic import (
     field_validator,
 )
 
+from ragr1_actors.core.agent_settings import AgentSettings, named_function
+from ragr1_actors.core.mcp_settings import McpServer
 from ragr1_actors.core.section import Section
 
 DEFAULT_PROMPT = (
@@ -124,28 +126,6 @@ class ModelSettings(EndpointSettings):
     """Longest question and answer together, in tokens; used with ``engine``."""
 
 
-class AgentSettings(Section):
-    """An agent that asks the policy at the gateway, and how it is run: one of ``function``, ``command`` and ``ray``."""
-
-    function: str = ""
-    """A function ``my_agent:solve`` of ``(task, session)``, plain (in a thread) or async, which returns the answer."""
-    command: list[str] = []
-    """A program and its arguments, with ``{question}`` and ``{task_id}``; the last line that it prints is the answer:
-    ``[python, agent.py, "{question}"]``."""
-    ray: str = ""
-    """A plain function as in ``function``, called as a Ray task on the env runner's node."""
-    num_cpus: float = Field(1, ge=0)
-    """CPUs that Ray reserves for each call of ``ray``."""
-    deadline_s: float = Field(600, gt=0)
-    """Seconds that the agent has for one task; it is ended then."""
-    host: str = "127.0.0.1"
-    """Address of this node that the gateway listens on; the default is reached from this node only."""
-
-
-def _named_function(value: Any) -> Any:
-    return {"function": value} if isinstance(value, str) and value else value or None
-
-
 class EnvironmentSettings(Section):
     """The environment that the policy acts in, and its tasks."""
 
@@ -153,9 +133,11 @@ class EnvironmentSettings(Section):
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
     """Tools of the environment ``tools``: ``search``, functions and classes: ``[search, my_tools:add]``."""
-    agent: Annotated[AgentSettings | None, BeforeValidator(_named_function)] = None
+    agent: Annotated[AgentSettings | None, BeforeValidator(named_function)] = None
     """An agent that acts in the environment's place, through an OpenAI endpoint in each env runner: ``my_agent:solve``,
     or ``{command: [python, agent.py, "{question}"], deadline_s: 60}``. null (default): none."""
+    mcp: dict[str, McpServer] = {}
+    """MCP servers, whose tools the environment ``tools`` has too, by name: ``{weather: {url: "http://10.0.0.2/mcp"}}``."""
     options: dict[str, Any] = {}
     """Options of the environment, by its own names: for ``search`` ``{top_k: 3, query_format: json}``."""
     tasks: TaskNames = "world"

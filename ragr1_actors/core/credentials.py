@@ -58,3 +58,8 @@ def refuse_secrets(value: Any, key: str) -> None:
                 f"{key}.{name}: a secret in a recipe would be stored and printed; put it into an environment variable, "
                 "and name the variable in an option such as token_env or key_env"
             )
+
+
+def is_token(secret: str) -> bool:
+    """Return whether an HTTP header can hold the secret: printable ASCII without spaces."""
+    return secret.isascii() and secret.isprintable() and " " not in secret

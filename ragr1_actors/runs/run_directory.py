@@ -20,7 +20,7 @@ import yaml
 from cluster.storage import Storage, is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
-from ragr1_actors.core.files import POLICY_FOLDER, write_file
+from ragr1_actors.core.files import POLICY_FOLDER, read_json_as, write_file, write_json
 from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
@@ -29,6 +29,7 @@ from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
 from ragr1_actors.runs.places import (
     CHECKPOINTS,
     INDEX,
+    MCP_FILE,
     POLICY,
     SFT_POLICY,
     Place,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
-_MADE_FIRST = (INDEX, POLICY, METRICS_FILE, CONFIG_FILE)
+_MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
 """What a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
@@ -59,9 +60,20 @@ def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
                 f"{place} holds a run already; continue it with --resume, or choose another --run-dir"
             )
         place.path.mkdir(parents=True, exist_ok=True)
+        if servers := config.environment.mcp:
+            listed = {name: server.tools for name, server in servers.items()}
+            write_file(place.path / MCP_FILE, lambda writing: write_json(writing, listed))
     except OSError as error:
         raise _cannot_write(place.path, error) from error
     _write_config(config, place)
+
+
+def stored_tools(run_dir: Path | Place) -> dict[str, list[dict[str, Any]]]:
+    """Return what the servers of ``environment.mcp`` listed before a run, by name; empty if it has none."""
+    place = find_place(run_dir)
+    place.load()
+    path = place.path / MCP_FILE
+    return read_json_as(dict[str, list[dict[str, Any]]], path) if path.is_file() else {}
 
 
 @contextmanager

@@ -145,7 +145,7 @@ class Algorithm:
         """Make ``run_dir`` the directory of a new run, once ``config`` is checked; prepare its data and ``start``."""
         config = with_newest_policy(config)
         check_names(config)
-        check_services(config)
+        config = check_services(config)
         place = find_place(run_dir)
         create_run_directory(config, place)
         with removed_if_unused(place):

@@ -32,6 +32,7 @@ from pydantic import Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
+from ragr1_actors.core.credentials import is_token
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
@@ -462,8 +463,3 @@ def read_secret(option: str, variable: str) -> str:
     if not is_token(secret):
         raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a token")
     return secret
-
-
-def is_token(secret: str) -> bool:
-    """Return whether an HTTP header can hold the secret: printable ASCII without spaces."""
-    return secret.isascii() and secret.isprintable() and " " not in secret

@@ -3,6 +3,7 @@ r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers ca
 ::
 
     POST /retrieve   Search-R1's protocol
+    POST /mcp        the tool search for clients of MCP, if it was asked for
     GET  /healthz    200 if a search was answered within the last seconds, else 503
     GET  /metrics    Prometheus' text format
 
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,11 +36,14 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from cluster.http import HttpServer, Limits, RequestError, is_loopback, refuse, run_until_signal
+from ragr1_actors.core.credentials import is_token
 from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
-from retrieval.http.retriever import is_token
 from retrieval.local import LocalRetriever
+
+if TYPE_CHECKING:
+    from retrieval.http.mcp_server import McpEndpoint
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
 """How long the result of a health probe is valid; it bounds the cost of ``/healthz``."""
@@ -135,6 +139,7 @@ class RetrievalServer:
         token: str = "",
         allowed_hosts: Collection[str] = (),
         limits: Limits | None = None,
+        mcp: type[McpEndpoint] | None = None,
     ) -> None:
         """Check the host and the token.
 
@@ -145,17 +150,12 @@ class RetrievalServer:
             token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
             allowed_hosts: further names by which clients reach the server.
             limits: of connections, bodies and times.
+            mcp: answers clients of MCP besides; it takes the SDK.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        if not token and not is_loopback(host.strip("[]")):
-            raise ConfigError(
-                f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
-                "and name it with --token-env, or bind to 127.0.0.1"
-            )
-        if token and not is_token(token):
-            raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+        _check_token(host, token)
         self._token = token.encode()
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica: neither an index nor a model is needed twice at the same time.
@@ -173,11 +173,14 @@ class RetrievalServer:
         )
         in_flight = Gauge("ragr1_retrieve_requests_in_flight", "Requests being answered.", registry=registry)
         in_flight.set_function(lambda: self._num_in_flight)
+        self._running = contextlib.AsyncExitStack()
+        self._mcp = mcp(self._retriever) if mcp is not None else None
         self._http = HttpServer(
             [
                 web.post("/retrieve", self._retrieve),
                 web.get("/healthz", self._healthz),
                 web.get("/metrics", self._show_metrics),
+                *([web.post("/mcp", self._answer_mcp)] if self._mcp else []),
             ],
             host=host,
             port=port,
@@ -194,18 +197,21 @@ class RetrievalServer:
     async def __aenter__(self) -> Self:
         """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
         try:
+            if self._mcp is not None:
+                await self._running.enter_async_context(self._mcp.running())
             await self._http.__aenter__()
         except ConfigError:
-            self._close()
+            await self._close()
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
         await self._http.__aexit__(*error)
-        self._close()
+        await self._close()
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
+        await self._running.aclose()
         if self._thread is not None:
             self._thread.close()
 
@@ -218,6 +224,12 @@ class RetrievalServer:
         self._num_queries.inc(len(question.queries))
         self._duration.observe(time.monotonic() - started)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async def _answer_mcp(self, request: web.Request) -> web.Response:
+        assert self._mcp is not None
+        self._authorise(request)
+        with self._in_flight():
+            return await self._mcp.answer(request, await self._http.read_body(request))
 
     async def _search(self, question: Question) -> list[list[Passage]]:
         queries = question.queries
@@ -275,6 +287,16 @@ class RetrievalServer:
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
 
 
+def _check_token(host: str, token: str) -> None:
+    if not token and not is_loopback(host.strip("[]")):
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
+            "and name it with --token-env, or bind to 127.0.0.1"
+        )
+    if token and not is_token(token):
+        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+
+
 class SearchThread:
     """A ``Replica`` that searches a blocking retriever in one thread, so that the event loop stays free."""
 
@@ -312,15 +334,16 @@ def run_server(
     port: int = 8000,
     token: str = "",
     allowed_hosts: Collection[str] = (),
+    mcp: type[McpEndpoint] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then answer the requests in flight. Writes the address to standard error.
 
     A second signal ends the process at once. Arguments and errors are those of ``RetrievalServer``.
     """
-    server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts)
+    server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts, mcp=mcp)
 
     def say() -> None:
-        sys.stderr.write(f"{server.url}/retrieve answers; Ctrl-C stops it\n")
+        sys.stderr.write(f"{server.url}{'/mcp' if mcp else '/retrieve'} answers; Ctrl-C stops it\n")
         sys.stderr.flush()
 
     run_until_signal(server, say)

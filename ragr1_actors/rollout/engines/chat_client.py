@@ -18,12 +18,12 @@ from yarl import URL
 
 from envs.call_grammars import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
-from ragr1_actors.core.credentials import refuse_credentials
+from ragr1_actors.core.credentials import is_token, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
 from ragr1_actors.rollout.engines.base import ENGINES, EngineSettings, load_tokenizer
-from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, is_token, retry
+from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, retry
 
 LONGEST_PAUSE_S = 60.0
 """The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""

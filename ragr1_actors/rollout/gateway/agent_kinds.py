@@ -12,7 +12,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ragr1_actors.core.config import AgentSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.agent_settings import AgentSettings
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
 from ragr1_actors.core.types import Task

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from envs.measures import Measure
-from ragr1_actors.core.config import AgentSettings, SamplerConfig
+from ragr1_actors.core.agent_settings import AgentSettings
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat

@@ -44,7 +44,7 @@ class Asker:
         retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
         config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
         check_gpus(config)
-        check_services(config)
+        config = check_services(config, place)
         index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
         self._retriever = _LoadingRetriever(partial(open_retriever, index_dir, config.retrieval))
         self._runner = EnvRunner.load(config, policy_dir, self._retriever)

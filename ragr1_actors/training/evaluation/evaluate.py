@@ -242,8 +242,7 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 @contextmanager
 def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     """Load policy and index, once the services that the tasks need have answered a short request each."""
-    config = subject.config
-    check_services(config)
+    config = check_services(subject.config, subject.place)
     if config.env_runners.engine == "endpoint":
         asyncio.run(_probe_endpoint(config))
     with scratch_folder() as scratch:

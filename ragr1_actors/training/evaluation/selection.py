@@ -117,7 +117,7 @@ def select(
     config = _selection_config(source, settings, overrides, index)
     check_gpus(config)
     check_sampler(config)
-    check_services(config)
+    config = check_services(config)
     with session_for(config), scratch_folder() as scratch, ExitStack() as stack:
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)

@@ -155,6 +155,8 @@ def check_classes(config: SamplerConfig) -> None:
     open_models(config.environment.models)
     if issubclass(check_environment(config.environment.env), ToolEnv):
         make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
+    elif config.environment.mcp:
+        raise ConfigError("environment.mcp: only environment.env=tools offers its tools; set it, or leave mcp out")
     check_agent(config)
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)

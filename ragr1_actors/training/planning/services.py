@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
+from envs.checker import stand_in_context
+from envs.options import ToolOptions
+from envs.tools.mcp import all_tools, list_tools
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, UserError, one_line
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.chat_client import ChatClient, open_models
+from ragr1_actors.runs.places import Place
+from ragr1_actors.runs.run_directory import stored_tools
 from retrieval.base import RETRIEVERS, ProbedRetriever, needs_index
 from retrieval.local import open_retriever
 
+C = TypeVar("C", bound=SamplerConfig)
 
-def check_services(config: SamplerConfig) -> None:
+
+def check_services(config: C, place: Place | None = None) -> C:
     """Ask each model of ``environment.models`` at an endpoint a question, and have the retriever ask its service one.
 
-    The retriever does so if it is one that can (``ProbedRetriever``).
+    The retriever does so if it is one that can (``ProbedRetriever``). Each server of ``environment.mcp`` is asked for
+    its tools; the configuration that is returned has them, or those that the run in ``place`` began with.
 
     Raises:
         ConfigError: a service does not answer; the message has its address and the error.
@@ -23,6 +32,22 @@ def check_services(config: SamplerConfig) -> None:
     for model in open_models(config.environment.models).values():
         if isinstance(model, ChatClient):
             asyncio.run(model.probe())
+    _check_retriever(config)
+    return _with_tools(config, place) if config.environment.mcp else config
+
+
+def _with_tools(config: C, place: Place | None) -> C:
+    stored, servers = {} if place is None else stored_tools(place), {}
+    for name, server in config.environment.mcp.items():
+        known = stored.get(name)
+        listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))
+        servers[name] = server.with_tools(listed if known is None else known)
+    environment = config.environment.model_copy(update={"mcp": servers})
+    all_tools(environment, stand_in_context(environment), ToolOptions())  # no two have the same name
+    return config.model_copy(update={"environment": environment})
+
+
+def _check_retriever(config: SamplerConfig) -> None:
     retrieval = config.retrieval
     if needs_index(retrieval.type):
         return

@@ -1,0 +1,92 @@
+"""Runs a command so that it ends with the process that started it, and all that it started ends with it.
+
+::
+
+    env runner ──► this module, two processes ──► the command ──► its children, also those in sessions of their own
+        standard input and output of the command are the env runner's pipes
+
+Linux gives orphans of the command to the second process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. It sees the
+end of the env runner as that of standard input, also where it was killed. The module imports the standard library only,
+so that the processes start at once and take little memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_GRACE_S = 1.0
+"""For a command whose standard input has ended: it may end by itself."""
+_POLL_MS = 1000
+"""Between two looks at the parent, where another process holds standard input open."""
+_KILL_TIMEOUT_S = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` tied to the process that starts it, with a pipe as standard input."""
+    return [sys.executable, "-I", "-S", __file__, *command]
+
+
+def main() -> None:
+    """Run the command of the arguments until it ends, or the process that started this one does.
+
+    A child does it, in a session of its own: Ray kills the children of an actor that ends, and others kill the groups.
+    """
+    parent = os.getpid()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        command = subprocess.Popen(sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+    ends = select.poll()
+    ends.register(os.pidfd_open(command.pid), select.POLLIN)
+    ends.register(sys.stdin.fileno(), 0)  # only its end
+    try:
+        while not ends.poll(_POLL_MS) and os.getppid() == parent:
+            pass
+        with suppress(subprocess.TimeoutExpired):
+            command.wait(_GRACE_S)
+    finally:
+        _kill_descendants()
+
+
+def _kill_descendants() -> None:
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while (found := _descendants()) and time.monotonic() < deadline:
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+def _descendants() -> set[int]:
+    """Return the processes that this one started, and those that they started."""
+    parents: dict[int, int] = {}
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            parents[int(process)] = int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1])
+    found, newest = set[int](), {os.getpid()}
+    while newest := {process for process, parent in parents.items() if parent in newest} - found:
+        found |= newest
+    return found
+
+
+if __name__ == "__main__":
+    main()
