@@ -132,7 +132,7 @@ def call(name: str, /, **arguments: Any) -> CallRequest:
 
 
 async def play(
-    tokenizer: PolicyTokenizer, turns: list[str], tools: list[str], retriever: Finds | None = None, **more: Any
+    tokenizer: PolicyTokenizer, turns: list[str], tools: list[str], retriever: Any = None, **more: Any
 ) -> Trajectory:
     environment = EnvironmentSettings(env="tools", tools=tools, max_turns=4, **more)
     config = SamplerConfig(environment=environment, env_runners=EnvRunnerSettings(max_context_tokens=20_000))
@@ -180,7 +180,7 @@ def test_a_function_without_a_hint_or_a_description_is_refused_with_its_line(fun
         ([f"{HERE}:TASK"], "is neither a function nor a subclass of Tool"),
         ([f"{HERE}:add", f"{HERE}:Counter"], "two tools are named add"),
         ([f"{HERE}:nothing"], "has no 'nothing'"),
-        (["serch"], "expected one of search or my_module"),
+        (["serch"], "expected one of open_page, read_section, search or my_module"),
     ],
 )
 def test_what_is_no_tool_is_refused(names: list[str], problem: str) -> None:
@@ -344,7 +344,10 @@ def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"environment": {"env": "tools", "tools": [f"{HERE}:no_docs"]}}, "no_docs"),
-        ({"environment": {"env": "tools", "tools": ["serch"]}}, "got 'serch', expected one of search or my_module"),
+        (
+            {"environment": {"env": "tools", "tools": ["serch"]}},
+            "got 'serch', expected one of open_page,",
+        ),
         (
             {"environment": {"env": "tools"}, "policy": {"chat_format": "pythonic"}},
             "got pythonic, but the chat template writes hermes; set it to auto",

@@ -77,6 +77,12 @@ async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGro
     queries = [*NAMES[:30], "nonsense", "", "\x00\ud800", "Pérson3"]
     assert await client.search(queries, 3) == LocalRetriever(index_dir).search_batch(queries, 3)
     assert await client.search([], 3) == []
+    titles = ["Person7 Family0", "person8 FAMILY1", "Person7 Famili", "", "Person9 Family2"]
+    pages = await client.open_pages(titles)
+    local = LocalRetriever(index_dir).open_batch(titles)
+    assert (pages, [page.near for page in pages]) == (local, [page.near for page in local])
+    assert [page.index_version for page in pages] == [Manifest.read(index_dir).version] * len(titles)
+    assert [len(page) for page in pages] == [1, 1, 0, 0, 1]
     assert len((await client.search(["Person1"], 1000))[0]) == len(PASSAGES)
 
 
@@ -419,7 +425,7 @@ async def test_a_node_without_the_drivers_disk_gets_an_encoder_outside_the_index
     version = Manifest.read(index).version
     fetched = [path for path in Path(os.environ["RAGR1_CACHE"]).glob("*/*") if path.name == "manifest.json"]
     (common,) = [path.parent for path in fetched if Manifest.read(path.parent).version == version]
-    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow"}
+    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow", "titles.npy"}
 
 
 @pytest.mark.ray

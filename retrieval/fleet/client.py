@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -30,7 +31,7 @@ from ray.exceptions import RayError
 from cluster.metrics import count, observe
 from cluster.rpc import RpcClient, decode, last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
-from retrieval.base import Hits, Passage
+from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.fleet.actor import CODEC, PackedHits, RowHits
 from retrieval.fleet.actor_fleet import REFRESH_S, find_actors
@@ -77,6 +78,7 @@ class RetrieverClient:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
+        self._pages: Batcher[Page] = Batcher(_openers(replicas), settings)
         self._num_failed = 0
         """Failed attempts that are counted in Prometheus."""
         self._seen_at = time.monotonic()
@@ -96,17 +98,26 @@ class RetrieverClient:
             RetrievalError: every attempt failed; the message has the number of attempts and the last cause.
         """
         started = time.monotonic()
-        age_s = started - self._seen_at
-        if age_s >= REFRESH_S:
-            if not _is_running(self._looking):
-                self._looking = asyncio.create_task(self._look())
-            if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
-                await asyncio.wait([self._looking])
+        await self._refresh()
         found = await self._pool.search(queries, k)
         observe("search_seconds", time.monotonic() - started)
         count("queries", len(queries))
         count("cached_queries", sum(isinstance(hits, Hits) and hits.is_cached for hits in found))
         return found
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return the page of each title, as any replica finds it; see ``PageRetriever``."""
+        await self._refresh()
+        return await self._pages.ask(titles, 0)
+
+    async def _refresh(self) -> None:
+        """Look again for replicas from time to time."""
+        age_s = time.monotonic() - self._seen_at
+        if age_s >= REFRESH_S:
+            if not _is_running(self._looking):
+                self._looking = asyncio.create_task(self._look())
+            if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
+                await asyncio.wait([self._looking])
 
     async def wait_for_room(self) -> None:
         """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
@@ -118,6 +129,7 @@ class RetrieverClient:
         if replicas:
             self._replicas = replicas
             self._pool.batcher.set_replicas(replicas)
+            self._pages.set_replicas(_openers(replicas))
         if self._encoders is not None:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
             if found:
@@ -229,6 +241,14 @@ class _RemoteReplica:
             self._corpus = None  # the replica's node has another index at this path
         return unpack([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
 
+    async def open_batch(self, titles: list[str]) -> list[Page]:
+        """Ask one shard's actor: each has all passages."""
+        packed, near = await self._shards[0].call("open_batch", titles)
+        found = unpack([PackedHits(*packed)], None)
+        return [
+            Page(hits, near=names, index_version=hits.index_version) for hits, names in zip(found, near, strict=True)
+        ]
+
     async def ping(self) -> None:
         await asyncio.gather(*[shard.ping() for shard in self._shards])
 
@@ -241,8 +261,28 @@ class _RemoteReplica:
         return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
 
 
-def unpack(shards: Sequence[PackedHits], k: int) -> list[Hits]:
-    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer."""
+@dataclass(frozen=True)
+class _Opener:
+    """``Replica`` that opens pages in place of searching."""
+
+    replica: _RemoteReplica
+
+    async def answer_batch(self, titles: list[str], k: int) -> list[Page]:
+        return await self.replica.open_batch(titles)
+
+    async def ping(self) -> None:
+        await self.replica.ping()
+
+
+def _openers(replicas: Mapping[str, _RemoteReplica]) -> dict[str, _Opener]:
+    return {name: _Opener(replica) for name, replica in replicas.items()}
+
+
+def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
+    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer.
+
+    None: all, in their order, of one shard.
+    """
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
     version = shards[0].index_version
     answers = []

@@ -17,7 +17,7 @@ from envs.options import ToolOptions
 from envs.rewards import REWARDS, Reward
 from envs.sources import SOURCES, TaskSources, is_source
 from envs.teacher import load_demonstrations
-from envs.tools.base import make_tools
+from envs.tools.base import check_retriever, make_tools
 from envs.tools.env import ToolEnv
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import (
@@ -44,7 +44,7 @@ from ragr1_actors.training.planning.corpus import corpus_of
 from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 from ragr1_actors.training.planning.tiny_policy import POLICIES, policy_maker
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
-from retrieval.local import named_index
+from retrieval.local import named_index, retriever_class
 
 logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
@@ -152,13 +152,14 @@ def check_classes(config: SamplerConfig) -> None:
     _load("environment.reward", config.environment.reward, REWARDS)
     Reward(config.environment)
     open_models(config.environment.models)
-    if issubclass(check_environment(config.environment.env), ToolEnv):
-        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)
     _check_engine("env_runners.engine", config.env_runners.engine)
     check_strategy(config.env_runners)
     _check_retrieval_type(config.retrieval.type)
+    if issubclass(check_environment(config.environment.env), ToolEnv):
+        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
+        check_retriever(config.environment.tools, retriever_class(config.retrieval.type))
     if isinstance(config, RunConfig):
         _check_learner(config)
 
