@@ -173,6 +173,7 @@ async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: 
     try:
         for name in NAMES[:10]:
             assert (await client.search([name], 1))[0][0].title == name
+            assert (await client.open_pages([name]))[0][0].title == name
     finally:
         os.kill(pid, signal.SIGCONT)
     assert group.metrics()["retrieval/retriever_actors"] == 2
@@ -186,6 +187,7 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
     client = RetrieverClient(_fleet_name(group), 1, "", PoolSettings())
     for name in NAMES[:10]:
         assert (await client.search([name], 1))[0][0].title == name
+        assert (await client.open_pages([name]))[0][0].title == name
     assert "searches use Ray calls, which take longer: cannot connect to" in caplog.text
     assert 1 <= len(caplog.records) <= 2  # once per replica
 
@@ -228,6 +230,7 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
     retriever = group.retriever()
     assert isinstance(retriever, LocalRetriever)
     assert (await retriever.search([NAMES[3]], 1))[0][0].id == "p3"
+    assert (await retriever.open_pages([NAMES[3]]))[0][0].id == "p3"
     assert group.handles == []
     group.stop()
 
@@ -250,8 +253,9 @@ async def test_shards_and_encoders_on_separate_actors_answer_the_same(ray_local:
         assert all(isinstance(hits, Hits) and hits.index_version == local.version for hits in found)
         again = await client.search(queries[:1], 4)
         assert isinstance(again[0], Hits) and again[0].is_cached
+        assert await client.open_pages(NAMES[:40]) == local.open_batch(NAMES[:40])
         metrics = group.metrics()
-        assert metrics["retrieval/retriever_queries"] == 3 * len(queries)
+        assert metrics["retrieval/retriever_queries"] == 3 * len(queries) + 40  # any shard's actor has all pages
         assert metrics["retrieval/encoder_queries"] == len(queries)
         assert 0 < metrics["retrieval/encoder_busy"] < 1
     finally:
