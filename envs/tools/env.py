@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from envs.actions import Malformed, read_answer
+from envs.actions import Malformed, open_thought, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.measures import Measure
 from envs.options import ToolOptions
@@ -50,6 +50,10 @@ class ToolEnv(TextEnv):
         """Return one user message: the recipe's prompt with the question in it."""
         prompt = self._prompt.replace("{max_queries}", str(self._options.max_queries_per_turn))
         return [Message("user", prompt.replace("{question}", task.question))]
+
+    def left_open(self, text: str) -> str:
+        """Return ``<think>`` inside a thought: some chat templates begin the policy's turn with one."""
+        return open_thought(text)
 
     def peek(self, partial: str) -> None:
         """Let tools begin the calls of this turn that are complete."""

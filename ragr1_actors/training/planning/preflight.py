@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import is_uri, without_secrets
-from envs.base import ENVS, TextEnv, read_options, search_options
+from envs.base import ENVS, TextEnv, read_options
 from envs.checker import stand_in_context
 from envs.measures import MEASURES
 from envs.options import ToolOptions
 from envs.rewards import REWARDS, Reward
-from envs.sources import SOURCES, TaskSources, is_source
-from envs.teacher import load_demonstrations
+from envs.sources import SOURCES, TaskSources, TeacherSource, is_source
 from envs.tools.base import check_retriever, make_tools
 from envs.tools.env import ToolEnv
 from learners.options import LEARNERS, learner_options
@@ -75,7 +74,7 @@ def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool 
     check_curriculum(environment)
     _check_best_metric(config)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
-        load_demonstrations(demonstrations, search_options(environment).query_format)
+        TeacherSource(environment, demonstrations)
 
 
 def _check_best_metric(config: RunConfig) -> None:
