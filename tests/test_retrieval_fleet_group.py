@@ -360,7 +360,10 @@ def test_a_replica_that_hangs_is_ended_when_it_leaves(
 
 @pytest.mark.ray
 @pytest.mark.slow
-async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
+@pytest.mark.parametrize("opens", [False, True])
+async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(
+    ray_local: ModuleType, index_dir: Path, opens: bool
+) -> None:
     settings = RetrievalSettings(
         num_retrievers=1, num_cpus_per_retriever=0.1, requests={"cache_size": 0, "max_retries": 4}
     )
@@ -376,7 +379,10 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
         nonlocal answered
         while not stop.is_set():
             name = NAMES[(number * 37 + answered) % len(NAMES)]
-            assert await client.search([name], 2) == [expected[name]]
+            if opens:
+                assert [passage.title for passage in (await client.open_pages([name]))[0]] == [name]
+            else:
+                assert await client.search([name], 2) == [expected[name]]
             answered += 1
 
     async def scale() -> None:
