@@ -130,7 +130,8 @@ class EnvironmentSettings(Section):
     env: str = "search"
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
-    """Tools of the environment ``tools``: ``search``, functions and classes: ``[search, my_tools:add]``."""
+    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, and functions and classes:
+    ``[search, my_tools:add]``."""
     options: dict[str, Any] = {}
     """Options of the environment, by its own names: for ``search`` ``{top_k: 3, query_format: json}``."""
     tasks: TaskNames = "world"

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -42,6 +41,8 @@ from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
 _log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
+_OPEN = 0
+"""In place of the number of passages: the queries are titles, of which the pages are asked."""
 
 
 class RetrieverClient:
@@ -78,7 +79,6 @@ class RetrieverClient:
             raise RetrievalError(f"the fleet {fleet} has no complete replica that runs")
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
-        self._pages: Batcher[Page] = Batcher(_openers(replicas), settings)
         self._num_failed = 0
         """Failed attempts that are counted in Prometheus."""
         self._seen_at = time.monotonic()
@@ -108,7 +108,8 @@ class RetrieverClient:
     async def open_pages(self, titles: list[str]) -> list[Page]:
         """Return the page of each title, as any replica finds it; see ``PageRetriever``."""
         await self._refresh()
-        return await self._pages.ask(titles, 0)
+        answers = await self._pool.batcher.ask(titles, _OPEN)
+        return [page for page in answers if isinstance(page, Page)]  # all are
 
     async def _refresh(self) -> None:
         """Look again for replicas from time to time."""
@@ -129,7 +130,6 @@ class RetrieverClient:
         if replicas:
             self._replicas = replicas
             self._pool.batcher.set_replicas(replicas)
-            self._pages.set_replicas(_openers(replicas))
         if self._encoders is not None:
             found = await asyncio.to_thread(find_actors, self._encoder_fleet)
             if found:
@@ -229,6 +229,8 @@ class _RemoteReplica:
         self._corpus = corpus
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        if k == _OPEN:
+            return await self._open(queries)
         vectors = None
         if self._encoders is not None:
             vectors = np.stack(await self._encoders.ask(queries, 0))
@@ -241,13 +243,10 @@ class _RemoteReplica:
             self._corpus = None  # the replica's node has another index at this path
         return unpack([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
 
-    async def open_batch(self, titles: list[str]) -> list[Page]:
-        """Ask one shard's actor: each has all passages."""
-        packed, near = await self._shards[0].call("open_batch", titles)
-        found = unpack([PackedHits(*packed)], None)
-        return [
-            Page(hits, near=names, index_version=hits.index_version) for hits, names in zip(found, near, strict=True)
-        ]
+    async def _open(self, titles: list[str]) -> list[Hits]:
+        packed, near = await self._shards[0].call("open_batch", titles)  # each shard's actor has all passages
+        found = zip(unpack([PackedHits(*packed)], None), near, strict=True)
+        return [Page(hits, near=names, index_version=hits.index_version) for hits, names in found]
 
     async def ping(self) -> None:
         await asyncio.gather(*[shard.ping() for shard in self._shards])
@@ -259,23 +258,6 @@ class _RemoteReplica:
         if len(self._shards) == 1:
             return [await self._shards[0].call(method, *arguments)]
         return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """``Replica`` that opens pages in place of searching."""
-
-    replica: _RemoteReplica
-
-    async def answer_batch(self, titles: list[str], k: int) -> list[Page]:
-        return await self.replica.open_batch(titles)
-
-    async def ping(self) -> None:
-        await self.replica.ping()
-
-
-def _openers(replicas: Mapping[str, _RemoteReplica]) -> dict[str, _Opener]:
-    return {name: _Opener(replica) for name, replica in replicas.items()}
 
 
 def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
