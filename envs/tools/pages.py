@@ -141,6 +141,6 @@ def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -
         number -= 1
     if number:
         return shown(number)
-    end = f"\n(The beginning of {len(pieces)} pieces is shown.)"
+    end = f"\n(The first of {len(pieces)} pieces is cut.)"
     room = max_tokens - size(end)
     return cut_text(f"{head}\n{pieces[0]}"[: room * _MAX_TOKEN_CHARS], room, size) + end
