@@ -209,6 +209,12 @@ ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv", "tool
 """Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
 
 
+def reads_calls(settings: EnvironmentSettings) -> bool:
+    """Return whether the turns of an environment have tool calls, and not tags."""
+    found = load_object(settings.env, ENVS)
+    return isinstance(found, type) and issubclass(found, TextEnv) and found.chat_format != "tags"
+
+
 def read_options(settings: EnvironmentSettings) -> Section | None:
     """Return ``environment.options`` as its class reads them; None for a class that reads them itself.
 

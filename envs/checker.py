@@ -49,7 +49,7 @@ from ragr1_actors.core.types import (
     Turn,
 )
 from ragr1_actors.core.users_code import contained
-from retrieval.base import Passage
+from retrieval.base import Page, Passage
 
 ODD_TEXTS = (
     "",
@@ -97,6 +97,10 @@ class OnePassage:
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return one passage for each query."""
         return [[_LAMP] for _ in queries]
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return a page of one passage for each title."""
+        return [Page([_LAMP]) for _ in titles]
 
 
 async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> list[Check]:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from envs.actions import Answer, Search, format_queries, parse_action, skip_thoughts
+from envs.call_grammars import GRAMMARS, parse_turn
 from envs.options import QueryFormat
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
 from envs.world import YEARS, EntityKind, World
@@ -179,8 +180,10 @@ def evidence_demonstration(task: Task, max_queries: int, query_format: QueryForm
 def as_message(turn: str, query_format: QueryFormat) -> Message:
     """Return a turn that is written in tags as a message with a tool call, or with the bare answer.
 
-    A turn with neither is its text.
+    A turn with calls in the form of ``hermes`` is a message with these; a turn with none of all that is its text.
     """
+    if (parsed := parse_turn(turn, GRAMMARS["hermes"])).calls:
+        return Message("assistant", parsed.content, parsed.calls)
     match parse_action(turn, query_format):
         case Search(queries):
             request = CallRequest(SEARCH, {"queries": [query.strip() for query in queries]})

@@ -28,6 +28,7 @@ from retrieval.base import Passage
 
 # The possessive quantifiers keep a document of a thousand blanks from being read a million times.
 _TAG = re.compile(r"<\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+>", re.IGNORECASE)
+_RESULT_TAG = re.compile(r"<\s*+(?:/\s*+)?tool_response\s*+>", re.IGNORECASE)
 _NO_TOKEN = re.compile("(?!)")
 _BLANK = " \t\r\n\u2581"  # the last one is SentencePiece's
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -137,6 +138,14 @@ def defuse(text: str, control: re.Pattern[str] = _NO_TOKEN) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
+def defuse_result(text: str) -> str:
+    """Return the result of a tool without the tags that chat templates put around it: ``"(/tool_response)"``.
+
+    They are plain text in some tokenizers, such as Qwen2.5's, where ``defuse`` leaves them.
+    """
+    return _RESULT_TAG.sub(_in_brackets, text)
+
+
 def _in_brackets(token: re.Match[str]) -> str:
     return f"({token[0][1:-1]})"
 
@@ -155,9 +164,9 @@ class _Budgets:
     def cut(self, part: tuple[str, str], max_tokens: int) -> tuple[str, str]:
         query, block = part
         if not self.layout.is_json:
-            return query, _cut(block, max_tokens, self._tokens)
-        query = _cut(query, max_tokens, self._tokens)
-        return query, _cut(block, max_tokens - self._tokens(query), self._tokens)
+            return query, cut_text(block, max_tokens, self._tokens)
+        query = cut_text(query, max_tokens, self._tokens)
+        return query, cut_text(block, max_tokens - self._tokens(query), self._tokens)
 
     def _tokens(self, text: str) -> int:
         if self.layout.is_json:  # escapes count too; the quotes around it are the frame's
@@ -165,7 +174,7 @@ class _Budgets:
         return len(self.encode(text))
 
 
-def _cut(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:
+def cut_text(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:
     """Return the longest prefix of whole units of ``text`` that has at most ``max_tokens`` tokens."""
     if tokens(text) <= max_tokens:
         return text

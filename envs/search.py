@@ -34,7 +34,7 @@ from envs.turn_searches import TurnSearches, search_call, search_metrics
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import named
-from ragr1_actors.core.types import Completion, Message, Task, ToolCall
+from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall
 from retrieval.base import Passage
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
@@ -88,7 +88,7 @@ class SearchEnv(TextEnv):
             case Answer(text):
                 return replace(check_result(await self.submit(text), self.submit), action="answer", answer=text)
             case Malformed(reason):
-                return replace(check_result(await self.malformed(reason), self.malformed), action="malformed")
+                return replace(check_result(await self.malformed(reason), self.malformed), action=MALFORMED)
         raise ConfigError(f"{named(self.parse)} returned {action!r}, expected Search, Answer or Malformed")
 
     def parse(self, completion: str) -> Action:

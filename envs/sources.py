@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from envs.base import search_options
+from envs.base import reads_calls, search_options
 from envs.demonstrations import Demonstrator, evidence_demonstration
 from envs.tasks.files import LoadedTasks, load_tasks
 from envs.tasks.paths import NamedTasks, shown, task_files
@@ -158,7 +158,8 @@ class TeacherSource(TaskSource):
     def __init__(self, environment: EnvironmentSettings, path: str | Path) -> None:
         """Read the file; ``DataError`` if it cannot be used."""
         super().__init__(environment, {})
-        self._loaded, self._turns_of = load_demonstrations(path, self.search.query_format)
+        keeps_calls = reads_calls(environment)
+        self._loaded, self._turns_of = load_demonstrations(path, self.search.query_format, keeps_calls=keeps_calls)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the tasks that the teacher answered."""

@@ -16,6 +16,9 @@ Other tags are written as ours::
 
     <tool_call>{"name": "search", "arguments": {"query": "Ana Bell"}}</tool_call>      <search> Ana Bell</search>
     <|begin_of_query|> Ana Bell <|end_of_query|>                                       <search> Ana Bell </search>
+
+For an environment that reads calls, the calls of a conversation stay calls, of any tool and with any arguments. They
+are written in the form of ``hermes``, which ``as_message`` reads; the turn without a call is the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.actions import Answer, format_queries, parse_action
+from envs.actions import Action, Answer, format_queries, parse_action, read_answer
+from envs.call_grammars import GRAMMARS, parse_turn, read_call
 from envs.options import QueryFormat
 from envs.tasks.files import (
     ANSWER_KEYS,
@@ -41,7 +45,7 @@ from envs.tasks.files import (
 from envs.tasks.formats import plain_fields
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.fault_report import FaultCounts
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import CallRequest, Task
 
 _TAGS = {
     "<|begin_of_query|>": "<search>",
@@ -56,6 +60,7 @@ _TAGS = {
 """Tags of R1-Searcher, Hermes and ReSearch."""
 _TEACHER = ("assistant", "gpt")
 _USER = ("user", "human")
+_CALL = "function_call"
 # Each of these reads a text once, whatever is in it: files of other people may be of one line of a gigabyte.
 _QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
@@ -63,11 +68,12 @@ _END_OF_TURN = re.compile(r"(?<=</search>)|(?<=</answer>)")
 
 
 def load_demonstrations(
-    path: str | Path, query_format: QueryFormat = "lines"
+    path: str | Path, query_format: QueryFormat = "lines", *, keeps_calls: bool = False
 ) -> tuple[LoadedTasks, Mapping[str, tuple[str, ...]]]:
     """Read a file of demonstrations that end with an answer: their tasks, and their turns by task id.
 
-    ``query_format`` is that of the queries inside ``<search>``; those of tool calls are written in it.
+    ``query_format`` is that of the queries inside ``<search>``; those of tool calls are written in it, unless
+    ``keeps_calls``.
 
     Raises:
         DataError: as for a task file; or a record is not in one of the formats.
@@ -79,10 +85,8 @@ def load_demonstrations(
     faults = FaultCounts()
     num_records = 0
     for num_records, record in enumerate(read_records(path), start=1):
-        question, turns = _read(record, query_format)
-        actions = [parse_action(turn, query_format) for turn in turns]
+        question, turns, last = _read(record, query_format, keeps_calls=keeps_calls)
         gold = {key: record.fields[key] for key in ANSWER_KEYS if key in record.fields}
-        last = actions[-1] if actions else None
         if not isinstance(last, Answer):  # the beginning of another demonstration, or never finished
             gold = {"answer": ""}
         elif not gold:
@@ -108,9 +112,12 @@ def load_demonstrations(
     return LoadedTasks(tuple(tasks), report), turns_of
 
 
-def _read(record: Record, query_format: QueryFormat) -> tuple[str, tuple[str, ...]]:
-    """Return the question, and the teacher's turns."""
-    asked, written = _dialogue(record, query_format)
+def _read(
+    record: Record, query_format: QueryFormat, *, keeps_calls: bool
+) -> tuple[str, tuple[str, ...], Action | None]:
+    """Return the question, the teacher's turns, and what the last of them does."""
+    calling = _calling_turns(record) if keeps_calls and "output" not in record.fields else ()
+    asked, written = _dialogue(record, query_format, only_asked=bool(calling))
     asked = _without_documents(_as_our_tags(asked, query_format, record.where, is_prompt=True))
     question = record.fields.get("question")
     if question is None:  # the last one: a prompt may have an example before it
@@ -119,8 +126,53 @@ def _read(record: Record, query_format: QueryFormat) -> tuple[str, tuple[str, ..
     else:
         before = asked.partition(question)[2] if isinstance(question, str) and question else asked
     earlier = _FIRST_TAG.search(before)
+    if calling:
+        return question, calling, None if _called(calling[-1], record.where) else read_answer(calling[-1])
     text = _without_documents(_as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
-    return question, tuple(turn.strip() for turn in _END_OF_TURN.split(text)[:-1])
+    turns = tuple(turn.strip() for turn in _END_OF_TURN.split(text)[:-1])
+    return question, turns, parse_action(turns[-1], query_format) if turns else None
+
+
+def _calling_turns(record: Record) -> tuple[str, ...]:
+    """Return the teacher's turns with their calls in the form of ``hermes``; empty if it calls nothing."""
+    turns: list[str] = []
+    is_open = False  # whether the message before is of the same turn
+    for message in _messages(record):
+        text = _as_hermes(message, record.where)
+        if text is not None:
+            turns[-1:] = [f"{turns[-1]}\n{text}"] if is_open else [*turns[-1:], text]
+        is_open = text is not None
+    num_calling = sum(_called(turn, record.where) for turn in turns)  # all are checked
+    return tuple(turns) if num_calling else ()
+
+
+def _as_hermes(message: Mapping[str, Any], where: str) -> str | None:
+    """Return what a message adds to a turn of the teacher; None if it is another's."""
+    role, content = message.get("role", message.get("from")), _content(message, where)
+    calls = [_parsed(content, where)] if role == _CALL else _calls(message, where)
+    if role not in (*_TEACHER, _CALL):
+        return None
+    thought = _content({"content": message.get("reasoning_content")}, where)
+    parts = [f"<think>\n{thought}\n</think>\n" if thought else "", content if role != _CALL else ""]
+    parts.append(GRAMMARS["hermes"].write([_request(call, where) for call in calls]))
+    return "\n".join(filter(None, parts))
+
+
+def _called(turn: str, where: str) -> bool:
+    parsed = parse_turn(turn, GRAMMARS["hermes"])
+    if parsed.problem:
+        raise DataError(f"{where}: got the turn {shortened(turn, 60)!r}: {parsed.problem}")
+    return bool(parsed.calls)
+
+
+def _request(call: Any, where: str) -> CallRequest:
+    called = call.get("function", call) if isinstance(call, dict) else call
+    if isinstance(called, dict) and isinstance(called.get("arguments"), str):  # OpenAI's messages hold them as JSON
+        called = {**called, "arguments": _parsed(called["arguments"], where)}
+    try:
+        return read_call(called, "arguments")
+    except ValueError as error:
+        raise DataError(f"{where}: got the tool call {shortened(str(call), 60)}: {error}") from error
 
 
 def _split_tags(text: str, tag: str) -> tuple[list[str], list[str]]:
@@ -143,36 +195,53 @@ def _without_documents(text: str) -> str:
     return "".join([first.rstrip(), *(part.strip() for part in between), last.lstrip()])
 
 
-def _dialogue(record: Record, query_format: QueryFormat) -> tuple[str, str]:
-    """Return the first message of the user, and everything that the teacher wrote."""
+def _dialogue(record: Record, query_format: QueryFormat, *, only_asked: bool) -> tuple[str, str]:
+    """Return the first message of the user, and everything that the teacher wrote, unless only the former is needed."""
     fields = record.fields
     if "output" in fields:
         parts = [fields.get("instruction", ""), fields.get("input", ""), fields["output"]]
         if all(isinstance(part, str) for part in parts):
             return f"{parts[0]}\n{parts[1]}", parts[2]
+    asked, written = "", ""
+    for message in _messages(record):
+        role, content = message.get("role", message.get("from")), _content(message, record.where)
+        if role in _USER and not asked:
+            asked = content
+        elif only_asked:
+            continue
+        elif role == _CALL:
+            written += _search(_parsed(content, record.where), query_format, record.where)
+        elif role in _TEACHER:
+            calls = _calls(message, record.where)
+            searches = [_search(call.get("function", call), query_format, record.where) for call in calls]
+            written += content + "".join(searches)
+    return asked, written
+
+
+def _messages(record: Record) -> list[dict[str, Any]]:
+    fields = record.fields
     messages = fields.get("messages", fields.get("conversations"))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise DataError(
             f"{record.where}: got {shortened(str(sorted(fields)), 60)}, expected messages [{{role, content}}, ...], or "
             "the texts instruction, input and output"
         )
-    asked, written = "", ""
-    for message in messages:
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        content = "" if content is None else content
-        if not isinstance(content, str):
-            raise DataError(f"{record.where}: got a message of {type(content).__name__}, expected text")
-        if role in _USER and not asked:
-            asked = content
-        elif role == "function_call":
-            written += _search(_parsed(content, record.where), query_format, record.where)
-        elif role in _TEACHER:
-            calls = message.get("tool_calls") or []
-            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-                raise DataError(f"{record.where}: got tool_calls {shortened(str(calls), 60)}, expected objects")
-            searches = [_search(call.get("function", call), query_format, record.where) for call in calls]
-            written += content + "".join(searches)
-    return asked, written
+    return messages
+
+
+def _content(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content", message.get("value"))
+    content = "" if content is None else content
+    if not isinstance(content, str):
+        raise DataError(f"{where}: got a message of {type(content).__name__}, expected text")
+    return content
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where}: got tool_calls {shortened(str(calls), 60)}, expected objects")
+    return calls
 
 
 def _as_our_tags(text: str, query_format: QueryFormat, where: str, *, is_prompt: bool = False) -> str:

@@ -41,7 +41,8 @@ from retrieval.build import (
 from retrieval.corpora.corpus import CORPUS_FILE, Corpus
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS, is_empty
-from retrieval.indexes.manifest import EMPTY_FILE, ROWS_FILE, FileRecord, Manifest, Shard
+from retrieval.corpora.titles import write_titles
+from retrieval.indexes.manifest import EMPTY_FILE, ROWS_FILE, TITLES_FILE, FileRecord, Manifest, Shard
 
 if TYPE_CHECKING:
     from retrieval.encoders.encoder import Encoder
@@ -170,6 +171,8 @@ class _Adopting:
         if row_ids is not None:
             order = np.argsort(row_ids)
             names.append(self._save(ROWS_FILE, np.stack([row_ids[order], order])))
+        write_titles(corpus, self.directory / TITLES_FILE)
+        names.append(TITLES_FILE)
         self._take_file(copy=copy)
         self._describe(names, match.layout, report_on(passages)).write(self.directory)
         return Adoption(self.file.kind, match, len(empty))

@@ -11,6 +11,16 @@ Passage = Record
 """One passage of the corpus: ``Passage("p17", "Riga", "Riga lies in Latvia.", 0.83)``, and how similar it is."""
 SEARCH = "search"
 """The tool whose calls in a trajectory are searches, with the arguments ``query`` and ``k``."""
+OPEN_PAGE = "open_page"
+"""The tool whose calls in a trajectory open pages, with the argument ``title``. Where there is no such page, the result
+is a JSON list of titles that are like it."""
+HEADING = " § "
+"""What is between page and heading in the titles of a corpus with headings: ``"Riga § History"``."""
+
+
+def page_title(title: str) -> str:
+    """Return the title of a passage without its heading: ``page_title("Riga § History") == "Riga"``."""
+    return title.partition(HEADING)[0]
 
 
 class Hits(list[Passage]):
@@ -21,6 +31,22 @@ class Hits(list[Passage]):
         super().__init__(passages)
         self.is_cached = is_cached
         self.index_version = index_version
+
+
+class Page(Hits):
+    """All passages of one title, in the order of the corpus."""
+
+    def __init__(
+        self,
+        passages: Iterable[Passage] = (),
+        *,
+        near: Iterable[str] = (),
+        is_cached: bool = False,
+        index_version: str = "",
+    ) -> None:
+        """Hold the passages; where there are none, ``near`` are titles that are like the one asked for."""
+        super().__init__(passages, is_cached=is_cached, index_version=index_version)
+        self.near = tuple(near)
 
 
 class Retriever(Protocol):
@@ -50,6 +76,22 @@ class AskingRetriever(Protocol):
 
     def use_models(self, models: Mapping[str, ChatModel]) -> None:
         """Take ``environment.models``, by name; called in each env runner before the first search."""
+        ...
+
+
+@runtime_checkable
+class PageRetriever(Protocol):
+    """A retriever that also opens pages by their titles, for the tools ``open_page`` and ``read_section``."""
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return the page of each title, ``[len(titles)]``, an empty one where there is none.
+
+        A title is that of passages: exactly, else in any case of letters. ``"Riga"`` is also that of its sections, such
+        as ``"Riga § History"``.
+
+        Raises:
+            RetrievalError: no replica answered.
+        """
         ...
 
 

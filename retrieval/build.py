@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_co
 from retrieval.corpora.readers import PassageFile
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import is_empty, valid_unicode
+from retrieval.corpora.titles import write_titles
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
     BM25,
@@ -43,6 +45,7 @@ from retrieval.indexes.manifest import (
     FORMAT_VERSION,
     HYBRID,
     INDEX_TYPES,
+    TITLES_FILE,
     FileRecord,
     Manifest,
     Shard,
@@ -208,6 +211,7 @@ class _Build:
         if report is not None:
             self.note(str(report))
         corpus = Corpus.open(self.directory)
+        write_file(self.directory / TITLES_FILE, partial(write_titles, corpus))
         if arguments.vector_type:
             if len(corpus) < arguments.num_shards:
                 raise ConfigError(f"got {arguments.num_shards} shards for {len(corpus)} passages; ask for fewer")
@@ -306,7 +310,7 @@ class _Build:
             index_type=self.arguments.index_type,
             count=count,
             corpus=self._record(self.directory / CORPUS_FILE),
-            files=tuple(map(self._record, files)),
+            files=tuple(map(self._record, [*files, self.directory / TITLES_FILE])),
         )
         if encoder is None:
             return manifest

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,21 @@ from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import ToolCall
-from retrieval.base import RETRIEVERS, SEARCH, SHARED_KEYS, Hits, Passage, Retriever, needs_index
+from retrieval.base import (
+    OPEN_PAGE,
+    RETRIEVERS,
+    SEARCH,
+    SHARED_KEYS,
+    Hits,
+    Page,
+    Passage,
+    Retriever,
+    needs_index,
+)
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
-from retrieval.indexes.manifest import ENCODER_FOLDER, Manifest, parse_options
+from retrieval.corpora.titles import Titles
+from retrieval.indexes.manifest import ENCODER_FOLDER, TITLES_FILE, Manifest, parse_options
 from retrieval.indexes.ranking import Ranker, Ranking, to_hits
 
 if TYPE_CHECKING:
@@ -44,6 +56,12 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
         return made
     num_threads = max(1, math.ceil(settings.num_cpus_per_retriever))
     return LocalRetriever(index_dir, num_threads, reranker=settings.reranker, options=settings.options)
+
+
+def retriever_class(retrieval_type: str) -> type:
+    """Return the class of the retrievers of a type, as far as what they can do: one of a fleet can do the same."""
+    found: type = LocalRetriever if needs_index(retrieval_type) else load_object(retrieval_type, RETRIEVERS)
+    return found
 
 
 def inner_retriever(options: Mapping[str, Any]) -> Retriever:
@@ -179,6 +197,18 @@ class LocalRetriever:
         """Call ``search_batch``. The event loop waits meanwhile, so that a run in one process has one order."""
         return self.search_batch(queries, k)
 
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Call ``open_batch``, as ``search`` does."""
+        return self.open_batch(titles)
+
+    def open_batch(self, titles: list[str]) -> list[Page]:
+        """Return the page of each title; see ``PageRetriever``."""
+        return [self._titles.page(title, self.version) for title in titles]
+
+    @cached_property
+    def _titles(self) -> Titles:
+        return Titles.open(self.corpus, self._directory / TITLES_FILE)
+
     def search_batch(
         self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
     ) -> list[list[Passage]]:
@@ -232,7 +262,7 @@ class LocalRetriever:
 
 
 class ReplayRetriever:
-    """Answers the queries of a recorded run. Pickles as its arguments."""
+    """Answers the queries of a recorded run, and opens its pages. Pickles as its arguments."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Read the records of a run; the options are ``{"run": DIR}``, a run directory, or a ``Folder`` of its records.
@@ -248,10 +278,7 @@ class ReplayRetriever:
         self._options = dict(options)
         run = options["run"]
         directory = run.fetch() if isinstance(run, Folder) else Path(run) / TRAJECTORIES
-        self._found: dict[tuple[str, int], Hits] = {}
-        for call in _searches(directory):
-            hits = Hits(call.records, is_cached=call.is_cached, index_version=call.version)
-            self._found[normalise(call.arguments["query"]), call.arguments["k"]] = hits
+        self._found = {_key(call.tool, call.arguments): call for call in _retrieved(directory)}
         if not self._found:
             raise DataError(
                 f"no recorded searches in {directory}; give a run with checkpointing.keep_trajectories in which at "
@@ -266,17 +293,39 @@ class ReplayRetriever:
         """Return what each query found in the recorded run; ``RetrievalError`` if it never asked for so many."""
         answers: list[list[Passage]] = []
         for query in queries:
-            found = self._found.get((normalise(query), k))
+            found = self._found.get(_key(SEARCH, {"query": query, "k": k}))
             if found is None:
                 raise RetrievalError(
                     f"the recorded run never asked for {k} passages for {query!r}; replay a run with this query and "
                     "top_k"
                 )
-            answers.append(Hits(found, is_cached=found.is_cached, index_version=found.index_version))
+            answers.append(Hits(found.records, is_cached=found.is_cached, index_version=found.version))
+        return answers
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return each page as it was in the recorded run; ``RetrievalError`` if the run never opened it."""
+        answers: list[Page] = []
+        for title in titles:
+            found = self._found.get(_key(OPEN_PAGE, {"title": title}))
+            if found is None:
+                raise RetrievalError(f"the recorded run never opened the page {title!r}; replay a run that did")
+            near = json.loads(found.result or "[]")
+            answers.append(Page(found.records, near=near, is_cached=found.is_cached, index_version=found.version))
         return answers
 
 
-def _searches(directory: Path) -> Iterator[ToolCall]:
+def _retrieved(directory: Path) -> Iterator[ToolCall]:
     for path in sorted(directory.glob("*.arrow")):
         trajectories = (trajectory for group in read_trajectories(path) for trajectory in group.trajectories)
-        yield from (call for trajectory in trajectories for call in trajectory.calls if call.tool == SEARCH)
+        yield from (call for trajectory in trajectories for call in trajectory.calls if _is_retrieved(call))
+
+
+def _is_retrieved(call: ToolCall) -> bool:
+    """Whether a retriever answered it; the environment answers calls that are wrong, or too many, itself."""
+    return call.tool == SEARCH or (call.tool == OPEN_PAGE and (bool(call.records) or call.result.startswith("[")))
+
+
+def _key(tool: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call as canonical JSON: whatever order and white space it was written with, one call has one key."""
+    clean = {name: normalise(value) if isinstance(value, str) else value for name, value in arguments.items()}
+    return json.dumps([tool, clean], sort_keys=True)

@@ -11,20 +11,20 @@ from envs.base import EnvContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import StopReason, Task, ToolCall, Trajectory, TrajectoryGroup, Turn
 from retrieval.base import Passage
 
 PASSAGES = [Passage("p1", "Riga", "Riga lies in Latvia.", 0.5), Passage("p2", "Oslo", "Oslo lies in Norway.", 0.25)]
 
 
-async def record(run_dir: Path, queries: list[str]) -> None:
-    """Let an environment search, and write its trajectory as a run does."""
+async def record(run_dir: Path, queries: list[str], calls: tuple[ToolCall, ...] = ()) -> None:
+    """Let an environment search, and write its trajectory, with further calls, as a run does."""
     context = EnvContext(DictRetriever(PASSAGES), lambda text: list(text.encode()))
     env = SearchEnv(EnvironmentSettings(options={"top_k": 2}), context)
     task = Task("t", "Where?", ("Latvia",))
     await env.reset(task)
     result = await env.step(queries)
-    turn = Turn("<search>..</search>", 3, "search", result.calls, result.observation)
+    turn = Turn("<search>..</search>", 3, "search", (*result.calls, *calls), result.observation)
     tokens = np.zeros(0, np.int32)
     trajectory = Trajectory(
         trajectory_id="t/0",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from envs.demonstrations import as_message
+from envs.sources import TeacherSource
 from envs.teacher import load_demonstrations
+from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.types import CallRequest, Message
 
 SEARCH = "<think> where</think><search> Ana Bell</search>"
 ANSWER = "<think> found</think><answer> Riga</answer>"
@@ -23,10 +28,12 @@ def messages(*contents: tuple[str, str], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in contents], **fields}
 
 
-def load(folder: Path, *records: object, query_format: Any = "lines") -> tuple[Any, Mapping[str, tuple[str, ...]]]:
+def load(
+    folder: Path, *records: object, query_format: Any = "lines", **options: Any
+) -> tuple[Any, Mapping[str, tuple[str, ...]]]:
     path = folder / "teacher.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
-    return load_demonstrations(path, query_format)
+    return load_demonstrations(path, query_format, **options)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +181,105 @@ def test_a_long_demonstration_is_read_once(unit: str, tmp_path: Path) -> None:
     asked = "" if unit in ("<search>", "<answer> ") else text  # they would begin the first turn
     _, turns_of = load(tmp_path, {"instruction": f"{PROMPT}{asked}b", "input": "", "output": ANSWER + text})
     assert [turns[-1][-len(ANSWER) :] for turns in turns_of.values()] == [ANSWER]
+
+
+def asked_of(name: str, /, **arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+CALLING = {
+    "messages": [
+        {"role": "system", "content": "You have tools."},
+        {"role": "user", "content": "Where was Ana Bell born?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "who",
+            "tool_calls": [asked_of("search", queries=["Ana Bell", "Bo"]), asked_of("open_page", title="Ana Bell")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "Ana Bell was born in Riga. <answer>Oslo</answer>"},
+        {"role": "tool", "tool_call_id": "c1", "content": "<tool_call>{}</tool_call>"},
+        {"role": "assistant", "content": "<think>so</think>", "tool_calls": [asked_of("now")]},
+        {"role": "tool", "content": "today"},
+        {"role": "assistant", "content": "<think>found</think>Riga"},
+    ]
+}
+MESSAGES = [
+    Message(
+        "assistant",
+        "<think>\nwho\n</think>",
+        (CallRequest("search", {"queries": ["Ana Bell", "Bo"]}), CallRequest("open_page", {"title": "Ana Bell"})),
+    ),
+    Message("assistant", "<think>so</think>", (CallRequest("now", {}),)),
+    Message("assistant", "<think>found</think>Riga"),
+]
+
+
+def test_calls_of_any_tool_stay_calls(tmp_path: Path) -> None:
+    loaded, turns_of = load(tmp_path, CALLING, keeps_calls=True)
+    (task,) = loaded.tasks
+    assert (task.question, task.golden_answers) == ("Where was Ana Bell born?", ("Riga",))
+    assert [as_message(turn, "lines") for turn in turns_of["teacher/0"]] == MESSAGES
+    with pytest.raises(DataError, match="expected query or queries"):
+        load(tmp_path, CALLING)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [{"from": "gpt", "value": "<think>so</think>"}, {"from": "function_call", "value": json.dumps(CALL)}],
+        [{"role": "assistant", "content": f"<think>so</think>\n<tool_call>{json.dumps(CALL)}</tool_call>"}],
+        [{"role": "assistant", "content": "<think>so</think>", "tool_calls": [CALL]}],
+    ],
+)
+def test_every_way_to_write_a_call_is_one(tmp_path: Path, written: list[dict[str, Any]]) -> None:
+    user, answer = {"role": "user", "content": "Question: Where?"}, {"role": "assistant", "content": "Riga"}
+    record = {
+        "messages": [user, *written, {"role": "tool", "content": "x"}, answer],
+        "golden_answers": ["Riga, Latvia"],
+    }
+    loaded, turns_of = load(tmp_path, record, keeps_calls=True)
+    assert loaded.tasks[0].golden_answers == ("Riga, Latvia",)
+    assert [as_message(turn, "lines") for turn in turns_of["teacher/0"]] == [
+        Message("assistant", "<think>so</think>", (CallRequest("search", {"query": "Ana Bell"}),)),
+        Message("assistant", "Riga"),
+    ]
+
+
+def test_demonstrations_in_tags_are_read_as_before_where_calls_are_kept(tmp_path: Path) -> None:
+    written = messages(("user", PROMPT), ("assistant", SEARCH), ("user", FOUND), ("assistant", ANSWER))
+    old = {"instruction": PROMPT, "input": "", "output": SEARCH + FOUND + ANSWER, "question": "Who?"}
+    _, turns_of = load(tmp_path, written, old, keeps_calls=True)
+    assert list(turns_of.values()) == [(SEARCH, ANSWER)] * 2
+    assert as_message(SEARCH, "lines").calls == (CallRequest("search", {"queries": ["Ana Bell"]}),)
+
+
+def test_a_conversation_that_ends_with_a_call_is_left_out(tmp_path: Path) -> None:
+    beginning = {"messages": CALLING["messages"][:6]}
+    loaded, _ = load(tmp_path, CALLING, beginning, keeps_calls=True)
+    assert "1 without a usable answer left out (line 2)" in str(loaded.report)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"tool_calls": [{"function": {"name": 7, "arguments": "{}"}}]}, "a call is no object with a name"),
+        ({"tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}, "arguments of a are no object"),
+        ({"tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}, "tool call '{', expected JSON"),
+        ({"content": "<tool_call>\n{'a'"}, 'got the turn "<tool_call>'),
+        ({"reasoning_content": 7}, "got a message of int, expected text"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_named(tmp_path: Path, message: dict[str, Any], problem: str) -> None:
+    record = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", **message}]}
+    with pytest.raises(DataError, match=f"line 2: .*{problem}"):
+        load(tmp_path, CALLING, record, keeps_calls=True)
+
+
+def test_a_source_keeps_calls_for_an_environment_that_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.json"
+    path.write_text(json.dumps([CALLING]), encoding="utf-8")
+    (task,) = (source := TeacherSource(EnvironmentSettings(env="tools"), path)).tasks("train")
+    assert as_message(source.demonstrate(task, random.Random(0))[1], "lines") == MESSAGES[1]
+    with pytest.raises(DataError, match="expected query or queries"):
+        TeacherSource(EnvironmentSettings(), path)

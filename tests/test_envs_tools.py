@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from typer.testing import CliRunner
 from envs.base import EnvContext
 from envs.call_grammars import GRAMMARS
 from envs.checker import check_env, check_tool
+from envs.demonstrations import as_message
 from envs.options import ToolOptions
+from envs.sources import TeacherSource
 from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult, make_tools, schema_of
 from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE, ToolEnv
 from ragr1_actors.cli.main import app
@@ -25,6 +28,7 @@ from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, Sam
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.rollout.chat_format import make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
@@ -132,13 +136,13 @@ def call(name: str, /, **arguments: Any) -> CallRequest:
 
 
 async def play(
-    tokenizer: PolicyTokenizer, turns: list[str], tools: list[str], retriever: Finds | None = None, **more: Any
+    tokenizer: PolicyTokenizer, turns: list[str], tools: list[str], retriever: Any = None, **more: Any
 ) -> Trajectory:
     environment = EnvironmentSettings(env="tools", tools=tools, max_turns=4, **more)
     config = SamplerConfig(environment=environment, env_runners=EnvRunnerSettings(max_context_tokens=20_000))
     request = GroupRequest(Issue("t", TASK, 0), 1, 1.0)
     runner = EnvRunner(config, tokenizer, retriever or Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
-    runner.engine = ScriptedEngine({"t/0": turns}, runner._chat.turn_ids)
+    runner.engine = ScriptedEngine({"t/0": turns}, runner._chat.turn_ids, turn_start=tokenizer.turn_start)
     (found,) = (await runner.sample_group(request)).trajectories
     return found
 
@@ -180,7 +184,7 @@ def test_a_function_without_a_hint_or_a_description_is_refused_with_its_line(fun
         ([f"{HERE}:TASK"], "is neither a function nor a subclass of Tool"),
         ([f"{HERE}:add", f"{HERE}:Counter"], "two tools are named add"),
         ([f"{HERE}:nothing"], "has no 'nothing'"),
-        (["serch"], "expected one of search or my_module"),
+        (["serch"], "expected one of open_page, read_section, search or my_module"),
     ],
 )
 def test_what_is_no_tool_is_refused(names: list[str], problem: str) -> None:
@@ -331,6 +335,37 @@ async def test_a_class_gets_all_calls_of_a_turn_and_lives_as_long_as_its_traject
     assert Counter.closed == 2
 
 
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "qwen3.5", "mistral"])
+async def test_a_conversation_of_a_teacher_is_played(tmp_path: Path, family: str) -> None:
+    def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+    calls = [called("search", {"queries": ["Ana", "Bo"]}), called("add", {"a": 1, "b": 2})]
+    record = {
+        "messages": [
+            {"role": "user", "content": TASK.question},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": "Ana was born in Oslo."},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "Riga"},
+        ]
+    }
+    (tmp_path / "teacher.json").write_text(json.dumps(record), encoding="utf-8")
+    source = TeacherSource(EnvironmentSettings(env="tools"), tmp_path / "teacher.json")
+    (task,) = source.tasks("train")
+    tokenizer = write_tool_family(tmp_path / "policy", family)
+    chat = make_chat_format("auto", tokenizer)
+    turns = [chat.write(as_message(turn, "lines")) for turn in source.demonstrate(task, random.Random(0))]
+    found = await play(tokenizer, turns, ["search", f"{HERE}:add"])
+    assert (found.stop_reason, found.answer) == (StopReason.ANSWERED, "Riga"), found.error
+    assert found.metrics["rows"] == 1.0
+    assert [one.tool for one in found.turns[0].calls] == ["search", "search", "add"]
+    assert found.turns[0].calls[2].result == "3"
+    read = text(tokenizer, found, TokenKind.OBSERVATION)
+    assert "Ana was born in Riga" in read
+    assert "Oslo" not in read
+
+
 def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
     tokenizer = write_tool_family(tmp_path / "policy", "qwen2.5")
     config = SamplerConfig(environment=EnvironmentSettings(env="tools"))
@@ -344,7 +379,10 @@ def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"environment": {"env": "tools", "tools": [f"{HERE}:no_docs"]}}, "no_docs"),
-        ({"environment": {"env": "tools", "tools": ["serch"]}}, "got 'serch', expected one of search or my_module"),
+        (
+            {"environment": {"env": "tools", "tools": ["serch"]}},
+            "got 'serch', expected one of open_page,",
+        ),
         (
             {"environment": {"env": "tools"}, "policy": {"chat_format": "pythonic"}},
             "got pythonic, but the chat template writes hermes; set it to auto",

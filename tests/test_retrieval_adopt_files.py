@@ -241,6 +241,7 @@ def test_the_file_gets_a_second_name_or_a_copy(encoder: Path, flat: Path, tmp_pa
         "corpus.arrow",
         "manifest.json",
         "shard-0000.faiss",
+        "titles.npy",
     ]
     assert index_info(linked.parent) == index_info(copied.parent)
     with flat.open("r+b") as file:
@@ -341,7 +342,7 @@ def test_empty_passages_keep_their_rows_and_are_never_found(
     file = write(make_index(near, key), tmp_path / "made.index")
     assert adopt(file, tmp_path / "index", encoder, SPARSE).num_empty == len(EMPTY)
     manifest = Manifest.read(tmp_path / "index")
-    assert [record.name for record in manifest.files] == ["empty.npy"]
+    assert [record.name for record in manifest.files] == ["empty.npy", "titles.npy"]
     assert Corpus.open(tmp_path / "index")[7] == SPARSE[7]
     options = dict.fromkeys(manifest.options, COUNT)
     retriever = LocalRetriever(tmp_path / "index", options=options)

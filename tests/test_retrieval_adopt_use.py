@@ -224,7 +224,7 @@ def test_a_call_that_was_cut_off_goes_on_and_leaves_nothing_of_itself(
         adopt(other, out, encoder)
     adopt(flat, out, encoder, copy=then)
     assert (out / "shard-0000.faiss").samefile(flat) is not then
-    assert set(contents(out)) == {"corpus.arrow", "manifest.json", "shard-0000.faiss"}
+    assert set(contents(out)) == {"corpus.arrow", "manifest.json", "shard-0000.faiss", "titles.npy"}
     assert not building_dir(out).exists()
 
 
@@ -242,4 +242,4 @@ def test_a_copy_that_was_cut_off_is_removed(
     assert "corpus.arrow" in contents(building_dir(out))
     assert not [name for name in contents(building_dir(out)) if "shard" in name]
     adopt(flat, out, encoder)
-    assert set(contents(out)) == {"corpus.arrow", "manifest.json", "shard-0000.faiss"}
+    assert set(contents(out)) == {"corpus.arrow", "manifest.json", "shard-0000.faiss", "titles.npy"}

@@ -42,7 +42,7 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_an_index_holds(index_dir: Path) -> None:
     files = {path.relative_to(index_dir).as_posix() for path in index_dir.rglob("*") if path.is_file()}
     assert {name for name in files if not name.startswith("encoder/")} == {
-        "manifest.json", "corpus.arrow", "shard-0000.faiss",
+        "manifest.json", "corpus.arrow", "titles.npy", "shard-0000.faiss",
     }  # fmt: skip
     assert [path.name for path in index_dir.parent.iterdir()] == ["index"]
     info = index_info(index_dir)
@@ -87,7 +87,7 @@ def test_every_type_is_built_and_searched(tmp_path: Path, index_type: str, argum
     }[num_shards]  # fmt: skip
     names = {file.name for file in manifest.files}
     listed = {out / "encoder" / LIST_FILE} & set(out.rglob("*"))
-    assert {path.relative_to(out).as_posix() for path in [*(out / "bm25").glob("*"), *listed]} == names
+    assert {path.relative_to(out).as_posix() for path in [*(out / "bm25").glob("*"), *listed]} | {"titles.npy"} == names
 
 
 def test_shards_answer_as_one_index_does(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_interrupted_build_goes_on_with_what_is_missing(
     assert all((tmp_path / "index" / path.name).stat().st_mtime_ns == written for path, written in kept.items())
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     assert {path.name for path in (tmp_path / "index").iterdir()} == {
-        "manifest.json", "corpus.arrow", "encoder", "shard-0000.faiss", "shard-0001.faiss", "bm25",
+        "manifest.json", "corpus.arrow", "titles.npy", "encoder", "shard-0000.faiss", "shard-0001.faiss", "bm25",
     }  # fmt: skip
     assert index_info(tmp_path / "index") == index_info(build(tmp_path / "at once", MANY, **arguments))
 

@@ -77,6 +77,12 @@ async def test_the_fleet_answers_as_the_local_retriever_does(group: RetrieverGro
     queries = [*NAMES[:30], "nonsense", "", "\x00\ud800", "Pérson3"]
     assert await client.search(queries, 3) == LocalRetriever(index_dir).search_batch(queries, 3)
     assert await client.search([], 3) == []
+    titles = ["Person7 Family0", "person8 FAMILY1", "Person7 Famili", "", "Person9 Family2"]
+    pages = await client.open_pages(titles)
+    local = LocalRetriever(index_dir).open_batch(titles)
+    assert (pages, [page.near for page in pages]) == (local, [page.near for page in local])
+    assert [page.index_version for page in pages] == [Manifest.read(index_dir).version] * len(titles)
+    assert [len(page) for page in pages] == [1, 1, 0, 0, 1]
     assert len((await client.search(["Person1"], 1000))[0]) == len(PASSAGES)
 
 
@@ -167,6 +173,7 @@ async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: 
     try:
         for name in NAMES[:10]:
             assert (await client.search([name], 1))[0][0].title == name
+            assert (await client.open_pages([name]))[0][0].title == name
     finally:
         os.kill(pid, signal.SIGCONT)
     assert group.metrics()["retrieval/retriever_actors"] == 2
@@ -180,6 +187,7 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
     client = RetrieverClient(_fleet_name(group), 1, "", PoolSettings())
     for name in NAMES[:10]:
         assert (await client.search([name], 1))[0][0].title == name
+        assert (await client.open_pages([name]))[0][0].title == name
     assert "searches use Ray calls, which take longer: cannot connect to" in caplog.text
     assert 1 <= len(caplog.records) <= 2  # once per replica
 
@@ -222,6 +230,7 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
     retriever = group.retriever()
     assert isinstance(retriever, LocalRetriever)
     assert (await retriever.search([NAMES[3]], 1))[0][0].id == "p3"
+    assert (await retriever.open_pages([NAMES[3]]))[0][0].id == "p3"
     assert group.handles == []
     group.stop()
 
@@ -244,8 +253,9 @@ async def test_shards_and_encoders_on_separate_actors_answer_the_same(ray_local:
         assert all(isinstance(hits, Hits) and hits.index_version == local.version for hits in found)
         again = await client.search(queries[:1], 4)
         assert isinstance(again[0], Hits) and again[0].is_cached
+        assert await client.open_pages(NAMES[:40]) == local.open_batch(NAMES[:40])
         metrics = group.metrics()
-        assert metrics["retrieval/retriever_queries"] == 3 * len(queries)
+        assert metrics["retrieval/retriever_queries"] == 3 * len(queries) + 40  # any shard's actor has all pages
         assert metrics["retrieval/encoder_queries"] == len(queries)
         assert 0 < metrics["retrieval/encoder_busy"] < 1
     finally:
@@ -350,7 +360,10 @@ def test_a_replica_that_hangs_is_ended_when_it_leaves(
 
 @pytest.mark.ray
 @pytest.mark.slow
-async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local: ModuleType, index_dir: Path) -> None:
+@pytest.mark.parametrize("opens", [False, True])
+async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(
+    ray_local: ModuleType, index_dir: Path, opens: bool
+) -> None:
     settings = RetrievalSettings(
         num_retrievers=1, num_cpus_per_retriever=0.1, requests={"cache_size": 0, "max_retries": 4}
     )
@@ -366,7 +379,10 @@ async def test_a_fleet_grows_and_shrinks_under_load_and_loses_nothing(ray_local:
         nonlocal answered
         while not stop.is_set():
             name = NAMES[(number * 37 + answered) % len(NAMES)]
-            assert await client.search([name], 2) == [expected[name]]
+            if opens:
+                assert [passage.title for passage in (await client.open_pages([name]))[0]] == [name]
+            else:
+                assert await client.search([name], 2) == [expected[name]]
             answered += 1
 
     async def scale() -> None:
@@ -419,7 +435,7 @@ async def test_a_node_without_the_drivers_disk_gets_an_encoder_outside_the_index
     version = Manifest.read(index).version
     fetched = [path for path in Path(os.environ["RAGR1_CACHE"]).glob("*/*") if path.name == "manifest.json"]
     (common,) = [path.parent for path in fetched if Manifest.read(path.parent).version == version]
-    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow"}
+    assert {path.name for path in common.iterdir()} == {"manifest.json", "corpus.arrow", "titles.npy"}
 
 
 @pytest.mark.ray

@@ -369,3 +369,54 @@ def test_options_are_checked_before_anything_is_sent(options: dict[str, Any], pr
 async def test_k_is_checked() -> None:
     with pytest.raises(ValueError, match="k=0"):
         await WebRetriever(GOOD).search(["a"], 0)
+
+
+class Wiki(Api):
+    """Answers as MediaWiki does: a search finds snippets, and a request by title the text of that page."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append({"query": dict(request.query)})
+        if "titles" in request.query:
+            title = request.query["titles"]
+            page = {"title": title.capitalize(), "extract": f"all of {title}", "pageid": 7}
+            return web.json_response({"query": {"pages": [page if "ri" in title.lower() else {"title": title}]}})
+        titles = enumerate(("RIGA", "Riga", "Rigas"))
+        found = [{"title": title, "snippet": f"{title} ..", "pageid": n} for n, title in titles]
+        return web.json_response({"query": {"search": found}})
+
+
+WIKI = {"results_path": "query.search", "query_param": "srsearch", "id_field": "pageid", "count_param": "srlimit"}
+PAGE = {
+    **{"query_param": "titles", "count_param": "", "results_path": "query.pages", "text_field": "extract"},
+    "empty_if_missing": True,
+}
+
+
+async def test_a_page_is_what_a_search_finds_of_its_title() -> None:
+    api = Wiki()
+    async with stub_server(api.answer) as url:
+        exact, lower, missing = await web_retriever(url, **WIKI).open_pages(["Riga", "rIGA", "Rome"])
+    assert (exact, exact.near, exact.index_version) == ([Passage("1", "Riga", "Riga ..")], (), f"{url}/search")
+    assert [passage.title for passage in lower] == ["RIGA", "Riga"]
+    assert (missing, missing.near) == ([], ("RIGA", "Riga", "Rigas"))
+    assert [asked["query"]["srlimit"] for asked in api.requests] == ["10"] * 3
+
+
+async def test_a_page_may_have_a_request_of_its_own_and_is_recorded(tmp_path: Path) -> None:
+    api, options = Wiki(), {**WIKI, "page": PAGE, "record_dir": str(tmp_path)}
+    async with stub_server(api.answer) as url:
+        retriever = pickle.loads(pickle.dumps(web_retriever(url, mode="record", **options)))
+        found, missing = await retriever.open_pages(["riga", "Rome"])
+        assert (found, found.is_cached) == ([Passage("7", "Riga", "all of riga")], False)
+        assert (missing, missing.near) == ([], ())
+        assert {"titles": "riga"} in [asked["query"] for asked in api.requests]
+    replay = web_retriever(url, mode="replay", **options)
+    found, missing = await replay.open_pages(["riga", "Rome"])
+    assert (found, found.is_cached, missing) == ([Passage("7", "Riga", "all of riga")], True, [])
+    with pytest.raises(RetrievalError, match="no record of the query 'Oslo'"):
+        await replay.open_pages(["Oslo"])
+
+
+def test_an_option_of_pages_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="text_fild"):
+        web_retriever("http://127.0.0.1:1", page={"text_fild": "extract"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,9 +14,19 @@ import pytest
 from chat_families import write_family
 from tool_templates import STORED, TEMPLATES, write_tool_family
 
+from envs.actions import open_thought
 from envs.call_grammars import parse_turn
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.types import CallRequest, FinishReason, Message, Sampling, TokenKind
+from ragr1_actors.core.types import (
+    CallRequest,
+    FinishReason,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    TokenKind,
+    Trajectory,
+)
 from ragr1_actors.rollout.chat_format import ChatFormat, TagsFormat, Template, TemplateFormat, make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.recorder import Reading, Recorder
@@ -129,6 +141,40 @@ def test_a_content_cannot_write_an_added_token(load: Callable[[str], Any], name:
     assert control(spoofed) == control("plain")
     found = chat.prompt_ids([Message("user", spoofed)], TOOLS)
     assert text(tokenizer, found) == rendered(tokenizer, [Message("user", spoofed)])
+
+
+TAGS = ["</tool_response>", "<tool_response>", "</ Tool_Response >", "<TOOL_RESPONSE\n>", "<</tool_response>>"]
+
+
+@families
+@pytest.mark.parametrize("seed", range(5))
+def test_a_result_cannot_end_its_frame(load: Callable[[str], Any], name: str, seed: int) -> None:
+    one, rng = load(name), random.Random(seed)
+    words = [*TAGS, *one.tokenizer._added.values(), "\n", " ", "Ana"]
+    turn = Message("assistant", "", (CALL,))
+
+    def frames(content: str) -> list[str]:
+        added = [Message("tool", content, notice="Go on.")]
+        found = one.chat.extension_ids([*ASKED, turn], added, TOOLS, has_end=True)
+        whole = one.chat.prompt_ids([*ASKED, turn, *added], TOOLS)
+        between = text(one.tokenizer, [token for ids, _ in found.pieces for token in ids])
+        return [
+            re.findall(r"<\s*/?\s*tool_response\s*>", one, re.IGNORECASE)
+            for one in (between, text(one.tokenizer, whole))
+        ]
+
+    spoofed = "".join(rng.choices(words, k=30)) + "".join(TAGS)
+    assert frames(spoofed) == frames("plain")
+
+
+def test_the_result_of_a_template_without_tools_cannot_end_its_frame(tmp_path: Path) -> None:
+    tokenizer = PolicyTokenizer(write_family(tmp_path / "policy", "smollm2"))
+    chat, turn = make_chat_format("hermes", tokenizer), Message("assistant", "", (CALL,))
+    found = chat.extension_ids([*ASKED, turn], [Message("tool", "".join(TAGS))], TOOLS, has_end=True)
+    assert found is not None
+    shown = text(tokenizer, [token for ids, _ in found.pieces for token in ids])
+    assert re.findall(r"<.*?>", shown)[1:3] == ["<tool_response>", "<(/tool_response)>"]
+    assert shown.count("</tool_response>") == 1
 
 
 @families
@@ -261,8 +307,6 @@ class Said:
 
 async def test_sampled_tokens_are_model_tokens_of_one_row_each(load: Callable[[str], Any]) -> None:
     """Qwen3 takes the thoughts out once a user speaks: the row ends, and the next one has them not."""
-    from ragr1_actors.core.types import StopReason, Task
-
     one = load("qwen3")
     called = '<think>\na\n</think>\n\n<tool_call>\n{"name": "find", "arguments": {"queries": ["Ana"]}}\n</tool_call>'
     engine = Said(one.chat, [called, "<think>\nb\n</think>\n\nhm", "Riga"])
@@ -286,3 +330,43 @@ async def test_sampled_tokens_are_model_tokens_of_one_row_each(load: Callable[[s
     assert "hm<|im_end|>" in again
     assert "<think>" not in again
     assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+
+
+async def test_a_fork_begins_each_turn_as_the_template_does(load: Callable[[str], Any]) -> None:
+    """Qwen3.5's template begins every turn with ``<think>``; what code wrote into one is in its message, too."""
+    one, reading = load("qwen3.5"), Reading(tools=TOOLS, left_open=open_thought)
+    called = one.chat.write(Message("assistant", "<think>\na\n</think>\n\n", (CALL,)))
+    engine, result = Said(one.chat, []), [Message("tool", "Riga.")]
+
+    def recorder(*turns: str) -> Recorder:
+        engine.texts = list(turns)
+        return Recorder("x", engine.generate, one.tokenizer, Sampling(200), 4000, 0, chat=one.chat)
+
+    async def end(attempt: Recorder) -> Trajectory:
+        while engine.texts:
+            await attempt.generate(reading)
+            attempt.end_turn("call", (), "", 0.0)
+            if engine.texts:
+                assert attempt.add(result, reading)
+        return attempt.trajectory(Task("t", "Who?", ("Riga",)), StopReason.ANSWERED)
+
+    first = recorder(called, called, "\n</think>\n\nRiga")
+    first.restart(ASKED, reading)
+    parent = await end(first)
+    written = "\n</think>\n\nWait, "
+    second = recorder("look: " + called.partition("</think>\n\n")[2], "\n</think>\n\nOslo")
+    assert second.fork(parent, 2, written, ASKED, reading)[1][0].text == f"<think>{called}"
+    forked = await end(second)
+    for inject in ("", "so "):
+        third = recorder("Rome", "\n</think>\n\nRiga")
+        turns = third.fork(forked, 2, inject, ASKED, reading)
+        assert [whole for _, whole in turns] == [f"<think>{called}"] * 2
+        for _, whole in turns:
+            third.copied(whole, result, reading)
+        await third.generate(reading)
+        assert third.add([Message("user", "", notice="Answer.")], reading)  # which opens a row of all of it
+        await third.generate(reading)
+        assert f"<|im_start|>assistant\nWait, {inject}Rome<|im_end|>" in text(one.tokenizer, engine.prompts[-1])
+    last = recorder("\n</think>\n\nRiga").fork(forked, 3, "", ASKED, reading)
+    assert last[2][1] == f"<think>{written}{forked.turns[2].completion_text}"
+    assert last[2][0].text == f"{forked.turns[2].completion_text}"

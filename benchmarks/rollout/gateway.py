@@ -1,7 +1,7 @@
 """Agents instead of an environment: what the gateway of one runner can carry, and whether agents take longer.
 
-The agents run in another process, over HTTP on loopback, as programs do; it is not measured. Each asks for as many turns
-as its trajectory has, searches at the gateway after all but the last, and sends the whole history back every time.
+The agents run in another process, over HTTP on loopback, as programs do; it is not measured. Each asks for as many
+turns as its trajectory has, searches at the gateway after all but the last, and sends the whole history every time.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import inspect
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -62,6 +62,10 @@ class Tool(ABC):
 
     schema: ClassVar[ToolSchema]
     """What the policy is told of it; ``schema_of`` makes one of a function."""
+    needs: ClassVar[type[Any] | None] = None
+    """A protocol of ``retrieval.base`` that the environment's retriever must have, such as ``PageRetriever``."""
+    needs_headings: ClassVar[bool] = False
+    """Whether the titles of the corpus must have headings."""
 
     def __init__(self, context: EnvContext, options: ToolOptions) -> None:
         """Keep what the environment gets, such as the retriever, the models and a seed, and its options."""
@@ -186,12 +190,44 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
     return found
 
 
-TOOLS: dict[str, Any] = {"search": "envs.tools.search:SearchTool"}
+TOOLS: dict[str, Any] = {
+    "search": "envs.tools.search:SearchTool",
+    "open_page": "envs.tools.pages:OpenPageTool",
+    "read_section": "envs.tools.pages:ReadSectionTool",
+}
 """Known names of ``environment.tools``; any other is a function or a class, ``my_module:my_tool``."""
+
+
+def check_retriever(names: Sequence[str], retriever_class: type) -> None:
+    """Raise a ``ConfigError`` if a retriever cannot do what one of the tools needs."""
+    for name, tool in _classes(names):
+        if tool.needs is not None and not issubclass(retriever_class, tool.needs):
+            raise ConfigError(
+                f"environment.tools: {name} needs a {tool.needs.__name__}, and retrieval.type makes a "
+                f"{retriever_class.__name__}, which is none; leave the tool out, or search an index, or set "
+                "retrieval.type to web or replay"
+            )
+
+
+def check_headings(names: Sequence[str], has_headings: Callable[[], bool]) -> None:
+    """Raise a ``ConfigError`` if one of the tools needs headings, and the corpus has none."""
+    if (needing := [name for name, tool in _classes(names) if tool.needs_headings]) and not has_headings():
+        raise ConfigError(
+            f"environment.tools: {needing[0]} needs a corpus with headings, and no title of the index has one; "
+            "leave the tool out, or build the index of records with the key heading"
+        )
+
+
+def _classes(names: Sequence[str]) -> Iterator[tuple[str, type[Tool]]]:
+    for name in names:
+        found = load_object(name, TOOLS)
+        if isinstance(found, type) and issubclass(found, Tool):
+            yield name, found
 
 
 def make_tools(names: Sequence[str], context: EnvContext, options: ToolOptions) -> dict[str, Tool]:
     """Make the tools of one trajectory, by name; ``ConfigError`` if one is none, or two have the same name."""
+    check_retriever(names, type(context.retriever))
     found: dict[str, Tool] = {}
     for name in names:
         loaded = load_object(name, TOOLS)

@@ -17,7 +17,7 @@ from envs.turn_searches import search_metrics
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, ToolError
 from ragr1_actors.core.types import MALFORMED, CallRequest, Completion, Message, Task
-from retrieval.base import SEARCH
+from retrieval.base import OPEN_PAGE, SEARCH
 
 PROMPT = (
     "Answer the question below. Reason inside <think> and </think>. If a fact is missing, use the tools, as often as "
@@ -124,7 +124,7 @@ class ToolEnv(TextEnv):
         for result in results:
             for name, value in result.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        if searched := [call for call in calls if call.tool == SEARCH and call.records]:
+        if searched := [call for call in calls if call.tool in (SEARCH, OPEN_PAGE) and call.records]:
             metrics |= search_metrics(searched)
         texts = tuple(result.text for result in results)
         return StepResult(results=texts, notice=self._notice(), action="call", calls=calls, metrics=metrics)

@@ -132,7 +132,8 @@ class EnvironmentSettings(Section):
     env: str = "search"
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
-    """Tools of the environment ``tools``: ``search``, functions and classes: ``[search, my_tools:add]``."""
+    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, and functions and classes:
+    ``[search, my_tools:add]``."""
     agent: Annotated[AgentSettings | None, BeforeValidator(named_function)] = None
     """An agent that acts in the environment's place, through an OpenAI endpoint in each env runner: ``my_agent:solve``,
     or ``{command: [python, agent.py, "{question}"], deadline_s: 60}``. null (default): none."""

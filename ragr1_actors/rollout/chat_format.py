@@ -13,7 +13,8 @@ to it and behind it are rendered with a character in the place of each sampled t
 the first is no beginning of the second, the template frames what was said in another way: Qwen3 takes old thoughts out.
 
 Contents are texts of others. Where one names an added token of the tokenizer, such a character is rendered too, and the
-name is encoded as plain text: a page cannot write a control token. All else that was rendered is the template's.
+name is encoded as plain text: a page cannot write a control token. All else that was rendered is the template's. Tags
+around a result that are no added tokens, as ``</tool_response>`` of Qwen2.5, get round brackets in results.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from envs.call_grammars import (
     TurnParser,
     parse_turn,
 )
+from envs.observations import defuse_result
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
@@ -220,7 +222,8 @@ class TemplateFormat:
     def _own(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
-        """Return messages and tools as the template takes them."""
+        """Return messages and tools as the template takes them, results without the tags of their frame."""
+        messages = [replace(one, content=defuse_result(one.content)) if one.role == "tool" else one for one in messages]
         return (messages, tools) if self._has_tools else (in_own_words(messages, tools, self.grammar), ())
 
 

@@ -14,7 +14,7 @@ def can_fork(parent: Trajectory, num_turns: int) -> bool:
     return not parent.stop_reason.is_failure and 0 <= num_turns < len(parent.turns)
 
 
-def check_fork(parent: Trajectory, num_turns: int, inject: str) -> None:
+def check_fork(parent: Trajectory, num_turns: int) -> None:
     """Raise a ``ConfigError`` if the parent cannot be forked there."""
     if not can_fork(parent, num_turns):
         raise ConfigError(

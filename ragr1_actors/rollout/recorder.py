@@ -41,7 +41,6 @@ from ragr1_actors.rollout.forks import check_fork
 from ragr1_actors.rollout.issue import turn_seed
 
 T = TypeVar("T")
-_OF_A_TURN = (TokenKind.MODEL, TokenKind.INJECTED)
 
 
 class Tokenizer(PromptTokenizer, Protocol):
@@ -117,6 +116,7 @@ class Recorder:
         self._messages: list[Message] = []  # the conversation, where a chat format needs it
         self._completion = Completion([], [], [], "", FinishReason.STOP)  # the last turn's, without what was open
         self._opened = ""  # what the next turn begins in, such as <think>
+        self._begun = ""  # the same, with what code wrote behind it
         self.turns: list[Turn] = []
 
     def defuse(self, text: str) -> str:
@@ -146,32 +146,32 @@ class Recorder:
         row = _Row()
         row.add(self._chat.prompt_ids(self._messages, reading.tools), TokenKind.PROMPT)
         self._rows.append(row)
-        self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
+        self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         self._inject(written, reading)
 
     def fork(
         self, parent: Trajectory, num_turns: int, inject: str, messages: Sequence[Message], reading: Reading
-    ) -> list[Completion]:
+    ) -> list[tuple[Completion, str]]:
         """Begin as the parent before its turn ``num_turns``, with ``inject`` written into the next turn.
 
         ``messages`` are the conversation before the parent's first turn. Returns the turns that were copied, for the
-        environment to act on; ``copied`` takes what it says.
+        environment to act on, each with all of its text; ``copied`` takes that, and what the environment says.
 
         Raises:
             ConfigError: the parent failed, or has no such turn.
         """
-        check_fork(parent, num_turns, inject)
+        check_fork(parent, num_turns)
         self._messages = list(messages)
         sampled = parent.turn_positions
         cut = int(sampled[num_turns][0])
-        copied: list[Completion] = []
+        copied: list[tuple[Completion, str]] = []
         for part in parent.rows:
             if part.start < cut:
-                self._copy(parent, slice(part.start, min(part.stop, cut)), reading)
+                self._copy(parent, slice(part.start, min(part.stop, cut)))
             while len(copied) < num_turns and sampled[len(copied)][0] < part.stop:
                 copied.append(self._copy_turn(parent, sampled[len(copied)], reading))
-        self._open(self._written_before(parent, cut), reading)
-        self._parent, self._num_copied = parent.trajectory_id, sum(len(turn.token_ids) for turn in copied)
+        self._begin(parent, cut, reading)
+        self._parent, self._num_copied = parent.trajectory_id, sum(len(turn.token_ids) for turn, _ in copied)
         self._inject(inject, reading)
         return copied
 
@@ -180,29 +180,30 @@ class Recorder:
         self._note(turn, reading)
         self._messages += reply
 
-    def _copy(self, parent: Trajectory, part: slice, reading: Reading) -> None:
+    def _copy(self, parent: Trajectory, part: slice) -> None:
         arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
         row = _Row(*(array[part].tolist() for array in arrays))
         self._rows.append(row)
-        num_prompt = next((at for at, kind in enumerate(row.kinds) if kind in _OF_A_TURN), len(row.ids))
-        self._opened = reading.left_open(self._tokenizer.turn_start(row.ids[:num_prompt]))
+        self._opened = self._begun = ""
 
-    def _copy_turn(self, parent: Trajectory, positions: NDArray[np.int64], reading: Reading) -> Completion:
+    def _copy_turn(self, parent: Trajectory, positions: NDArray[np.int64], reading: Reading) -> tuple[Completion, str]:
         turn = parent.turns[len(self.turns)]
         self.turns.append(turn)
         arrays = (parent.token_ids, parent.logprobs, parent.policy_versions)
         ids, logprobs, versions = (array[positions].tolist() for array in arrays)
-        self._open(self._written_before(parent, int(positions[0])), reading)
-        text = self._opened + turn.completion_text
-        self._opened = reading.left_open(text)
-        return Completion(ids, logprobs, versions, text, turn.finish_reason)
+        self._begin(parent, int(positions[0]), reading)
+        text, whole = self._opened + turn.completion_text, self._begun + turn.completion_text
+        self._opened = self._begun = reading.left_open(text)
+        return Completion(ids, logprobs, versions, text, turn.finish_reason), whole
 
-    def _written_before(self, parent: Trajectory, at: int) -> str:
-        """Return the text that code wrote into the turn whose first sampled token is at a position."""
+    def _begin(self, parent: Trajectory, at: int, reading: Reading) -> None:
+        """Note what template and code had put before the first sampled token of a turn, which is at a position."""
         start = at
         while parent.kinds[start - 1] == TokenKind.INJECTED:
             start -= 1
-        return self._tokenizer.decode(parent.token_ids[start:at].tolist()) if start < at else ""
+        if begun := reading.left_open(self._tokenizer.turn_start(parent.token_ids[:start].tolist())):
+            self._opened = self._begun = begun
+        self._open(self._tokenizer.decode(parent.token_ids[start:at].tolist()) if start < at else "", reading)
 
     def _inject(self, text: str, reading: Reading) -> None:
         ids = self._tokenizer.encode(text)
@@ -215,8 +216,9 @@ class Recorder:
         self._open(text, reading)
 
     def _open(self, text: str, reading: Reading) -> None:
-        """Note what a text that code writes into a turn leaves open."""
+        """Note a text that code writes into a turn, and what it leaves open."""
         if text:
+            self._begun += text
             self._opened = reading.left_open(self._opened + text)
 
     def add(self, messages: Sequence[Message], reading: Reading) -> bool:
@@ -236,7 +238,7 @@ class Recorder:
         for ids, kind in extension.pieces:
             row.add(ids, kind)
         if extension.is_new_message:
-            self._opened = reading.left_open(self._tokenizer.turn_start(row.ids))
+            self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         return True
 
     async def generate(self, reading: Reading, max_tokens: int | None = None) -> Completion:
@@ -257,8 +259,9 @@ class Recorder:
             part = await self._sample(left, self._opened + turn.text, len(turn.token_ids), reading)
             turn = turn + part
         whole = replace(turn, text=self._opened + turn.text)
-        self._completion, self._opened = turn, reading.left_open(whole.text)
-        self._note(whole.text, reading)
+        self._note(self._begun + turn.text, reading)
+        self._completion = turn
+        self._opened = self._begun = reading.left_open(whole.text)
         return whole
 
     def _note(self, turn: str, reading: Reading) -> None:
@@ -268,19 +271,10 @@ class Recorder:
 
     def end_turn(self, action: str, calls: tuple[ToolCall, ...], reply: str, reward: float) -> Turn:
         """Record what the turn that was generated did, and the text that it was answered with."""
-        turn = self._completion
-        self.turns.append(
-            Turn(
-                completion_text=turn.text,
-                num_model_tokens=len(turn.token_ids),
-                action=action,
-                calls=calls,
-                observation=reply,
-                reward=reward,
-                finish_reason=turn.finish_reason,
-            )
-        )
-        return self.turns[-1]
+        one = self._completion
+        turn = Turn(one.text, len(one.token_ids), action, calls, reply, reward, one.finish_reason)
+        self.turns.append(turn)
+        return turn
 
     def trajectory(
         self,

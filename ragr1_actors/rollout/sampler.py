@@ -20,6 +20,7 @@ from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
 from envs.base import search_options
 from envs.demonstrations import as_message
 from envs.rewards import RewardContext
+from envs.tools.base import check_headings
 from ragr1_actors.core.config import (
     RunConfig,
     SamplerConfig,
@@ -137,6 +138,8 @@ class Sampler:
         """
         self._config = config
         self._policy, self._index_dir = policy, index_dir
+        if index_dir is not None:
+            check_headings(config.environment.tools, lambda: Corpus.open(index_dir).has_headings)
         placement = placement or Placement(config, has_index=index_dir is not None)
         hang_timeout_s = config.debugging.fault_tolerance.hang_timeout_s
         self.retrievers = RetrieverGroup(

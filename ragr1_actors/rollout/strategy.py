@@ -96,7 +96,7 @@ async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
 
     async def play(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
         if fork is not None:
-            check_fork(*fork)
+            check_fork(*fork[:2])
         found = made_up("Riga" if index % 2 else "Oslo", index)
         return replace(found, reward=float(index % 2), variant=variant, parent=fork[0].trajectory_id if fork else "")
 

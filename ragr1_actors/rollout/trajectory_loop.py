@@ -124,15 +124,15 @@ class EnvAttempt:
                 break  # the policy cannot read it, and the row would be longer than the context
         return StopReason.CONTEXT_FULL
 
-    async def _act_again(self, turns: Sequence[Completion]) -> None:
+    async def _act_again(self, turns: Sequence[tuple[Completion, str]]) -> None:
         """Bring the environment to where its turns had brought the parent's; ``ConfigError`` if it ends before."""
-        for number, turn in enumerate(turns, start=1):
+        for number, (turn, whole) in enumerate(turns, start=1):
             result = check_result(await contained(self.source.act(turn)), self.source.act)
             if result.terminated or result.truncated:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))
             self._recorder.turns[number - 1] = own  # the parent's has what the reward gave that turn, too
-            self._recorder.copied(turn.text, result.messages, self._reading())
+            self._recorder.copied(whole, result.messages, self._reading())
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
         """Return what has been recorded so far."""

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError, one_line
-from retrieval.base import Passage
+from retrieval.base import HEADING, Passage
 from retrieval.corpora.text import hash_text, valid_unicode
 
 CORPUS_FILE = "corpus.arrow"
@@ -72,6 +72,8 @@ class Corpus(Sequence[Passage]):
         self._columns = batch.columns
         self.ids: pa.LargeStringArray = batch.column(0)
         """``[len(self)]``, in row order."""
+        self.title_column: pa.LargeStringArray = batch.column(1)
+        """As ``ids``."""
 
     @classmethod
     def open(cls, directory: str | Path) -> Corpus:
@@ -122,6 +124,11 @@ class Corpus(Sequence[Passage]):
         """Return those of some ids that passages have, after one pass over all ids."""
         wanted = pa.array(list(ids), pa.large_string())
         return set(self.ids.filter(pc.is_in(self.ids, value_set=wanted)).to_pylist())
+
+    @property
+    def has_headings(self) -> bool:
+        """Whether a title has a heading behind it, after one pass over all titles."""
+        return bool(pc.any(pc.match_substring(self.title_column, HEADING)).as_py())
 
     def whole_ids(self) -> NDArray[np.int64] | None:
         """Return the ids as whole numbers, ``[len(self)]``; None if one of them is none."""

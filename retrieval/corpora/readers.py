@@ -13,6 +13,9 @@ r"""Corpus files in the formats they are published in, read as a stream of passa
 
 All of them may be compressed with gzip, bzip2 or xz, and JSON records may be the rows of a Parquet table.
 
+A record with a title may have a ``heading``, that of its section: ``{"title": "Riga", "heading": "History"}`` is titled
+``Riga § History``.
+
 A record keeps the id it has. Without one its title is the id, and from the title's second use on ``title#2``,
 ``title#3``; the pieces of a document, which have its ``docid``, are named in the same way. A paragraph of many
 questions is one passage, and the same title with another text is ``title#2``. A text that is null is empty. What is odd
@@ -35,7 +38,7 @@ from typing import Any, BinaryIO
 
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
 from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
-from retrieval.base import Passage
+from retrieval.base import HEADING, Passage
 from retrieval.corpora.json_stream import JsonStream, decode_json, json_lines, text_lines
 from retrieval.corpora.report import CorpusReport, CorpusTally
 from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
@@ -206,7 +209,10 @@ def _shape_of(record: Any, shapes: tuple[str, ...]) -> Shape:
 
 
 def _passage(record: Record, title: str, text: str, namer: Namer) -> Passage:
-    title = valid_unicode(title)
+    heading = record.get("heading", "")
+    if not isinstance(heading, str):
+        raise RecordError(f"the heading is {_shown(heading)}, expected a string")
+    title = valid_unicode(HEADING.join(filter(None, (title, heading.strip()))))
     key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
     if key is None:
         return Passage(namer.name(title), title, valid_unicode(text))

@@ -13,7 +13,7 @@ from typing import Any
 import Stemmer
 
 from ragr1_actors.core.errors import ConfigError
-from retrieval.base import Passage
+from retrieval.base import Passage, page_title
 
 _FIRST_SLOTS = 1024
 
@@ -193,8 +193,8 @@ def found_evidence(
     ``corpus_ids`` are ids of the corpus, where they are known: a name among them is the passage of that id, and no
     other of that title.
     """
-    ids = set(passage_ids)
-    return gold & (ids | ({*titles, *map(whole_id, ids)} - corpus_ids))
+    ids, titles = set(passage_ids), set(titles)
+    return gold & (ids | ({*titles, *map(page_title, titles), *map(whole_id, ids)} - corpus_ids))
 
 
 def _pieces(passage: Passage, run: re.Pattern[str]) -> Iterator[Passage]:

@@ -166,7 +166,7 @@ class RetrieverActor(RpcActor):
         self._reranks = bool(settings.reranker)
         with beating():
             self.run(self._load_index, settings)
-        self.serve(self.search_batch, self.rank_batch)
+        self.serve(self.search_batch, self.rank_batch, self.open_batch)
 
     def _load_index(self, settings: ActorSettings) -> None:
         from retrieval.local import LocalRetriever
@@ -206,6 +206,12 @@ class RetrieverActor(RpcActor):
     def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         """Return the rows of the passages that ``search_batch`` finds, before reranking."""
         return RowHits(self._retriever.version, *self._retriever.rank(queries, k, vectors))
+
+    def open_batch(self, titles: list[str]) -> tuple[PackedHits, list[tuple[str, ...]]]:
+        """Return the passages of the page of each title, and ``Page.near`` of each."""
+        pages = self._retriever.open_batch(titles)
+        rows = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
+        return pack(pages, rows, self._retriever.version), [page.near for page in pages]
 
 
 class EncoderActor(RpcActor):

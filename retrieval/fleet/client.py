@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 from cluster.metrics import count, observe
 from cluster.rpc import RpcClient, decode, last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
-from retrieval.base import Hits, Passage
+from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.fleet.actor import CODEC, PackedHits, RowHits
 from retrieval.fleet.actor_fleet import REFRESH_S, find_actors
@@ -41,6 +41,8 @@ from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
 _log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
+_OPEN = 0
+"""In place of the number of passages: the queries are titles, of which the pages are asked."""
 
 
 class RetrieverClient:
@@ -96,17 +98,27 @@ class RetrieverClient:
             RetrievalError: every attempt failed; the message has the number of attempts and the last cause.
         """
         started = time.monotonic()
-        age_s = started - self._seen_at
-        if age_s >= REFRESH_S:
-            if not _is_running(self._looking):
-                self._looking = asyncio.create_task(self._look())
-            if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
-                await asyncio.wait([self._looking])
+        await self._refresh()
         found = await self._pool.search(queries, k)
         observe("search_seconds", time.monotonic() - started)
         count("queries", len(queries))
         count("cached_queries", sum(isinstance(hits, Hits) and hits.is_cached for hits in found))
         return found
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return the page of each title, as any replica finds it; see ``PageRetriever``."""
+        await self._refresh()
+        answers = await self._pool.batcher.ask(titles, _OPEN)
+        return [page for page in answers if isinstance(page, Page)]  # all are
+
+    async def _refresh(self) -> None:
+        """Look again for replicas from time to time."""
+        age_s = time.monotonic() - self._seen_at
+        if age_s >= REFRESH_S:
+            if not _is_running(self._looking):
+                self._looking = asyncio.create_task(self._look())
+            if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
+                await asyncio.wait([self._looking])
 
     async def wait_for_room(self) -> None:
         """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
@@ -217,6 +229,8 @@ class _RemoteReplica:
         self._corpus = corpus
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+        if k == _OPEN:
+            return await self._open(queries)
         vectors = None
         if self._encoders is not None:
             vectors = np.stack(await self._encoders.ask(queries, 0))
@@ -228,6 +242,11 @@ class _RemoteReplica:
                 return to_hits(ranking, corpus.fields, version)
             self._corpus = None  # the replica's node has another index at this path
         return unpack([PackedHits(*hits) for hits in await self._call("search_batch", queries, k, vectors)], k)
+
+    async def _open(self, titles: list[str]) -> list[Hits]:
+        packed, near = await self._shards[0].call("open_batch", titles)  # each shard's actor has all passages
+        found = zip(unpack([PackedHits(*packed)], None), near, strict=True)
+        return [Page(hits, near=names, index_version=hits.index_version) for hits, names in found]
 
     async def ping(self) -> None:
         await asyncio.gather(*[shard.ping() for shard in self._shards])
@@ -241,8 +260,11 @@ class _RemoteReplica:
         return await asyncio.gather(*[shard.call(method, *arguments) for shard in self._shards])
 
 
-def unpack(shards: Sequence[PackedHits], k: int) -> list[Hits]:
-    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer."""
+def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
+    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer.
+
+    None: all, in their order, of one shard.
+    """
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
     version = shards[0].index_version
     answers = []

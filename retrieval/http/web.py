@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from yarl import URL
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.files import read_json, write_file
 from ragr1_actors.core.section import Section
-from retrieval.base import Hits, Passage
+from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.text import valid_unicode
 from retrieval.http.retriever import (
     PROBE,
@@ -49,6 +49,8 @@ from retrieval.http.retriever import (
 LONGEST_WAIT_S = 60.0
 """If a server asks for a longer pause, its quota is used up and the search fails."""
 _MAX_QUOTED = 80
+_NUM_PIECES, _NUM_NEAR = 10, 3
+"""Results that are asked for to open a page, and of which the titles are named where none has the title."""
 _HEADER_NAME = re.compile("[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -80,8 +82,12 @@ class WebOptions(Section):
     """Path in a result; a result without it is dropped."""
     id_field: str = "link"
     """Path in a result; without it the id is a hash of title and text."""
+    page: dict[str, JsonValue] = Field(default_factory=dict)
+    """Those options that are others for a request that opens a page, whose query is a title. Empty: a page is what a
+    search for its title finds of that title."""
     empty_if_missing: bool = False
-    """Whether an answer without ``results_path`` means that nothing was found; otherwise it is an error."""
+    """Whether an answer without ``results_path``, or without one text, means that nothing was found; otherwise it is an
+    error."""
     max_query_chars: int = Field(2048, ge=1)
     """A longer query is cut: addresses have a limit."""
     rate_per_s: float = Field(0, ge=0)
@@ -115,6 +121,7 @@ class WebRetriever:
         self._client = HttpClient(max_connections=settings.max_concurrent_requests, secret=key)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request("", 1)  # raises now if ``query_param`` does not fit ``params``
+        self._pages = WebRetriever({**options, "page": {}, **settings.page}) if settings.page else self
 
     def __reduce__(self) -> tuple[type[WebRetriever], tuple[Any, ...]]:
         """Pickle as the arguments of the constructor."""
@@ -134,6 +141,11 @@ class WebRetriever:
         self._bind()
         clean = [_shorten(clean_query(query), self._options.max_query_chars) for query in queries]
         return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        """Return what is found of each title; see ``PageRetriever``. Raises ``RetrievalError``, as ``search`` does."""
+        found = await self._pages.search(titles, _NUM_PIECES)
+        return [_page(title, hits) for title, hits in zip(titles, found, strict=True)]
 
     async def probe(self) -> None:
         """Send one request and read its results, without a record; see ``ProbedRetriever``. A replay sends nothing."""
@@ -264,7 +276,7 @@ class WebRetriever:
             identity = _walk(result, options.id_field)
             identity = str(identity) if isinstance(identity, str | int) else text_id(title, text)
             passages.append(Passage(identity, title, text))
-        if results and not passages:
+        if results and not passages and not options.empty_if_missing:
             raise RetrievalError(
                 f"{self._version}: none of {len(results)} results has a text at text_field={options.text_field!r}; "
                 f"the first has {_names(results[0])}"
@@ -348,6 +360,15 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, StatusError):
         return not error.is_refusal and error.pause_s <= LONGEST_WAIT_S
     return isinstance(error, RetrievalError)
+
+
+def _page(title: str, found: Sequence[Passage]) -> Page:
+    """Return what was found for a title as its page."""
+    assert isinstance(found, Hits)
+    own = [passage for passage in found if passage.title == title]
+    own = own or [passage for passage in found if passage.title.lower() == title.lower()]
+    near = [] if own else list(dict.fromkeys(" ".join(passage.title.split()) for passage in found))[:_NUM_NEAR]
+    return Page(own, near=near, is_cached=found.is_cached, index_version=found.index_version)
 
 
 def _put(params: dict[str, Any], path: list[str], value: Any) -> None:

@@ -5,6 +5,7 @@
     index/
       manifest.json         written last by ``retrieval.build``, read by every retriever
       corpus.arrow          the passages, one row each
+  titles.npy            their rows in the order of their titles
       encoder/              only with ``static``: the encoder made from the corpus
       shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
       bm25/                 the inverted index                  (bm25 and hybrid)
@@ -38,6 +39,8 @@ BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
 ENCODER_LIST = f"{ENCODER_FOLDER}/{LIST_FILE}"
 """What is in the folder of the encoder, which ``Encoder.load`` compares."""
+TITLES_FILE = "titles.npy"
+"""See ``retrieval.corpora.titles``. An index of an earlier version has none."""
 ROWS_FILE = "rows.npy"
 """int64 ``[2, count]``: the ids that the FAISS file has for its vectors, ascending, and the corpus row of each. Without
 this file the ids are the rows."""
@@ -124,7 +127,8 @@ class Manifest:
     """Passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file except the shards: the inverted index, the list of the encoder's, those of an adopted index."""
+    """Every other file except the shards: the order of the titles, the inverted index, the list of the encoder's, those
+    of an adopted index."""
     metric: str = ""
     """``inner_product``, of vectors of length 1, but for an adopted index. Empty for ``bm25``, as all fields below."""
     vector_type: str = ""
@@ -150,7 +154,8 @@ class Manifest:
         """Name of the evidence, 12 hexadecimal digits: equal for two directories that give equal answers."""
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
         parts += [shard.file.fingerprint for shard in self.shards]
-        parts += [file.fingerprint for file in self.files if file.name != ENCODER_LIST]  # its encoder is in it
+        # the encoder is in it, and the titles are those of the corpus
+        parts += [file.fingerprint for file in self.files if file.name not in (ENCODER_LIST, TITLES_FILE)]
         parts += [f"{name}={value}" for name, value in sorted(self.options.items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 

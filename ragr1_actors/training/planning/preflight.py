@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.storage import is_uri, without_secrets
-from envs.base import ENVS, TextEnv, read_options, search_options
+from envs.base import ENVS, TextEnv, read_options
 from envs.checker import stand_in_context
 from envs.measures import MEASURES
 from envs.options import ToolOptions
 from envs.rewards import REWARDS, Reward
-from envs.sources import SOURCES, TaskSources, is_source
-from envs.teacher import load_demonstrations
-from envs.tools.base import make_tools
+from envs.sources import SOURCES, TaskSources, TeacherSource, is_source
+from envs.tools.base import check_retriever, make_tools
 from envs.tools.env import ToolEnv
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import (
@@ -45,7 +44,7 @@ from ragr1_actors.training.planning.corpus import corpus_of
 from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 from ragr1_actors.training.planning.tiny_policy import POLICIES, policy_maker
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
-from retrieval.local import named_index
+from retrieval.local import named_index, retriever_class
 
 logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
@@ -76,7 +75,7 @@ def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool 
     check_curriculum(environment)
     _check_best_metric(config)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
-        load_demonstrations(demonstrations, search_options(environment).query_format)
+        TeacherSource(environment, demonstrations)
 
 
 def _check_best_metric(config: RunConfig) -> None:
@@ -153,16 +152,17 @@ def check_classes(config: SamplerConfig) -> None:
     _load("environment.reward", config.environment.reward, REWARDS)
     Reward(config.environment)
     open_models(config.environment.models)
-    if issubclass(check_environment(config.environment.env), ToolEnv):
-        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
-    elif config.environment.mcp:
-        raise ConfigError("environment.mcp: only environment.env=tools offers its tools; set it, or leave mcp out")
-    check_agent(config)
     for name, settings in config.environment.models.items():
         _check_asked(name, settings)
     _check_engine("env_runners.engine", config.env_runners.engine)
     check_strategy(config.env_runners)
     _check_retrieval_type(config.retrieval.type)
+    if issubclass(check_environment(config.environment.env), ToolEnv):
+        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
+        check_retriever(config.environment.tools, retriever_class(config.retrieval.type))
+    elif config.environment.mcp:
+        raise ConfigError("environment.mcp: only environment.env=tools offers its tools; set it, or leave mcp out")
+    check_agent(config)
     if isinstance(config, RunConfig):
         _check_learner(config)
 

@@ -1,0 +1,146 @@
+"""The tools ``open_page`` and ``read_section``: an article and its sections, by title."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+from envs.call_grammars import ToolSchema
+from envs.observations import cut_text
+from envs.tools.base import Arguments, Tool, ToolResult
+from ragr1_actors.core.errors import shortened
+from ragr1_actors.core.types import DefuseFn, EncodeFn, ToolCall
+from retrieval.base import HEADING, OPEN_PAGE, Page, PageRetriever, page_title
+
+_MAX_NAMES = 20
+_MAX_TOKEN_CHARS = 32
+
+
+def _schema(name: str, description: str, **arguments: str) -> ToolSchema:
+    """Return the schema of a tool whose arguments are texts."""
+    properties = {argument: {"type": "string", "description": words} for argument, words in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    page: Page
+    call: ToolCall
+
+
+class PageTool(Tool):
+    """Opens pages with the environment's retriever; all that a turn asks for at once, each once."""
+
+    needs = PageRetriever
+
+    async def _open(self, titles: Sequence[str]) -> Mapping[str, _Opened]:
+        distinct, loop = list(dict.fromkeys(titles)), asyncio.get_running_loop()
+        started_s = loop.time()
+        pages = await self.context.retriever.open_pages(distinct) if distinct else []  # type: ignore[attr-defined]  # needs
+        latency_s = loop.time() - started_s
+        return {
+            title: _Opened(
+                page,
+                ToolCall(
+                    OPEN_PAGE,
+                    {"title": title},
+                    "" if page else json.dumps(page.near, ensure_ascii=False),
+                    tuple(page),
+                    latency_s=latency_s,
+                    waited_s=latency_s,
+                    is_cached=page.is_cached,
+                    version=page.index_version,
+                ),
+            )
+            for title, page in zip(distinct, pages, strict=True)
+        }
+
+    def _read(self, page: Page) -> str:
+        return page_text(page, self.context.encode, self.options.max_observation_tokens, self.context.defuse)
+
+    def _missing(self, title: str, near: Sequence[str]) -> str:
+        names = f" Titles that are like it: {'; '.join(near)}." if near else ""
+        return self.context.defuse(f"There is no page titled {shortened(title, 200)}.{names}")
+
+
+class OpenPageTool(PageTool):
+    """Gives all passages of a page, as far as ``max_observation_tokens`` allow."""
+
+    schema = _schema(OPEN_PAGE, "Open a page and read it from its beginning.", title="Its title, as a search shows it.")
+
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        """Open the pages of all calls."""
+        titles = [call["title"].strip() for call in calls]
+        opened = await self._open(titles)
+        return [self._result(title, opened[title]) for title in titles]
+
+    def _result(self, title: str, opened: _Opened) -> ToolResult:
+        text = self._read(opened.page) if opened.page else self._missing(title, opened.page.near)
+        return ToolResult(text, (opened.call,), is_error=not opened.page)
+
+
+class ReadSectionTool(PageTool):
+    """Gives all passages of a section, of a corpus with headings."""
+
+    schema = _schema(
+        "read_section",
+        "Read one section of a page.",
+        title="The title of the page.",
+        heading="The heading of the section.",
+    )
+    needs_headings: ClassVar[bool] = True
+
+    async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
+        """Read the sections of all calls; of a section that is not there, the page says which there are."""
+        asked = [(call["title"].strip(), call["heading"].strip()) for call in calls]
+        sections = await self._open([HEADING.join(one) for one in asked])
+        pages = await self._open([one[0] for one in asked if not sections[HEADING.join(one)].page])
+        return [self._result(*one, sections[HEADING.join(one)], pages.get(one[0])) for one in asked]
+
+    def _result(self, title: str, heading: str, section: _Opened, whole: _Opened | None) -> ToolResult:
+        if section.page or whole is None:
+            return ToolResult(self._read(section.page), (section.call,))
+        names = dict.fromkeys(passage.title.partition(HEADING)[2] for passage in whole.page)
+        shown = "; ".join([name for name in names if name][:_MAX_NAMES])
+        text = f"There is no section {shortened(heading, 200)} in {title}. Its sections are: {shown or 'none'}."
+        if not whole.page:
+            text = self._missing(title, whole.page.near)
+        return ToolResult(self.context.defuse(text), (section.call, whole.call), is_error=True)
+
+
+def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -> str:
+    r"""Return title and passages of a page that has some, in at most ``max_tokens`` tokens of ``encode``.
+
+    Passages are whole, but for the first one where it does not fit alone: ``"Riga\nRiga lies in Latvia.\n§ History\n
+    It was founded in 1201.\n(2 of 5 pieces are shown.)"``.
+    """
+    titles = {passage.title for passage in page}
+    title = page_title(page[0].title) if len(titles) > 1 else page[0].title
+    pieces: list[str] = []
+    for name, passages in groupby(page, lambda passage: passage.title):
+        first, *others = (passage.text for passage in passages)
+        pieces += [first if name == title else f"{name.removeprefix(title).strip()}\n{first}", *others]
+    head, pieces = defuse(title), list(map(defuse, pieces))
+
+    def size(text: str) -> int:
+        return len(encode(text))
+
+    def shown(number: int) -> str:
+        end = [f"({number} of {len(pieces)} pieces are shown.)"] if number < len(pieces) else []
+        return "\n".join([head, *pieces[:number], *end])
+
+    left, number = max_tokens - size(shown(0)), 0
+    while number < len(pieces) and (left := left - size(f"\n{pieces[number]}")) >= 0:
+        number += 1
+    while number and size(shown(number)) > max_tokens:  # a text has a few other tokens than its parts
+        number -= 1
+    if number:
+        return shown(number)
+    end = f"\n(The first of {len(pieces)} pieces is cut.)"
+    room = max_tokens - size(end)
+    return cut_text(f"{head}\n{pieces[0]}"[: room * _MAX_TOKEN_CHARS], room, size) + end
