@@ -30,8 +30,8 @@ PROCESSES = {
     "ray::EnvRunnerActor": ("env runner", "env_runners.max_concurrent_trajectories"),
     "VLLM::EngineCore": ("vLLM", "env_runners.max_concurrent_trajectories"),
     "ray::RetrieverActor": ("retriever", "retrieval.num_retrievers"),
-    "ray::EncoderActor": ("encoder", "retrieval.num_encoders"),
-    "ray::EmbeddingActor": ("encoder", "retrieval.num_encoders"),
+    "ray::EncoderActor": ("encoder", "retrieval.encoders.num_encoders"),
+    "ray::EmbeddingActor": ("encoder", "retrieval.encoders.num_encoders"),
     "ragr1 train": ("driver", "learners.micro_batch_tokens"),
     "ragr1_actors train": ("driver", "learners.micro_batch_tokens"),
 }

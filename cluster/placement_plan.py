@@ -144,7 +144,7 @@ def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ..
         ),
         Demand(
             "encoders",
-            retrieval.num_encoders if num_replicas else 0,
+            retrieval.encoders.num_encoders if num_replicas else 0,
             retrieval.encoders.num_cpus,
             retrieval.encoders.num_gpus,
             retrieval.label_selector,

@@ -146,7 +146,7 @@ def test_rays_agent_exports_a_run(tmp_path: Path, ray_temp_dir: str) -> None:
     """One iteration with an actor of each sort; the agent of the node is asked over loopback, as Prometheus does."""
     recipe = make_recipe(tmp_path / "recipe.yaml", make_files(tmp_path), num_iterations=1)
     config = json.loads(recipe.read_text())
-    config["retrieval"] |= {"num_encoders": 1, "encoders": {"num_cpus": 0}}
+    config["retrieval"] |= {"encoders": {"num_encoders": 1, "num_cpus": 0}}
     config["environment"]["eval_tasks"] = str(tmp_path / "eval_tasks.json")
     recipe.write_text(json.dumps(config))
     unsure = ("ray_ragr1_failed_attempts", "ray_ragr1_cached_queries")  # a counter appears with its first event

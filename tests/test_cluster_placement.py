@@ -170,7 +170,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "env_runners": {"num_env_runners": 2, "num_gpus_per_env_runner": 2, **RUNNER, **ENGINE},
         "retrieval": {
             "num_retrievers": 2,
-            "num_encoders": 1,
+            "encoders": {"num_encoders": 1},
             "label_selector": {"ragr1": "!in(learner, runner, small)"},
         },
     },

@@ -48,7 +48,7 @@ def test_demands_of_a_recipe() -> None:
     labels = {"ragr1": "retriever"}
     found = demands_of(
         env_runners={"num_env_runners": 3, "num_gpus_per_env_runner": 2, "label_selector": {"ragr1": "runner"}},
-        retrieval={"num_retrievers": 2, "num_shards": 4, "num_encoders": 1, "label_selector": labels},
+        retrieval={"num_retrievers": 2, "num_shards": 4, "encoders": {"num_encoders": 1}, "label_selector": labels},
         learners={"num_learners": 4, "num_gpus_per_learner": 1, "placement": "spread"},
     )
     assert found["env runners"] == Demand("env runners", 3, 1, 2, {"ragr1": "runner"})
@@ -60,7 +60,7 @@ def test_demands_of_a_recipe() -> None:
 def test_what_is_in_the_driver_is_not_placed() -> None:
     in_driver = {"env_runners": {"num_env_runners": 0}, "learners": {"num_learners": 0}}
     assert set(demands_of(**in_driver)) == {"retrievers"}
-    assert demands_of(has_index=False, **in_driver, retrieval={"num_encoders": 2}) == {}
+    assert demands_of(has_index=False, **in_driver, retrieval={"encoders": {"num_encoders": 2}}) == {}
 
 
 def test_without_learning_there_are_no_learner_ranks() -> None:

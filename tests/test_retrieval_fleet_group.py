@@ -239,7 +239,7 @@ async def test_no_retrievers_means_this_process(index_dir: Path) -> None:
 @pytest.mark.slow
 async def test_shards_and_encoders_on_separate_actors_answer_the_same(ray_local: ModuleType, index_dir: Path) -> None:
     settings = RetrievalSettings(
-        num_retrievers=1, num_shards=3, num_encoders=1, num_cpus_per_retriever=0.1, encoders={"num_cpus": 0.1}
+        num_retrievers=1, num_shards=3, num_cpus_per_retriever=0.1, encoders={"num_encoders": 1, "num_cpus": 0.1}
     )
     group = RetrieverGroup(index_dir, settings)
     try:
@@ -311,9 +311,8 @@ async def test_actors_that_hang_are_ended_and_come_back(
     """Nothing is asked of the fleet meanwhile, as in an evaluation or behind a server."""
     settings = RetrievalSettings(
         num_retrievers=1,
-        num_encoders=1,
         num_cpus_per_retriever=0.1,
-        encoders={"num_cpus": 0.1},
+        encoders={"num_encoders": 1, "num_cpus": 0.1},
         requests={"max_retries": 50},
     )
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
@@ -449,4 +448,4 @@ async def test_a_fleet_over_words_needs_no_encoder(ray_local: ModuleType, tmp_pa
     finally:
         group.stop()
     with pytest.raises(ConfigError, match="has no vectors; set it to 0"):
-        RetrieverGroup(directory, RetrievalSettings(type="bm25", num_encoders=1))
+        RetrieverGroup(directory, RetrievalSettings(type="bm25", encoders={"num_encoders": 1}))

@@ -59,12 +59,12 @@ def test_a_fleet_answers_as_this_process_does(ray_local: ModuleType, tmp_path: P
 
 def test_encoders_apart_and_shards_of_codes(ray_local: ModuleType, tmp_path: Path) -> None:
     directory = build_index(PASSAGES, tmp_path / "index", index_type="pq", num_shards=2, progress=False)
-    check(directory, LocalRetriever(directory), type="pq", num_shards=2, num_encoders=1, encoders={"num_cpus": 0.1})
+    check(directory, LocalRetriever(directory), type="pq", num_shards=2, encoders={"num_encoders": 1, "num_cpus": 0.1})
 
 
 def test_encoders_apart_and_words(ray_local: ModuleType, tmp_path: Path) -> None:
     directory = build_index(PASSAGES, tmp_path / "index", index_type="hybrid", progress=False)
-    check(directory, LocalRetriever(directory), type="hybrid", num_encoders=1, encoders={"num_cpus": 0.1})
+    check(directory, LocalRetriever(directory), type="hybrid", encoders={"num_encoders": 1, "num_cpus": 0.1})
 
 
 def test_a_reranker_behind_a_fleet(ray_local: ModuleType, tmp_path: Path, reranker_dir: Path) -> None:

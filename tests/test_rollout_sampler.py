@@ -17,7 +17,7 @@ HERE = ["env_runners.num_env_runners=0", "learners.num_learners=0"]
     [
         (TWO, "2 env runners, 1 retriever and 1 learner rank", "2 env runners and 1 retriever"),
         (
-            ["retrieval.num_shards=2", "retrieval.num_encoders=3", "learners.num_learners=4"],
+            ["retrieval.num_shards=2", "retrieval.encoders.num_encoders=3", "learners.num_learners=4"],
             "1 env runner, 2 index shards, 3 encoders and 4 learner ranks",
             "1 env runner, 2 index shards and 3 encoders",
         ),

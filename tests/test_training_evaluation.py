@@ -415,7 +415,10 @@ def test_baselines_at_an_endpoint(files: Path, baseline: str, em: float, rounds:
             "got retrieval.num_retrievers=4, which evaluate replaces by 0",
         ),
         (["POLICY", "training.group_size=4", *RECIPE], "got training.group_size, which has no effect"),
-        (["POLICY", "retrieval.num_encoders=4", *RECIPE], "got retrieval.num_encoders=4, which evaluate replaces by 0"),
+        (
+            ["POLICY", "retrieval.encoders.num_encoders=4", *RECIPE],
+            "got retrieval.encoders.num_encoders, which has no effect",
+        ),
         (["POLICY", "policy.model=other", *RECIPE], "got policy.model=other, which evaluate replaces by"),
         (["POLICY", "retrieval.corpus=a.json", "--index", "I", *RECIPE], "no effect where an index is searched"),
         (["POLICY", "env_runners.top_p=0.9", *RECIPE], "no effect on greedy answers; set env_runners.temperature too"),

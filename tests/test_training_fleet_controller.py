@@ -79,7 +79,7 @@ def test_a_live_run_takes_sizes_from_another_shell_and_loses_nothing(files: Path
         assert answer == f"runners 1 -> 2, retrievers 1 -> 2; until ragr1 scale {run_dir} --auto\n"
         assert reaches("env_runners/running", 2, run)
         assert reaches("retrieval/retriever_running", 2, run)
-        assert "retrieval.num_encoders" in invoke("scale", str(run_dir), "--encoders", "2")
+        assert "retrieval.encoders.num_encoders" in invoke("scale", str(run_dir), "--encoders", "2")
         assert "no fleet of this run has settings for autoscaling" in invoke("scale", str(run_dir), "--auto")
         assert invoke("scale", str(run_dir), "--runners", "1", "--retrievers", "1").startswith("runners 2 -> 1")
         assert reaches("env_runners/running", 1, run)
@@ -156,7 +156,7 @@ def test_scale_wants_a_run_that_goes_on(tmp_path: Path) -> None:
         (["env_runners.num_env_runners=0", "env_runners.autoscaling={max_replicas: 2}"], "num_env_runners: got 0"),
         (["env_runners.autoscaling={max_replicas: 4, min_replicas: 2}"], "num_env_runners: got 1 with"),
         (["retrieval.num_retrievers=3", "retrieval.autoscaling={max_replicas: 2}"], "num_retrievers: got 3 with"),
-        (["retrieval.encoders.autoscaling={max_replicas: 2}"], "retrieval.num_encoders: got 0 with"),
+        (["retrieval.encoders.autoscaling={max_replicas: 2}"], "retrieval.encoders.num_encoders: got 0 with"),
         (["retrieval.autoscaling={max_replicas: 2, target_starvation: 0.1}"], "unknown key retrieval.autoscaling"),
         (
             ["env_runners.weight_transport=ipc", "env_runners.autoscaling={max_replicas: 2}"],

@@ -190,7 +190,7 @@ def test_what_cannot_be_planned_is_one_sentence(overrides: list[str], message: s
     "overrides",
     [
         ["environment.max_turns=1"],
-        ["retrieval.num_encoders=2", "retrieval.encoders.num_cpus=0", "retrieval.encoders.num_gpus=0"],
+        ["retrieval.encoders.num_encoders=2", "retrieval.encoders.num_cpus=0", "retrieval.encoders.num_gpus=0"],
     ],
 )
 def test_settings_at_their_limits_are_planned(overrides: list[str]) -> None:

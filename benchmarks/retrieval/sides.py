@@ -379,7 +379,9 @@ def same_answer(found: Sequence[Passage], expected: Sequence[Passage]) -> bool:
 
 async def second_replica(index_dir: Path) -> Sample:
     """Seconds from ``scale_to(2)`` until the second replica has answered a search; encoders are separate actors."""
-    settings = RetrievalSettings(num_retrievers=1, num_encoders=1, num_cpus_per_retriever=1, requests={"cache_size": 0})
+    settings = RetrievalSettings(
+        num_retrievers=1, encoders={"num_encoders": 1}, num_cpus_per_retriever=1, requests={"cache_size": 0}
+    )
     known = iter(evidence.queries(100_000, seed=8))
     with fleet(index_dir, settings) as group:
         client = group.retriever()

@@ -320,7 +320,11 @@ def chaos(
 
 def _kinds(config: RunConfig) -> list[str]:
     """Return the kinds of which a run has actors."""
-    sizes = (config.env_runners.num_env_runners, config.retrieval.num_retrievers, config.retrieval.num_encoders)
+    sizes = (
+        config.env_runners.num_env_runners,
+        config.retrieval.num_retrievers,
+        config.retrieval.encoders.num_encoders,
+    )
     return [kind for kind, size in zip(ACTORS, (*sizes, config.learners.num_learners), strict=True) if size]
 
 

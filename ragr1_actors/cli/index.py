@@ -259,7 +259,7 @@ def serve(
 ) -> None:
     """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}, and by MCP."""
     from cluster.session import ray_session
-    from ragr1_actors.core.config import RetrievalSettings
+    from ragr1_actors.core.config import EncoderActors, RetrievalSettings
     from retrieval.fleet.group import RetrieverGroup
     from retrieval.http.server import run_server
 
@@ -277,7 +277,10 @@ def serve(
 
         run = run_over_stdio if stdio else partial(run, mcp=McpEndpoint)
     settings = RetrievalSettings(
-        num_retrievers=num_retrievers, num_encoders=num_encoders, reranker=reranker, options=parse_options(option)
+        num_retrievers=num_retrievers,
+        encoders=EncoderActors(num_encoders=num_encoders),
+        reranker=reranker,
+        options=parse_options(option),
     )
     if not num_retrievers:
         run(RetrieverGroup(index, settings).retriever())

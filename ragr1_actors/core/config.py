@@ -10,12 +10,10 @@ Every key says what it means, its unit, and where its default comes from. "Searc
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,7 +24,7 @@ from pydantic import (
 
 from ragr1_actors.core.agent_settings import AgentSettings, named_function
 from ragr1_actors.core.mcp_settings import McpServer
-from ragr1_actors.core.section import Section
+from ragr1_actors.core.section import LabelSelector, Section
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "
@@ -53,21 +51,6 @@ AlarmName = Literal[
     "observation_share",
 ]
 """The alarms of the collapse guard; ``training/guard.py`` has their metrics and limits."""
-
-_LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
-_LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
-_LABEL_VALUE = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))", re.ASCII)
-
-
-def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
-    """Refuse what Ray's ``label_selector`` does not take."""
-    for key, value in label_selector.items():
-        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
-            raise ValueError(f"{key}: {value} is no label and value such as role: runner, '!runner' or 'in(a, b)'")
-    return label_selector
-
-
-LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
 class SourceSettings(Section):
@@ -291,6 +274,8 @@ class EnvRunnerSettings(Section):
 class EncoderActors(Section):
     """The actors that only encode queries."""
 
+    num_encoders: int = Field(0, ge=0)
+    """Their number; 0 (default) lets each retriever encode the queries it gets."""
     num_cpus: float = Field(1, ge=0)
     """CPUs that Ray reserves per encoder actor."""
     num_gpus: float = Field(0, ge=0)
@@ -338,10 +323,8 @@ class RetrievalSettings(Section):
     """CPUs that Ray reserves per retriever actor."""
     num_gpus_per_retriever: float = Field(0, ge=0)
     """GPUs that Ray reserves per retriever actor."""
-    num_encoders: int = Field(0, ge=0)
-    """Actors that only encode queries; 0 (default) lets each retriever encode the queries it gets."""
     encoders: EncoderActors = EncoderActors()
-    """What each encoder actor gets, and how their number follows the load: ``{num_cpus: 2}``."""
+    """Actors that only encode queries: ``{num_encoders: 2, num_cpus: 2}``."""
     label_selector: LabelSelector = {}
     """Nodes that retriever and encoder actors may run on, as ``env_runners.label_selector``."""
     autoscaling: RetrieverAutoscaling | None = None

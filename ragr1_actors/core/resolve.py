@@ -46,6 +46,7 @@ RENAMED = {
     "environment.max_observation_tokens_per_query": "environment.options.max_observation_tokens_per_query",
     "environment.max_observation_tokens": "environment.options.max_observation_tokens",
     "policy.tiny": "policy.options",
+    "retrieval.num_encoders": "retrieval.encoders.num_encoders",
     "retrieval.num_cpus_per_encoder": "retrieval.encoders.num_cpus",
     "retrieval.num_gpus_per_encoder": "retrieval.encoders.num_gpus",
     "retrieval.encoder_autoscaling": "retrieval.encoders.autoscaling",
@@ -258,10 +259,10 @@ def _check_autoscaling(config: RunConfig) -> None:
     fleets = [
         ("env_runners.autoscaling", "env_runners.num_env_runners", runners.autoscaling),
         ("retrieval.autoscaling", "retrieval.num_retrievers", retrieval.autoscaling),
-        ("retrieval.encoders.autoscaling", "retrieval.num_encoders", retrieval.encoders.autoscaling),
+        ("retrieval.encoders.autoscaling", "retrieval.encoders.num_encoders", retrieval.encoders.autoscaling),
     ]
     for (key, size_key, settings), size in zip(
-        fleets, (runners.num_env_runners, retrieval.num_retrievers, retrieval.num_encoders), strict=True
+        fleets, (runners.num_env_runners, retrieval.num_retrievers, retrieval.encoders.num_encoders), strict=True
     ):
         if settings is None:
             continue

@@ -1,13 +1,29 @@
-"""Section: the base of every group of keys and of every part's options."""
+"""Section: the base of every group of keys and of every part's options; and the type of label selectors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Self, get_args, get_origin
+from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from ragr1_actors.core.errors import ConfigError, first_problem, nearest
+
+_LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
+_LABEL_VALUE = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))", re.ASCII)
+
+
+def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
+    """Refuse what Ray's ``label_selector`` does not take."""
+    for key, value in label_selector.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(f"{key}: {value} is no label and value such as role: runner, '!runner' or 'in(a, b)'")
+    return label_selector
+
+
+LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
 class Section(BaseModel):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
@@ -287,7 +287,7 @@ def describe_loading(config: SamplerConfig) -> str:
     parts = [
         _parts(runners.num_env_runners, "env runners", "the policy"),
         _parts(num_retrievers, retriever_role(retrieval), "the index") if has_index else "",
-        _parts(retrieval.num_encoders, "encoders", "") if has_index and num_retrievers else "",
+        _parts(retrieval.encoders.num_encoders, "encoders", "") if has_index and num_retrievers else "",
     ]
     if isinstance(config, RunConfig):
         parts.append(_parts(config.learners.num_learners, "learner ranks", "the learner"))
@@ -305,10 +305,13 @@ def _largest(config: SamplerConfig) -> SamplerConfig:
     sizes = {
         "num_env_runners": (runners.num_env_runners, runners.autoscaling),
         "num_retrievers": (retrieval.num_retrievers, retrieval.autoscaling),
-        "num_encoders": (retrieval.num_encoders, retrieval.encoders.autoscaling),
+        "num_encoders": (retrieval.encoders.num_encoders, retrieval.encoders.autoscaling),
     }
-    most = {name: size if found is None else found.max_replicas for name, (size, found) in sizes.items()}
+    most: dict[str, Any] = {
+        name: size if found is None else found.max_replicas for name, (size, found) in sizes.items()
+    }
     num_env_runners = most.pop("num_env_runners")
+    most["encoders"] = retrieval.encoders.model_copy(update={"num_encoders": most.pop("num_encoders")})
     return config.model_copy(
         update={
             "env_runners": runners.model_copy(update={"num_env_runners": num_env_runners}),

@@ -186,13 +186,14 @@ class FleetController:
             make = _runner_scaler(config)
             found.append(_Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
         names: tuple[FleetName, ...] = ("retrievers", "encoders")
-        sizes = (retrieval.num_retrievers, retrieval.num_encoders)
+        sizes = (retrieval.num_retrievers, retrieval.encoders.num_encoders)
         settings = (retrieval.autoscaling, retrieval.encoders.autoscaling)
         fleets = sampler.retrievers.fleets
         for name, fleet, size, keys in zip(names, fleets, sizes, settings, strict=False):
             found.append(_Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, _retriever_scaler(keys)))
-        for name in names[len(fleets) :]:
-            self._refusals[name] = f"the run has no actors of this kind (retrieval.num_{name} or retrieval.type)"
+        keys_of = {"retrievers": "retrieval.num_retrievers", "encoders": "retrieval.encoders.num_encoders"}
+        for name, key in [(name, keys_of[name]) for name in names[len(fleets) :]]:
+            self._refusals[name] = f"the run has no actors of this kind ({key} or retrieval.type)"
         for controlled in found:
             controlled.scaler = controlled.make_scaler and controlled.make_scaler(controlled.num_replicas)
         return found

@@ -79,7 +79,7 @@ class RetrieverGroup:
             self._fleets.append(
                 _start_retrievers(shared, settings, manifest, retriever_options or anywhere_labelled, hang_timeout_s)
             )
-            if settings.num_encoders:
+            if settings.encoders.num_encoders:
                 self._fleets.append(
                     _start_encoders(shared, settings, encoder_options or anywhere_labelled, hang_timeout_s)
                 )
@@ -119,7 +119,7 @@ class RetrieverGroup:
             return open_retriever(None, settings.model_copy(update={"options": self._options}))
         if not self._fleets:
             return open_retriever(self._index_dir, settings)
-        encoder_fleet = self._fleets[1].name if settings.num_encoders else ""
+        encoder_fleet = self._fleets[1].name if settings.encoders.num_encoders else ""
         pool = PoolSettings(**settings.requests.model_dump())
         # a reranker needs the passages, which only the actors rerank
         index_dir = "" if settings.reranker else self._index_dir
@@ -184,9 +184,9 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
             f"retrieval.num_shards: got {settings.num_shards}, but the index has {len(manifest.shards)}; lower it, or "
             f"build the index with --shards {settings.num_shards}"
         )
-    if settings.num_encoders and not manifest.is_dense:
+    if (num_encoders := settings.encoders.num_encoders) and not manifest.is_dense:
         raise ConfigError(
-            f"retrieval.num_encoders: got {settings.num_encoders} over an index of type {manifest.index_type!r}, which "
+            f"retrieval.encoders.num_encoders: got {num_encoders} over an index of type {manifest.index_type!r}, which "
             "has no vectors; set it to 0"
         )
 
@@ -240,7 +240,7 @@ def _start_retrievers(
             shared.reranker,
             settings.options,
             shards if settings.num_shards > 1 else None,
-            encodes=manifest.is_dense and not settings.num_encoders,
+            encodes=manifest.is_dense and not settings.encoders.num_encoders,
             shard_files=shared.shard_files(manifest, shards),
         )
         arguments.append((made,))
@@ -272,7 +272,7 @@ def _start_encoders(
         actor_options=actor_options,
         hang_timeout_s=hang_timeout_s,
     )
-    fleet.scale_to(settings.num_encoders)
+    fleet.scale_to(settings.encoders.num_encoders)
     return fleet
 
 

@@ -232,8 +232,7 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
             "body": dict(endpoint.body),
         }
         runners["num_gpus_per_env_runner"] = 0
-    retrieval: dict[str, Any] = {"num_retrievers": 0, "num_encoders": 0}
-    return {"environment": environment, "env_runners": runners, "retrieval": retrieval}
+    return {"environment": environment, "env_runners": runners, "retrieval": {"num_retrievers": 0}}
 
 
 def _named(request: EvalRequest) -> set[str]:
@@ -252,7 +251,7 @@ def _check_overrides(
     named = _named(request)
     for name in named - {"env_runners.engine_options"}:
         section, _, key = name.partition(".")
-        if section in _OF_TRAINING:
+        if section in _OF_TRAINING or name.startswith("retrieval.encoders"):
             raise ConfigError(f"got {name}, which has no effect on an evaluation; leave it out")
         if section == "environment" or key not in changes.get(section, {}):
             continue

@@ -38,7 +38,7 @@ def _actors(config: SamplerConfig) -> Iterator[tuple[str, int, float]]:
         yield LEARNER_KEY, config.learners.num_learners, config.learners.num_gpus_per_learner
     num_retrievers = retrieval.num_retrievers * retrieval.num_shards
     yield "retrieval.num_gpus_per_retriever", num_retrievers, retrieval.num_gpus_per_retriever
-    yield "retrieval.encoders.num_gpus", retrieval.num_encoders, retrieval.encoders.num_gpus
+    yield "retrieval.encoders.num_gpus", retrieval.encoders.num_encoders, retrieval.encoders.num_gpus
 
 
 def check_gpus(config: SamplerConfig) -> None:

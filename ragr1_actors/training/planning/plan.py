@@ -390,7 +390,7 @@ class _Run:
 
     def _host_parts(self) -> Parts:
         retrieval, machines = self.config.retrieval, self.machine.num_machines
-        num_actors = self.num_runners + self.num_ranks + self.num_retriever_actors + retrieval.num_encoders
+        num_actors = self.num_runners + self.num_ranks + self.num_retriever_actors + retrieval.encoders.num_encoders
         ranks = ceil(self.num_ranks / machines)
         parts = {
             "driver and Ray": _DRIVER_BYTES,
@@ -497,7 +497,7 @@ class _Run:
             scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
         else:
             scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
-        if retrieval.num_encoders:
+        if retrieval.encoders.num_encoders:
             on_gpu = retrieval.encoders.num_gpus > 0 and gpu is not None
             flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.encoders.num_cpus) * CORE_FLOPS
         encoding = encode_s(self.encoder, num_queries, TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
