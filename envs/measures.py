@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ragr1_actors.core.types import ToolCall, Trajectory, normalize_answer
+from ragr1_actors.core.answers import normalize_answer
+from ragr1_actors.core.types import ToolCall, Trajectory
 from retrieval.base import SEARCH
 
 Measure = Callable[[Trajectory], float]

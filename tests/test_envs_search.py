@@ -14,9 +14,10 @@ from envs.actions import Search
 from envs.base import EnvContext, StepResult
 from envs.measures import exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
+from ragr1_actors.core.answers import normalize_answer
 from ragr1_actors.core.config import DEFAULT_PROMPT
 from ragr1_actors.core.errors import RetrievalError
-from ragr1_actors.core.types import Task, normalize_answer
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.tasks.files import load_tasks
-from ragr1_actors.core.types import Task, normalize_answer
+from ragr1_actors.core.answers import normalize_answer
+from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 from retrieval.corpora.readers import read_passages
 from retrieval.evaluation import NUM_EXAMPLES, MissingTask, audit_corpus

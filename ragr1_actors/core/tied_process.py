@@ -36,15 +36,16 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, *command]
 
 
-def main() -> None:
+def main() -> int:
     """Run the command of the arguments until it ends, or the process that started this one does.
+
+    Returns the command's exit status, as a shell gives it.
 
     A child does it, in a session of its own: Ray kills the children of an actor that ends, and others kill the groups.
     """
     parent = os.getpid()
     if child := os.fork():
-        os.waitpid(child, 0)
-        return
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -62,6 +63,8 @@ def main() -> None:
             command.wait(_GRACE_S)
     finally:
         _kill_descendants()
+    status = command.poll()
+    return 1 if status is None else status if status >= 0 else 128 - status
 
 
 def _kill_descendants() -> None:
@@ -89,4 +92,4 @@ def _descendants() -> set[int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

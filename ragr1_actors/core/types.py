@@ -20,8 +20,6 @@ the engine sampled.
 from __future__ import annotations
 
 import json
-import re
-import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -37,8 +35,6 @@ HISTOGRAM_PREFIX = "histogram/"
 """A learner's metric ``histogram/ratio/0.9/0.95`` counts the ratios from 0.9 to 0.95."""
 Bucket = tuple[float, float, float]
 """One bucket of a histogram: left edge, right edge, number of values."""
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class TokenKind(IntEnum):
@@ -139,14 +135,6 @@ class FailedTask:
     """Groups in which a trajectory failed."""
     error: str
     """Of the last try."""
-
-
-def normalize_answer(text: str) -> str:
-    """Apply SQuAD's normalisation (arXiv:1606.05250): lower case, no ASCII punctuation, no articles, single spaces.
-
-    ``normalize_answer("The  U.S.") == "us"``
-    """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,5 +7,5 @@
       ▼
     server ──► session ──► Recorder ──► engine        agents: how agents are run, and ended
                   │                                    messages: OpenAI's JSON, pure
-                  └──► Trajectory                      warden: the process above an agent's program
+                  └──► Trajectory
 """

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
+from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
 from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
@@ -23,8 +22,7 @@ from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Func
 MAX_OUTPUT_BYTES = 2**16
 """Of what a program prints, its end is kept."""
 END_TIMEOUT_S = 10.0
-"""For the warden to end a program and all that it started."""
-_WARDEN = Path(__file__).with_name("warden.py")
+"""For the end of a program and of all that it started."""
 _MAX_ARGUMENT = 100_000  # Linux refuses longer ones
 
 
@@ -50,7 +48,7 @@ class FunctionAgent:
 
 
 class CommandAgent:
-    """A program; its warden ends whatever it started, also when this process is killed."""
+    """A program; whatever it started ends with it, and with this process, also where that is killed."""
 
     def __init__(self, command: list[str]) -> None:
         """Run ``command`` with the question and the task's id in their places."""
@@ -62,8 +60,7 @@ class CommandAgent:
         if any(len(one.encode()) > _MAX_ARGUMENT for one in command):
             return Ended(problem=f"the question of {task.task_id} is too long for an argument of a program")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_WARDEN)),
-            *command,
+            *tied(command),
             stdin=asyncio.subprocess.PIPE,  # it ends with this process, however that ends
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -86,7 +83,7 @@ class CommandAgent:
                 del output[:-MAX_OUTPUT_BYTES]
             status = await process.wait()
         finally:
-            process.stdin.close()  # the warden ends what is left
+            process.stdin.close()  # which ends what is left
             if process.returncode is None:
                 await asyncio.shield(asyncio.wait_for(process.wait(), END_TIMEOUT_S))
         text = output.decode("utf-8", "replace")
