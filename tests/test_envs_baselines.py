@@ -17,7 +17,7 @@ from envs.search import SearchEnv
 from ragr1_actors.core.types import Sampling, StopReason, Task, Trajectory
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was {passages} Ana Bell born?", ("Riga",), supporting_ids=("p0",))
@@ -30,7 +30,7 @@ async def play(mode: Mode, turn: str, retriever: Retriever, **settings: object) 
     engine = ScriptedEngine({"one": [turn]}, TOKENIZER.encode)
     reward = partial(Reward(environment({})), context=RewardContext("eval"))
     recorder = Recorder("one", engine.generate, TOKENIZER, Sampling(500), 4000, 0)
-    return await run_trajectory(env, TASK, recorder, reward=reward)
+    return await run_trajectory(EnvAttempt(env, recorder), TASK, reward=reward)
 
 
 def prompt_of(trajectory: Trajectory) -> str:

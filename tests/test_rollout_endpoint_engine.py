@@ -41,7 +41,7 @@ from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from retrieval.base import Passage
 
 ANA = Passage("p0", "Ana Bell", "Ana Bell was born in Riga.", 0.9)
@@ -84,7 +84,7 @@ def engine_at(url: str, max_rows: int = 4, **options: Any) -> tuple[EndpointEngi
 async def search(url: str, **options: Any) -> Trajectory:
     engine, tokenizer = engine_at(url, **options)
     env = SearchEnv(EnvironmentSettings(prompt="{question}"), EnvContext(DictRetriever([ANA]), tokenizer.encode))
-    return await run_trajectory(env, TASK, Recorder("one", engine.generate, tokenizer, GREEDY, 4096, 0))
+    return await run_trajectory(EnvAttempt(env, Recorder("one", engine.generate, tokenizer, GREEDY, 4096, 0)), TASK)
 
 
 async def test_a_trajectory_is_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ async def test_a_fork_goes_on_with_the_conversation_of_its_parent() -> None:
                 EnvironmentSettings(prompt="{question}"), EnvContext(DictRetriever([ANA]), tokenizer.encode)
             )
             recorder = Recorder(name, engine.generate, tokenizer, GREEDY, 4096, 0)
-            return await run_trajectory(env, TASK, recorder, fork=fork)
+            return await run_trajectory(EnvAttempt(env, recorder), TASK, fork=fork)
 
         parent = await play("parent")
         child = await play("child", (parent, 1, ""))

@@ -35,7 +35,7 @@ from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, S
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from ragr1_actors.training.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from retrieval.base import Passage
 
@@ -124,7 +124,9 @@ async def test_a_template_meets_no_control_token_of_a_question_or_a_document(
         context = EnvContext(Finds(), tokenizer.encode, tokenizer.defuse)
         engine = ScriptedEngine({"one": ["<search> Ana</search>", "<answer> Riga</answer>"]}, tokenizer.encode)
         recorder = Recorder("one", engine.generate, tokenizer, Sampling(500), 4000, 0)
-        trajectory = await run_trajectory(SearchEnv(settings, context), Task("t/0", text, ("Riga",)), recorder)
+        trajectory = await run_trajectory(
+            EnvAttempt(SearchEnv(settings, context), recorder), Task("t/0", text, ("Riga",))
+        )
         assert not trajectory.error
         return [int(i) for i in trajectory.token_ids[trajectory.kinds != TokenKind.MODEL]]
 

@@ -23,7 +23,7 @@ from ragr1_actors.core.types import (
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.recorder import Reading, Recorder
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 
 TASK = Task("t/0", "Where?", ("Riga",))
 TOKENIZER = ByteTokenizer()
@@ -58,7 +58,9 @@ class Listening(ScriptedEngine):
 
 async def play(engine: Listening, max_context: int = 400, max_new_tokens: int = 99) -> Trajectory:
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    return await run_trajectory(Notes(), TASK, Recorder("x", engine.generate, TOKENIZER, sampling, max_context, 0))
+    return await run_trajectory(
+        EnvAttempt(Notes(), Recorder("x", engine.generate, TOKENIZER, sampling, max_context, 0)), TASK
+    )
 
 
 async def test_a_rewritten_conversation_is_a_row_on_its_own() -> None:
@@ -134,7 +136,9 @@ async def test_a_restart_that_is_no_conversation_ends_its_trajectory(restart: tu
             return StepResult(restart=restart)  # type: ignore[arg-type]
 
     engine = Listening(["a"])
-    found = await run_trajectory(Wrong(), TASK, Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0))
+    found = await run_trajectory(
+        EnvAttempt(Wrong(), Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0)), TASK
+    )
     assert found.stop_reason is StopReason.ENV_ERROR
     assert "Wrong.act (" in found.error and f") gave restart={restart!r}, expected a tuple of Message" in found.error
 
@@ -146,7 +150,9 @@ async def test_a_prompt_that_is_none_ends_its_trajectory(prompt: object) -> None
             return prompt  # type: ignore[return-value]
 
     engine = Listening(["a"])
-    found = await run_trajectory(Wrong(), TASK, Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0))
+    found = await run_trajectory(
+        EnvAttempt(Wrong(), Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0)), TASK
+    )
     assert found.stop_reason is StopReason.ENV_ERROR
     assert f"Wrong.reset ({__file__}, line " in found.error
     assert f") returned {prompt!r}, expected a list of at least one Message" in found.error
@@ -159,7 +165,9 @@ async def test_a_search_of_a_tool_with_other_arguments_is_measured() -> None:
             return StepResult(terminated=True, calls=calls)
 
     engine = Listening(["a"])
-    found = await run_trajectory(Other(), TASK, Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0))
+    found = await run_trajectory(
+        EnvAttempt(Other(), Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0)), TASK
+    )
     assert (found.metrics["queries"], found.metrics["repeated_queries"]) == (3.0, 1.0)
 
 
@@ -175,7 +183,9 @@ async def test_measures_of_an_environment_are_metrics_and_must_be_finite() -> No
 
     async def metrics(env: TextEnv) -> Trajectory:
         engine = Listening(["note 1", "Riga"])
-        return await run_trajectory(env, TASK, Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0))
+        return await run_trajectory(
+            EnvAttempt(env, Recorder("x", engine.generate, TOKENIZER, Sampling(9), 99, 0)), TASK
+        )
 
     found = await metrics(Measured())
     assert (found.metrics["notes"], found.metrics["em"], found.metrics["f1"]) == (1.0, 0.5, 1.0)

@@ -29,7 +29,7 @@ from ragr1_actors.core.types import (
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.issue import turn_seed
 from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import run_trajectory
+from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))
@@ -58,7 +58,9 @@ def make_env(retriever: Retriever | None = None, env_class: type[SearchEnv] = Se
 async def play(env: TextEnv, generate: GenerateFn, max_context: int = 4096) -> Trajectory:
     sampling = Sampling(max_new_tokens=200)
     reward = partial(Reward(EnvironmentSettings()), context=RewardContext("train"))
-    return await run_trajectory(env, TASK, Recorder("x", generate, TOKENIZER, sampling, max_context, 0), reward=reward)
+    return await run_trajectory(
+        EnvAttempt(env, Recorder("x", generate, TOKENIZER, sampling, max_context, 0)), TASK, reward=reward
+    )
 
 
 def text_of(trajectory: Trajectory, kind: TokenKind) -> str:

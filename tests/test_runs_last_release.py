@@ -38,7 +38,7 @@ def old_config(world_seed: int) -> dict[str, Any]:
     sections["training"] |= {"guard": {}, "clip_low": None, "clip_high": 0.3, "tis_clip": 0.0}
     sections["learners"]["lora"] = {}
     del sections["retrieval"]["encoders"]
-    encoders = {"num_cpus_per_encoder": 2, "num_gpus_per_encoder": 0, "encoder_autoscaling": {}}
+    encoders = {"num_encoders": 3, "num_cpus_per_encoder": 2, "num_gpus_per_encoder": 0, "encoder_autoscaling": {}}
     requests = sections["retrieval"].pop("requests")
     sections["retrieval"] |= {"corpus": "world", "autoscaling": {}, **encoders, **requests, "timeout_s": 7.0}
     return sections
@@ -51,6 +51,7 @@ def test_its_keys_have_their_new_names(tmp_path: Path, world_seed: int) -> None:
     assert search_options(config.environment).model_dump(exclude={"mode"}) == OLD
     assert config.policy.options == {"hidden_size": 64}
     assert config.training.options == {"clip_high": 0.3}
+    assert config.retrieval.encoders.num_encoders == 3
     assert (config.retrieval.encoders.num_cpus, config.retrieval.encoders.autoscaling) == (2, None)
     assert (config.retrieval.requests.timeout_s, config.retrieval.requests.max_retries) == (7, 2)
     sources = TaskSources.open(config.environment.tasks, config.environment)
