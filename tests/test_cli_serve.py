@@ -59,6 +59,7 @@ def test_openais_client_asks_what_was_trained(run: str) -> None:
         headers = {"Content-Type": "application/json", "Origin": "http://elsewhere.example"}
         with pytest.raises(HTTPError) as refused:
             urlopen(Request(f"{url}/chat/completions", body, headers))
+        refused.value.close()
     assert asked["answer"] and found.choices[0].message.content == asked["answer"]
     assert found.choices[0].message.ragr1 == asked
     assert "".join(part.choices[0].delta.content or "" for part in parts) == asked["answer"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -200,10 +200,7 @@ class PolicyServer:
         check_token(host, token)
         self._policy, self._token = policy, token
         self._http = HttpServer(
-            [
-                web.post("/v1/chat/completions", self._guarded(self._answer)),
-                web.get("/v1/models", self._guarded(self._models)),
-            ],
+            [web.post("/v1/chat/completions", self._answer), web.get("/v1/models", self._answer)],
             host=host,
             port=port,
             allowed_hosts=allowed_hosts,
@@ -225,24 +222,15 @@ class PolicyServer:
         await self._http.__aexit__(*error)
         await self._policy.engine.close()
 
-    def _guarded(
-        self, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            try:
-                if not has_token(request, self._token):
-                    raise ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'")
-                return await handle(request)
-            except ApiError as error:
-                return error_answer(error)
-
-        return handler
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        return await answer_chat(request, await self._http.read_body(request), self._policy)
-
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(models())
+        try:
+            if not has_token(request, self._token):
+                raise ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'")
+            if request.method == "POST":
+                return await answer_chat(request, await self._http.read_body(request), self._policy)
+            return web.json_response(models())
+        except ApiError as error:
+            return error_answer(error)
 
 
 def load_policy(path: str | Path) -> ServedPolicy:
