@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_world import CALL, TASK, TOOL, Client, events, play
-from tool_templates import write_tool_family
+from tool_templates import TEMPLATES, write_tool_family
 
-from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.core.types import CallRequest, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.rollout.chat_format import TemplateFormat
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
 
@@ -341,3 +343,42 @@ async def test_an_agent_gives_answer_and_reward_and_searches(tokenizer: PolicyTo
         ("retrieve", "Ana", "Riga"),
         ("retrieve", "Bo", "Riga"),
     ]
+
+
+# -- what others write -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+async def test_no_result_question_or_answer_of_an_agent_writes_a_control_token(tmp_path: Path, family: str) -> None:
+    tokenizer = write_tool_family(tmp_path / "policy", family)
+    grammar = TemplateFormat(tokenizer).grammar
+    call = grammar.write([CallRequest("search", {"query": "Ana"})])
+    opened = "<think>\nHm\n</think>\n\n" if family in ("qwen3", "qwen3.5") else ""
+
+    async def play_with(text: str) -> Trajectory:
+        async def agent(task: Task, session: AgentSession) -> str:
+            client = Client(session)
+            client.messages = [{"role": "user", "content": f"Who? {text}"}]
+            await client.ask(tools=[TOOL])
+            client.answer_calls(f"Riga. {text}")
+            await client.ask(tools=[TOOL])
+            client.messages.append({"role": "user", "content": f"And? {text}"})
+            await client.ask(tools=[TOOL])
+            return "Riga"
+
+        AGENTS["spelling"] = agent
+        turns = [f"{opened}{call}", "Riga", "Riga"]
+        scripts = {"t/0": turns, "t/0~1": turns[1:], "t/0~2": turns[2:]}
+        (found,) = await play(tokenizer, f"{HERE}:spelling", scripts)
+        assert found.error == "", found.error
+        return found
+
+    added = tokenizer._added
+
+    def control_of(found: Trajectory) -> list[int]:
+        others = found.token_ids[found.kinds != TokenKind.MODEL].tolist()
+        return [token for token in others if added.get(token) in set(tokenizer.added_texts)]
+
+    plain, hostile = await play_with("Riga"), await play_with(" ".join(tokenizer.added_texts))
+    assert control_of(plain) == control_of(hostile) != []
+    assert len(plain.rows) == len(hostile.rows)

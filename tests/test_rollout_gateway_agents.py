@@ -11,8 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from gateway_world import TASK, Client, play
+from gateway_world import TASK, Client, GrowingScripts, play
 from tool_templates import write_tool_family
 from waits import until
 
@@ -317,3 +318,43 @@ async def an_async_one(task: Task, session: AgentSession) -> str:
 def test_an_agent_that_cannot_be_run_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make_agent(AgentSettings.read(settings, "environment.agent"), 4)
+
+
+async def leaves_a_request(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    await client.ask()
+    client.messages.append({"role": "user", "content": "And?"})
+    LEFT.append(asyncio.create_task(client.post("/v1/chat/completions", {"messages": client.messages})))
+    await ENGINE_IS_ASKED.wait()
+    return "Riga"
+
+
+LEFT: list[asyncio.Task[Any]] = []
+ENGINE_IS_ASKED = asyncio.Event()
+
+
+async def test_a_request_that_an_agent_leaves_behind_is_cancelled(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = asyncio.Event()
+    generate = GrowingScripts.generate
+
+    async def once(self: GrowingScripts, *arguments: Any, **options: Any) -> Any:
+        if self._next_turn:
+            ENGINE_IS_ASKED.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return await generate(self, *arguments, **options)
+
+    monkeypatch.setattr(GrowingScripts, "generate", once)
+    LEFT.clear()
+    ENGINE_IS_ASKED.clear()
+    (found,) = await play(tokenizer, f"{HERE}:leaves_a_request", {"t/0": ["a"]})
+    assert (found.stop_reason, len(found.turns)) == (StopReason.ANSWERED, 1)
+    assert found.num_model_tokens == sum(found.turn_lengths)
+    await asyncio.wait_for(cancelled.wait(), 60)
+    with pytest.raises(aiohttp.ClientError):
+        await LEFT[0]

@@ -21,7 +21,7 @@ from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Func
 
 MAX_OUTPUT_BYTES = 2**16
 """Of what a program prints, its end is kept."""
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 """For the end of a program and of all that it started."""
 _MAX_ARGUMENT = 100_000  # Linux refuses longer ones
 

@@ -72,7 +72,7 @@ class AgentAttempt:
                     return Ended(problem=f"the agent did not end within {deadline_s:g} s"), True
                 return solving.result(), False
             finally:
-                session.failed.cancel()
+                session.end()
                 if not solving.done():
                     solving.cancel()
                     await asyncio.wait({solving})

@@ -31,6 +31,6 @@ class RayAgent:
             ray.cancel(call, force=True)
             raise
         except RayTaskError as error:
-            return Ended(problem=one_line(error.cause))
+            return Ended(problem=f"{type(error.cause).__name__}: {one_line(error.cause)}")
         except RayError as error:
             return Ended(problem=f"its process ended: {one_line(error)}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -115,6 +115,7 @@ class Session:
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def seed(self) -> int:
@@ -139,9 +140,11 @@ class Session:
             raise self._refused()
         for name in request.overridden:
             self.counts[f"overridden_{name}"] = self.counts.get(f"overridden_{name}", 0.0) + 1
-        conversation = self._find(request)
+        conversation, running = self._find(request), asyncio.current_task()
+        assert running is not None
         self._num_turns += 1
         conversation.is_busy = True
+        self._running.add(running)
         try:
             return await self._sample(conversation, request, on_text)
         except asyncio.CancelledError:  # the client left, and may ask the same again
@@ -149,6 +152,7 @@ class Session:
             raise
         finally:
             conversation.is_busy = False
+            self._running.discard(running)
 
     def _find(self, request: ChatRequest) -> _Conversation:
         """Return the longest conversation that a request continues, or a new one."""
@@ -234,6 +238,12 @@ class Session:
         """End the session with an error of the infrastructure, or of an agent that floods."""
         if not self.failed.done():
             self.failed.set_exception(error)
+
+    def end(self) -> None:
+        """Cancel the requests in flight, which an agent that has ended does not wait for."""
+        self.failed.cancel()
+        for request in self._running:
+            request.cancel()
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
         """Return what was recorded: the conversations, each with its rows, one behind the other.

@@ -1,0 +1,110 @@
+"""Agents of real env runners: nothing is lost, doubled or left behind where a runner is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fakes import OnePassage
+from fleet_world import drain, pids, request
+from small_world import wait_for
+from test_rollout_gateway_agents import ASKS, HIDES, is_alive
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import StopReason, Task
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.gateway.agents import AgentSession
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny_policy(directory, [" Riga is a city"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
+    return directory
+
+
+def config_of(agent: object) -> RunConfig:
+    config = AlgorithmConfig().env_runners(num_env_runners=1, max_context_tokens=400, max_new_tokens_per_turn=12)
+    return config.training(group_size=2).environment(agent=agent).policy(chat_format="hermes").freeze()
+
+
+def written(folder: Path) -> list[int]:
+    return [int(pid) for one in folder.iterdir() if one.suffix != ".new" for pid in one.read_text().split()]
+
+
+def test_of_ten_agents_in_flight_none_is_lost_doubled_or_left_when_their_runner_is_killed(
+    ray_local: ModuleType, policy_dir: Path, tmp_path: Path
+) -> None:
+    folder, go, agent = tmp_path / "pids", tmp_path / "go", tmp_path / "agent.py"
+    folder.mkdir()
+    agent.write_text(
+        f"{ASKS}\nPIDS = {str(folder)!r} + '/' + str(os.getpid())\nask(sys.argv[1])\n{HIDES}\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\nprint('Riga')\n"
+    )
+    fleet = EnvRunnerGroup(config_of({"command": [sys.executable, str(agent), "{question}"]}), policy_dir, OnePassage())
+    try:
+        fleet.wait_until_ready()
+        (runner,) = pids(fleet)
+        for index in range(5):
+            fleet.submit(request(index))
+        wait_for(lambda: len(written(folder)) == 40, 120)
+        first = written(folder)
+        assert all(map(is_alive, first))
+        os.kill(runner, signal.SIGKILL)
+        wait_for(lambda: not any(map(is_alive, first)), 120)
+        go.touch()
+        finished = drain(fleet)
+        assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(5)]
+        trajectories = [
+            trajectory
+            for one in finished
+            for group in groups_from_record_batch(ray_local.get(one.batch))
+            for trajectory in group.trajectories
+        ]
+        assert [(one.stop_reason, one.answer, len(one.turns)) for one in trajectories] == (
+            [(StopReason.ANSWERED, "Riga", 1)] * 10
+        )
+        assert not any(map(is_alive, written(folder)))
+    finally:
+        fleet.stop()
+
+
+def asks_from_a_task(task: Task, session: AgentSession) -> str:
+    import json
+    import urllib.request
+
+    body = json.dumps({"messages": [{"role": "user", "content": task.question}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {session.api_key}"}
+    urllib.request.urlopen(urllib.request.Request(f"{session.base_url}/chat/completions", body, headers)).close()
+    if task.task_id == "t/1":
+        raise KeyError("one")
+    if task.task_id == "t/2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(os.getpid())
+
+
+def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None:
+    agent = {"ray": f"{__name__}:asks_from_a_task", "num_cpus": 0}
+    fleet = EnvRunnerGroup(config_of(agent), policy_dir, OnePassage())
+    try:
+        fleet.wait_until_ready()
+        for index in range(3):
+            fleet.submit(request(index))
+        found = {one.request.issue.task.task_id: one for one in drain(fleet)}
+        (good,) = groups_from_record_batch(ray_local.get(found["t/0"].batch))
+        assert all(int(one.answer) not in (os.getpid(), *pids(fleet)) for one in good.trajectories)
+        for name, problem in (("t/1", "KeyError: 'one'"), ("t/2", "its process ended")):
+            (group,) = groups_from_record_batch(ray_local.get(found[name].batch))
+            for one in group.trajectories:
+                assert one.stop_reason is StopReason.AGENT_FAILED and problem in one.calls[-1].result, one.calls
+    finally:
+        fleet.stop()
