@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -184,7 +184,7 @@ class _Conversation(TextEnv):
         self._env.close()
 
 
-class PolicyServer:
+class PolicyServer(HttpServer):
     """Listens while its ``async with`` block runs, and frees the policy at its end."""
 
     def __init__(
@@ -199,35 +199,21 @@ class PolicyServer:
         """Serve a policy; arguments and errors are those of ``RetrievalServer``."""
         check_token(host, token)
         self._policy, self._token = policy, token
-        self._http = HttpServer(
-            [web.post("/v1/chat/completions", self._answer), web.get("/v1/models", self._answer)],
-            host=host,
-            port=port,
-            allowed_hosts=allowed_hosts,
-            limits=Limits(body_bytes=MAX_BODY_BYTES),
-        )
-
-    @property
-    def url(self) -> str:
-        """The address it listens on, without a path."""
-        return self._http.url
-
-    async def __aenter__(self) -> Self:
-        """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
-        await self._http.__aenter__()
-        return self
+        routes = [web.post("/v1/chat/completions", self._handle), web.get("/v1/models", self._handle)]
+        limits = Limits(body_bytes=MAX_BODY_BYTES)
+        super().__init__(routes, host=host, port=port, allowed_hosts=allowed_hosts, limits=limits)
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
-        await self._http.__aexit__(*error)
+        await super().__aexit__(*error)
         await self._policy.engine.close()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
             if not has_token(request, self._token):
                 raise ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'")
             if request.method == "POST":
-                return await answer_chat(request, await self._http.read_body(request), self._policy)
+                return await answer_chat(request, await self.read_body(request), self._policy)
             return web.json_response(models())
         except ApiError as error:
             return error_answer(error)
