@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import logging
 import re
@@ -27,6 +28,7 @@ from typing import Self
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ragr1_actors.core.credentials import is_token
 from ragr1_actors.core.errors import ConfigError, shortened
 
 CLIENT_CLOSED = 499
@@ -284,6 +286,25 @@ async def _serve(server: AbstractAsyncContextManager[object], ready: Callable[[]
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return the answer that refuses a request."""
     return web.json_response({"error": message}, status=status, headers=headers)
+
+
+def check_token(host: str, token: str) -> None:
+    """Raise ``ConfigError`` if other machines reach a host and there is no token, or if it is not printable ASCII."""
+    if not token and not is_loopback(host.strip("[]")):
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
+            "and name it with --token-env, or bind to 127.0.0.1"
+        )
+    if token and not is_token(token):
+        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
+
+
+def has_token(request: web.Request, token: str) -> bool:
+    """Return whether a request sends ``Authorization: Bearer TOKEN``; an empty token asks for none."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    # compared in constant time: the time must not show how much of a guess is right
+    is_same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
+    return not token or (is_same and scheme.lower() == "bearer")
 
 
 def is_loopback(host: str) -> bool:

@@ -118,6 +118,7 @@ TAKES_PATH = [
     ("select", "quickstart", "--tasks", "tasks.jsonl", "--out", "PATH"),
     ("select", "quickstart", "--tasks", "tasks.jsonl", "--out", "out.jsonl", "--index", "PATH"),
     ("ask", "PATH", "Where?"),
+    ("serve", "PATH", "--port", "0"),
     ("view", "PATH"),
     ("report", "PATH"),
     ("report", "RUN", "--html", "--out", "PATH"),

@@ -6,6 +6,7 @@ The modules of this package import only typer and rich at the top, so that ``rag
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
+
+from ragr1_actors.core.errors import ConfigError
 
 # no emoji: names of users' classes such as "src:Cat: ..." are no codes of them
 console = Console(emoji=False)
@@ -43,8 +46,25 @@ JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON for pr
 RerankerOption = Annotated[
     str, typer.Option("--reranker", help="A cross-encoder (folder or hub name) that ranks the passages again.")
 ]
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; all but loopback need --token-env.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")]
+TokenEnvOption = Annotated[
+    str, typer.Option("--token-env", metavar="NAME", help="Environment variable that holds the bearer token.")
+]
+AllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", metavar="NAME", help="Name by which clients reach it, such as a proxy's; repeatable."),
+]
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
+
+
+def token_of(variable: str) -> str:
+    """Return the token that ``--token-env`` names; empty without a name. ``ConfigError`` if there is none."""
+    token = os.environ.get(variable, "") if variable else ""
+    if variable and not token:
+        raise ConfigError(f"--token-env: the environment variable {variable} is not set or empty")
+    return token
 
 
 def printable(text: str) -> str:

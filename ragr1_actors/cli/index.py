@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -14,15 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragr1_actors.cli import (
+    AllowHostOption,
     Group,
+    HostOption,
     JsonOption,
+    PortOption,
     RerankerOption,
+    TokenEnvOption,
     console,
     errors,
     print_json,
     print_line,
     print_values,
     printable,
+    token_of,
 )
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.interrupts import exit_status
@@ -233,19 +237,10 @@ def _counted(corpus: Corpus, count: CountOf) -> Iterator[Passage]:
 @app.command("serve")
 def serve(
     index: IndexArgument,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; all but loopback need --token-env.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
-    token_env: Annotated[
-        str, typer.Option("--token-env", metavar="NAME", help="Environment variable that holds the bearer token.")
-    ] = "",
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host", metavar="NAME", help="Name by which clients reach it, such as a proxy's; repeatable."
-        ),
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    token_env: TokenEnvOption = "",
+    allow_host: AllowHostOption = None,
     num_retrievers: Annotated[
         int, typer.Option("--retrievers", min=0, help="Retriever replicas; 0: this process searches.")
     ] = 0,
@@ -265,13 +260,8 @@ def serve(
 
     if (mcp or stdio) and find_spec("mcp") is None:
         raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")
-    token = ""
-    if token_env:
-        token = os.environ.get(token_env, "")
-        if not token:
-            raise ConfigError(f"--token-env: the environment variable {token_env} is not set or empty")
     run: Callable[[Retriever], None]
-    run = partial(run_server, host=host, port=port, token=token, allowed_hosts=allow_host or ())
+    run = partial(run_server, host=host, port=port, token=token_of(token_env), allowed_hosts=allow_host or ())
     if mcp or stdio:
         from retrieval.http.mcp_server import McpEndpoint, run_over_stdio
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import math
@@ -35,8 +34,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from cluster.http import HttpServer, Limits, RequestError, is_loopback, refuse, run_until_signal
-from ragr1_actors.core.credentials import is_token
+from cluster.http import HttpServer, Limits, RequestError, check_token, has_token, refuse, run_until_signal
 from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
@@ -155,8 +153,8 @@ class RetrievalServer:
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        _check_token(host, token)
-        self._token = token.encode()
+        check_token(host, token)
+        self._token = token
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica: neither an index nor a model is needed twice at the same time.
         pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
@@ -278,23 +276,8 @@ class RetrievalServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def _authorise(self, request: web.Request) -> None:
-        if not self._token:
-            return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        given = token.strip().encode("utf-8", "surrogateescape")
-        # compared in constant time: the time must not show how much of a guess is right
-        if not hmac.compare_digest(given, self._token) or scheme.lower() != "bearer":
+        if not has_token(request, self._token):
             raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
-
-
-def _check_token(host: str, token: str) -> None:
-    if not token and not is_loopback(host.strip("[]")):
-        raise ConfigError(
-            f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
-            "and name it with --token-env, or bind to 127.0.0.1"
-        )
-    if token and not is_token(token):
-        raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
 
 
 class SearchThread:

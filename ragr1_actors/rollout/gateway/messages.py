@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,6 +43,12 @@ class ApiError(Exception):
         """The JSON of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code or None}}
+
+
+def context_is_full(what: str) -> ApiError:
+    """Return what refuses a request beyond the context, or the turns; ``what`` is to be done or known."""
+    # litellm knows the error by these words; smolagents takes some numbers for those of other errors
+    return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -111,8 +117,14 @@ class ChatRequest:
     max_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
-    overridden: tuple[str, ...] = ()
-    """The fields whose values are the run's, not the request's: ``("temperature",)``."""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """The fields whose values are the run's in training, with the request's: ``{"temperature": 0.5}``."""
+
+
+def refused(error: ValidationError) -> ApiError:
+    """Return what refuses a body in which pydantic found a problem."""
+    key, value, problem = first_problem(error)
+    return ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}")
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -124,8 +136,7 @@ def read_request(body: bytes) -> ChatRequest:
     try:
         found = _Body.model_validate(from_json(body, allow_inf_nan=False))
     except ValidationError as error:
-        key, value, problem = first_problem(error)
-        raise ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}") from None
+        raise refused(error) from None
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON in UTF-8: {one_line(error)}") from None
     given = {name: value for name, value in (found.model_extra or {}).items() if value is not None}
@@ -148,8 +159,8 @@ def read_request(body: bytes) -> ChatRequest:
         max_tokens=min(limits, default=None),
         stream=bool(found.stream),
         include_usage=found.stream_options is not None and bool(found.stream_options.include_usage),
-        overridden=tuple(name for name in _OVERRIDDEN if name in given)
-        + (("tool_choice",) if choice == "required" else ()),  # smolagents and pydantic-ai send it by themselves
+        overridden={name: given[name] for name in _OVERRIDDEN if name in given}
+        | ({"tool_choice": choice} if choice == "required" else {}),  # smolagents and pydantic-ai send it by themselves
     )
 
 
@@ -228,10 +239,13 @@ class Reply:
     finish: Finish
     num_prompt_tokens: int
     num_sampled_tokens: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the message."""
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message."""
         found: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        found |= self.extra
         if self.thought:
             found["reasoning_content"] = self.thought
         if self.calls:
@@ -303,7 +317,7 @@ class Chunks:
         if "tool_calls" in message:
             calls = [{"index": number, **call} for number, call in enumerate(message["tool_calls"])]
             found.append(self._chunk({"tool_calls": calls}))
-        found.append(self._chunk({}, reply.finish))
+        found.append(self._chunk(dict(reply.extra), reply.finish))
         if self._request.include_usage:
             found.append(_event({**self._head, "choices": [], "usage": reply.usage()}))
         return b"".join([*found, b"data: [DONE]\n\n"])

@@ -25,9 +25,17 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.http import HttpServer, Limits
-from ragr1_actors.core.errors import RetrievalError, first_problem, shortened
+from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import OnText
-from ragr1_actors.rollout.gateway.messages import ApiError, ChatRequest, Chunks, Reply, completion, read_request
+from ragr1_actors.rollout.gateway.messages import (
+    ApiError,
+    ChatRequest,
+    Chunks,
+    Reply,
+    completion,
+    read_request,
+    refused,
+)
 from ragr1_actors.rollout.gateway.session import Session
 from retrieval.base import Retriever
 from retrieval.http.server import DEFAULT_TOPK, format_answer, parse_question
@@ -146,8 +154,7 @@ class Gateway:
             try:
                 return await handle(request, self._session_of(request))
             except ApiError as error:
-                headers = {"x-should-retry": "false"}  # for OpenAI's clients
-                return web.json_response(error.body, status=error.status, headers=headers)
+                return error_answer(error)
 
         return handler
 
@@ -187,6 +194,11 @@ class Gateway:
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
+def error_answer(error: ApiError) -> web.Response:
+    """Return the answer that refuses a request; OpenAI's clients do not repeat it."""
+    return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})
+
+
 def models() -> dict[str, Any]:
     """Return the body of ``/v1/models``."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ragr1-actors"}]}
@@ -196,5 +208,4 @@ def _read(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        key, value, problem = first_problem(error)
-        raise ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}") from None
+        raise refused(error) from None

@@ -34,12 +34,12 @@ from ragr1_actors.core.types import (
 )
 from ragr1_actors.rollout.chat_format import ChatFormat
 from ragr1_actors.rollout.gateway.messages import (
-    CONTEXT_LENGTH,
     ApiError,
     ChatRequest,
     Reply,
     Said,
     behind,
+    context_is_full,
     in_front,
     said,
     visible,
@@ -219,9 +219,8 @@ class Session:
         self._num_refused += 1
         if self._num_refused > MAX_REFUSED:
             self.fail(FloodError(f"the agent sent {MAX_REFUSED} more requests after its turns or context were used"))
-        what = "all turns of the session are used" if self.limit is StopReason.MAX_TURNS else "shorten the messages"
-        # litellm knows the error by these words; smolagents takes some numbers for those of other errors
-        return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
+        is_used = self.limit is StopReason.MAX_TURNS
+        return context_is_full("all turns of the session are used" if is_used else "shorten the messages")
 
     def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]]) -> None:
         """Record searches of the agent with the last turn."""

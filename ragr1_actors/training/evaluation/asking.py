@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from envs.measures import num_queries, num_rounds, searches
+from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.types import Task, Trajectory, Turn
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
@@ -29,6 +29,18 @@ from retrieval.local import named_index, open_retriever
 NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
 
 
+def trained(path: str | Path) -> tuple[SamplerConfig, Path, Callable[[], Retriever]]:
+    """Return how the policy at a path acts in this process, its folder, and what opens its retriever; see ``Asker``."""
+    place, policy_dir = find_checkpoint(path)
+    run = open_run_directory(place)
+    retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
+    config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
+    check_gpus(config)
+    config = check_services(config, place)
+    index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
+    return config, policy_dir, lambda: open_retriever(index_dir, config.retrieval)
+
+
 class Asker:
     """A policy and its retriever, loaded once for all questions; use it as a context manager."""
 
@@ -39,14 +51,8 @@ class Asker:
             RunDirectoryError: there is no run or no checkpoint.
             UserError: policy, index or a setting cannot be used, or a search server does not answer.
         """
-        place, policy_dir = find_checkpoint(path)
-        run = open_run_directory(place)
-        retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
-        config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
-        check_gpus(config)
-        config = check_services(config, place)
-        index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
-        self._retriever = _LoadingRetriever(partial(open_retriever, index_dir, config.retrieval))
+        config, policy_dir, open_its_retriever = trained(path)
+        self._retriever = _LoadingRetriever(open_its_retriever)
         self._runner = EnvRunner.load(config, policy_dir, self._retriever)
         self._retriever.start()  # not before: two threads that import the same packages take longer than one
         self._loop = asyncio.new_event_loop()

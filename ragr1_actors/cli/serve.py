@@ -1,0 +1,46 @@
+"""The command ``ragr1 serve``: a trained policy for any OpenAI client."""
+
+from __future__ import annotations
+
+from ragr1_actors.cli import (
+    START_AGAIN,
+    AllowHostOption,
+    CheckpointArgument,
+    HostOption,
+    PortOption,
+    TokenEnvOption,
+    errors,
+    print_error,
+    token_of,
+)
+from ragr1_actors.cli.ask import check_inputs
+from ragr1_actors.core.imports import quick_imports
+from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
+
+
+def serve(
+    run: CheckpointArgument,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    token_env: TokenEnvOption = "",
+    allow_host: AllowHostOption = None,
+) -> None:
+    """Serve a trained policy to OpenAI's clients: POST /v1/chat/completions. Its tools run here."""
+    from cluster.http import check_token
+
+    token = token_of(token_env)
+    check_token(host, token)  # before the policy is loaded
+    if note := check_inputs(run):
+        print_error(f"note: {note}", "yellow")
+    with ended_during_imports(START_AGAIN), quick_imports():
+        from ragr1_actors.core.progress_bar import elapsed_time
+        from ragr1_actors.training.evaluation.serving import PolicyServer, load_policy, run_policy_server
+
+    with (
+        InterruptGuard() as guard,
+        guard.held(),
+        quick_imports(),  # an engine may start processes
+        elapsed_time(errors, "loading the policy"),
+    ):
+        policy = load_policy(run)
+    run_policy_server(PolicyServer(policy, host=host, port=port, token=token, allowed_hosts=allow_host or ()))
