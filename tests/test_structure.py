@@ -6,7 +6,9 @@ import ast
 import re
 import shutil
 import subprocess
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
 import pytest
 from conftest import LONGEST_FIRST
@@ -84,6 +86,29 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
             words = [str(one) for one in (*names, node.value if is_message else None) if isinstance(one, str)]
             found += [(name, word) for word in words if re.search("search|quer(y|ies)|passage", word, re.IGNORECASE)]
     assert found == []
+
+
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_300, 33_400, 570
+"""Of the product. Raising one needs a line in the CHANGELOG that says why."""
+_NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
+
+
+def test_the_product_keeps_its_size() -> None:
+    num_lines = num_code_lines = num_classes = 0
+    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        nodes = list(ast.walk(ast.parse(text)))
+        texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+        docs = {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        tokens = [token for token in generate_tokens(StringIO(text).readline) if token.type not in _NO_CODE]
+        num_lines += len(text.splitlines())
+        num_code_lines += len({line for one in tokens for line in range(one.start[0], one.end[0] + 1)} - docs)
+        num_classes += sum(isinstance(node, ast.ClassDef) for node in nodes)
+    assert (num_lines <= MAX_LINES, num_code_lines <= MAX_CODE_LINES, num_classes <= MAX_CLASSES) == (True,) * 3, (
+        num_lines,
+        num_code_lines,
+        num_classes,
+    )
 
 
 def test_files_and_functions_are_short() -> None:
