@@ -22,9 +22,9 @@ class AgentSettings(Section):
     num_cpus: float = Field(1, ge=0)
     """CPUs that Ray reserves for each call of ``ray``."""
     deadline_s: float = Field(600, gt=0)
-    """Seconds that the agent has for one task; it is ended then."""
+    """Seconds that the agent has for one attempt; then it is ended."""
     host: str = "127.0.0.1"
-    """Address of this node that the gateway listens on; the default is reached from this node only."""
+    """Address of the env runner's node on which the gateway listens; only this node can reach the default."""
 
 
 def named_function(value: Any) -> Any:

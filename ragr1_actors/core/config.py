@@ -118,10 +118,10 @@ class EnvironmentSettings(Section):
     """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, and functions and classes:
     ``[search, my_tools:add]``."""
     agent: Annotated[AgentSettings | None, BeforeValidator(named_function)] = None
-    """An agent that acts in the environment's place, through an OpenAI endpoint in each env runner: ``my_agent:solve``,
-    or ``{command: [python, agent.py, "{question}"], deadline_s: 60}``. null (default): none."""
+    """An agent that acts in the environment's place, and asks the policy at the gateway of its env runner:
+    ``my_agent:solve``, or ``{command: [python, agent.py, "{question}"], deadline_s: 60}``. null (default): none."""
     mcp: dict[str, McpServer] = {}
-    """MCP servers, whose tools the environment ``tools`` has too, by name: ``{weather: {url: "http://10.0.0.2/mcp"}}``."""
+    """MCP servers by name, whose tools the environment ``tools`` has, too: ``{weather: {url: "http://10.0.0.2/mcp"}}``."""
     options: dict[str, Any] = {}
     """Options of the environment, by its own names: for ``search`` ``{top_k: 3, query_format: json}``."""
     tasks: TaskNames = "world"
@@ -165,8 +165,8 @@ class PolicySettings(Section):
     chat_format: str = "auto"
     """How messages are framed, and tool calls written: ``tags`` (what is added to a turn is plain text), or the chat
     template with the calls of ``hermes``, ``qwen3_coder``, ``llama3_json``, ``pythonic``, ``mistral`` or
-    ``my_module:MyFormat``. ``auto`` is ``tags`` for ``env: search``, and for ``env: tools`` that of the template, or
-    the tool calls of an endpoint."""
+    ``my_module:MyFormat``. ``auto`` is ``tags`` for ``env: search``; for ``env: tools`` and agents it is the form of
+    the template, or the tool calls of an endpoint."""
     template_options: dict[str, Any] = {}
     """Options of the policy's chat template, by its own names: ``{enable_thinking: false}``."""
     trust_remote_code: bool = False
@@ -275,7 +275,7 @@ class EncoderActors(Section):
     """The actors that only encode queries."""
 
     num_encoders: int = Field(0, ge=0)
-    """Their number; 0 (default) lets each retriever encode the queries it gets."""
+    """Number of these actors; 0 (default) lets each retriever encode the queries it gets."""
     num_cpus: float = Field(1, ge=0)
     """CPUs that Ray reserves per encoder actor."""
     num_gpus: float = Field(0, ge=0)

@@ -50,7 +50,7 @@ LONGEST_WAIT_S = 60.0
 """If a server asks for a longer pause, its quota is used up and the search fails."""
 _MAX_QUOTED = 80
 _NUM_PIECES, _NUM_NEAR = 10, 3
-"""Results that are asked for to open a page, and of which the titles are named where none has the title."""
+"""Results that are asked for to open a page, and how many of their titles are named if none is the title."""
 _HEADER_NAME = re.compile("[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -83,11 +83,11 @@ class WebOptions(Section):
     id_field: str = "link"
     """Path in a result; without it the id is a hash of title and text."""
     page: dict[str, JsonValue] = Field(default_factory=dict)
-    """Those options that are others for a request that opens a page, whose query is a title. Empty: a page is what a
-    search for its title finds of that title."""
+    """Options that differ for a request that opens a page; its query is the title. Empty: it is a search for the title.
+    A page is the results that have its title."""
     empty_if_missing: bool = False
-    """Whether an answer without ``results_path``, or without one text, means that nothing was found; otherwise it is an
-    error."""
+    """Whether an answer without ``results_path``, or without a text in any result, means that nothing was found;
+    otherwise it is an error."""
     max_query_chars: int = Field(2048, ge=1)
     """A longer query is cut: addresses have a limit."""
     rate_per_s: float = Field(0, ge=0)
