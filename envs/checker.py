@@ -241,7 +241,7 @@ def stand_in_context(environment: EnvironmentSettings) -> EnvContext:
 async def check_tool(name: str, environment: EnvironmentSettings) -> list[Check]:
     """Check a tool, a function or class ``my_module:my_tool``: its schema, and an answer to made-up arguments.
 
-    A ``ToolError`` is an answer. Of a server of ``environment.mcp`` the schemas are checked, and nothing is called.
+    A ``ToolError`` is an answer. For a server of ``environment.mcp`` only the schemas of its tools are checked.
 
     Raises:
         ConfigError: there is no such tool, or it has no schema.

@@ -180,7 +180,7 @@ def evidence_demonstration(task: Task, max_queries: int, query_format: QueryForm
 def as_message(turn: str, query_format: QueryFormat) -> Message:
     """Return a turn that is written in tags as a message with a tool call, or with the bare answer.
 
-    A turn with calls in the form of ``hermes`` is a message with these; a turn with none of all that is its text.
+    A turn with calls in the form of ``hermes`` becomes a message with these calls; any other turn becomes its text.
     """
     if (parsed := parse_turn(turn, GRAMMARS["hermes"])).calls:
         return Message("assistant", parsed.content, parsed.calls)

@@ -147,7 +147,7 @@ def _calling_turns(record: Record) -> tuple[str, ...]:
 
 
 def _as_hermes(message: Mapping[str, Any], where: str) -> str | None:
-    """Return what a message adds to a turn of the teacher; None if it is another's."""
+    """Return what a message adds to a turn of the teacher; None if the teacher did not write it."""
     role, content = message.get("role", message.get("from")), _content(message, where)
     calls = [_parsed(content, where)] if role == _CALL else _calls(message, where)
     if role not in (*_TEACHER, _CALL):
@@ -196,7 +196,7 @@ def _without_documents(text: str) -> str:
 
 
 def _dialogue(record: Record, query_format: QueryFormat, *, only_asked: bool) -> tuple[str, str]:
-    """Return the first message of the user, and everything that the teacher wrote, unless only the former is needed."""
+    """Return the first message of the user and, unless ``only_asked``, everything that the teacher wrote."""
     fields = record.fields
     if "output" in fields:
         parts = [fields.get("instruction", ""), fields.get("input", ""), fields["output"]]

@@ -125,7 +125,7 @@ class FunctionTool(Tool):
         options: ToolOptions,
         schema: ToolSchema | None = None,
     ) -> None:
-        """Take a function that ``schema_of`` accepts, or one with a ``schema`` from elsewhere."""
+        """Take a function that ``schema_of`` accepts, or any function and its ``schema``."""
         super().__init__(context, options)
         self._function = function
         self.schema = schema or schema_of(function)  # type: ignore[misc]  # of a class, where a class is a tool

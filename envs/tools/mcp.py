@@ -3,11 +3,11 @@
 ::
 
     call ──► session ──► tools/call ──► text that the policy reads
-               a task of its own opens it, keeps it until it is closed or breaks, and ends the server that it started
+               a separate asyncio task opens it, keeps it until it is closed or breaks, and ends the server it started
 
-What each server lists is asked for once, before the run (``list_tools``): all trajectories are told the same. A result
-that says that it is an error is a ``ToolError``; a server that is not reached or does not answer is a ``ServiceError``,
-and the next call opens another session.
+Each server is asked for its tools once, before the run (``list_tools``): all trajectories get the same. A result with
+``isError`` is a ``ToolError``. A server that is not reached or does not answer is a ``ServiceError``; after one that
+breaks the session, the next call opens another session.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
 _REMOTE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#)')
-"""jsonschema would fetch it."""
+"""A reference to another document, which jsonschema would fetch."""
 _FORGOTTEN = "HTTP 404"
-"""What a server answers that does not know the session any more, as after a restart."""
+"""The status from a server that no longer knows the session, as after a restart."""
 _MAX_QUOTED = 200
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def all_tools(settings: EnvironmentSettings, context: EnvContext, options: ToolO
     """Make the tools of one trajectory, by name: those of ``environment.tools``, and those of ``environment.mcp``.
 
     Raises:
-        ConfigError: one is none, or two have the same name.
+        ConfigError: a name is of no tool, or two tools have the same name.
     """
     found = make_tools(settings.tools, context, options)
     for name, server in settings.mcp.items():
@@ -76,9 +76,9 @@ def all_tools(settings: EnvironmentSettings, context: EnvContext, options: ToolO
 
 
 async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
-    """Ask a server for its tools, and return those that ``only`` takes.
+    """Ask a server for its tools, and return those that ``only`` names, or all.
 
-    Where they are known already, a difference is a warning, and what the server lists now is returned.
+    If the settings have tools already, a warning names those that have changed or are gone.
 
     Raises:
         ConfigError: it does not answer, lists none or not those of ``only``, or a schema cannot be used.
@@ -121,16 +121,16 @@ def _problem_of(parameters: Mapping[str, Any]) -> str:
 
 
 class McpTool(FunctionTool):
-    """A tool of a server. Its calls of a turn are made at the same time."""
+    """A tool of a server. The calls of a turn are made at the same time."""
 
     def __init__(self, client: McpClient, schema: ToolSchema, context: EnvContext, options: ToolOptions) -> None:
-        """Call by ``client``. The policy is told the schema without control tokens, as any text of others."""
+        """Call by ``client``. The schema is a text of others: the policy gets it without control tokens."""
         name = schema["function"]["name"]
         super().__init__(partial(client.call, name), context, options, _defused(schema, context.defuse))
         self._client = client
 
     def close(self) -> None:
-        """End the session, if it is this trajectory's."""
+        """End the session, unless other trajectories share it."""
         if self._client.server.per_trajectory:
             self._client.close()
 
@@ -145,7 +145,7 @@ def _defused(value: Any, defuse: DefuseFn) -> Any:
 
 
 class McpClient:
-    """Calls the tools of one server. Its first call opens a session, and so does the next one after it broke."""
+    """Calls the tools of one server. The first call opens a session, and so does the next one after a session broke."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         """Nothing is opened yet."""
@@ -178,7 +178,7 @@ class McpClient:
 
 
 def _text_of(result: CallToolResult) -> str:
-    """Return what the policy reads of a result: its texts, and a word on what else there is."""
+    """Return what the policy reads of a result: its texts, and a note for any other content."""
     texts = []
     for block in result.content:
         found = block.text if block.type == "text" else None
@@ -191,7 +191,7 @@ def _text_of(result: CallToolResult) -> str:
 
 
 class _Session:
-    """A session with a server, in a task of its own: the SDK's task groups are left by the task that entered them."""
+    """A session with a server, in a separate asyncio task: what enters a task group of the SDK must leave it."""
 
     def __init__(self, name: str, server: McpServer, stderr: TextIO | None = None) -> None:
         self._name, self._server, self._stderr = name, server, stderr
@@ -221,7 +221,7 @@ class _Session:
         return self._client
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Return a result; ``ServiceError`` without one, which closes the session if that cannot be used any more."""
+        """Return a result; ``ServiceError`` if there is none, and the session is closed if it is broken."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
 
@@ -254,7 +254,7 @@ class _Session:
                 self._client = client
                 self._settled.set()
                 await self._closing.wait()
-        except Exception as error:  # a boundary: of a server, and of an SDK that raises groups of exceptions
+        except Exception as error:  # a boundary: to a server, by an SDK that raises groups of exceptions
             self._problem = self._said(error)
         finally:
             self._client, self._problem = None, self._problem or "the session ended"
@@ -284,9 +284,9 @@ class _Session:
         else:
             command, *arguments = tied(server.command)
             started = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-            # while it runs nothing reads it: many servers write a line for each call
+            # not read during a run: many servers write a line for each call
             transport = stdio_client(started, errlog=self._stderr or subprocess.DEVNULL)  # type: ignore[arg-type]
-        # the newest protocol knows no sessions over HTTP: there a server that remembers needs the one before
+        # the newest protocol has no sessions over HTTP; a server that keeps state needs the one before
         mode = "legacy" if server.url and server.per_trajectory else "auto"
         return Client(transport, mode=mode, message_handler=self._note, cache=None)
 
@@ -312,7 +312,7 @@ class _Session:
             self._status = f"HTTP {response.status_code}" if response.status_code >= 400 else ""
 
     def _said(self, error: BaseException) -> str:
-        """Return an error of the SDK in one sentence, with what is known besides."""
+        """Return an error of the SDK in one sentence, with the HTTP status and odd output of the server, if any."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):

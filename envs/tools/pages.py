@@ -1,4 +1,4 @@
-"""The tools ``open_page`` and ``read_section``: an article and its sections, by title."""
+"""The tools ``open_page`` and ``read_section``: a page and its sections, by title."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Opened:
 
 
 class PageTool(Tool):
-    """Opens pages with the environment's retriever; all that a turn asks for at once, each once."""
+    """Opens pages with the environment's retriever: those of all calls of a turn together, each once."""
 
     needs = PageRetriever
 
@@ -69,7 +69,7 @@ class PageTool(Tool):
 
 
 class OpenPageTool(PageTool):
-    """Gives all passages of a page, as far as ``max_observation_tokens`` allow."""
+    """Returns the passages of a page, as many as fit into ``max_observation_tokens``."""
 
     schema = _schema(OPEN_PAGE, "Open a page and read it from its beginning.", title="Its title, as a search shows it.")
 
@@ -85,7 +85,7 @@ class OpenPageTool(PageTool):
 
 
 class ReadSectionTool(PageTool):
-    """Gives all passages of a section, of a corpus with headings."""
+    """Returns the passages of a section; the corpus must have headings."""
 
     schema = _schema(
         "read_section",
@@ -96,7 +96,7 @@ class ReadSectionTool(PageTool):
     needs_headings: ClassVar[bool] = True
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
-        """Read the sections of all calls; of a section that is not there, the page says which there are."""
+        """Read the sections of all calls; instead of one that is missing, name the sections of its page."""
         asked = [(call["title"].strip(), call["heading"].strip()) for call in calls]
         sections = await self._open([HEADING.join(one) for one in asked])
         pages = await self._open([one[0] for one in asked if not sections[HEADING.join(one)].page])
@@ -114,9 +114,9 @@ class ReadSectionTool(PageTool):
 
 
 def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -> str:
-    r"""Return title and passages of a page that has some, in at most ``max_tokens`` tokens of ``encode``.
+    r"""Return title and passages of a page that is not empty, in at most ``max_tokens`` tokens of ``encode``.
 
-    Passages are whole, but for the first one where it does not fit alone: ``"Riga\nRiga lies in Latvia.\n§ History\n
+    Passages are whole; only a first one that does not fit alone is cut. ``"Riga\nRiga lies in Latvia.\n§ History\n
     It was founded in 1201.\n(2 of 5 pieces are shown.)"``.
     """
     titles = {passage.title for passage in page}
@@ -137,7 +137,7 @@ def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -
     left, number = max_tokens - size(shown(0)), 0
     while number < len(pieces) and (left := left - size(f"\n{pieces[number]}")) >= 0:
         number += 1
-    while number and size(shown(number)) > max_tokens:  # a text has a few other tokens than its parts
+    while number and size(shown(number)) > max_tokens:  # a joined text may have a few more tokens than its parts
         number -= 1
     if number:
         return shown(number)

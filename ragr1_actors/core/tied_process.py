@@ -2,12 +2,12 @@
 
 ::
 
-    env runner ──► this module, two processes ──► the command ──► its children, also those in sessions of their own
+    env runner ──► this module, two processes ──► the command ──► its children, also those that called setsid
         standard input and output of the command are the env runner's pipes
 
-Linux gives orphans of the command to the second process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. It sees the
-end of the env runner as that of standard input, also where it was killed. The module imports the standard library only,
-so that the processes start at once and take little memory.
+Linux gives orphans of the command to the second process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. This
+process sees the end of its standard input when the env runner ends, also where that is killed. The module imports the
+standard library only, so that the processes start at once and take little memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 _GRACE_S = 1.0
 """For a command whose standard input has ended: it may end by itself."""
 _POLL_MS = 1000
-"""Between two looks at the parent, where another process holds standard input open."""
+"""Between two checks of the parent, in case another process holds standard input open."""
 _KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -41,7 +41,7 @@ def main() -> int:
 
     Returns the command's exit status, as a shell gives it.
 
-    A child does it, in a session of its own: Ray kills the children of an actor that ends, and others kill the groups.
+    A child that calls ``setsid`` does it: Ray kills the children of an actor that ends, and others kill their groups.
     """
     parent = os.getpid()
     if child := os.fork():

@@ -85,7 +85,7 @@ class StopReason(StrEnum):
 
     @property
     def failure(self) -> Failure | None:
-        """What failed; None if the policy brought the end about, be it by using up its turns or its context."""
+        """What failed; None if the policy or its agent ended the trajectory, or used up the turns or the context."""
         match self:
             case StopReason.RETRIEVAL_FAILED | StopReason.SERVICE_FAILED | StopReason.ENGINE_ERROR:
                 return Failure.INFRASTRUCTURE

@@ -13,8 +13,8 @@ to it and behind it are rendered with a character in the place of each sampled t
 the first is no beginning of the second, the template frames what was said in another way: Qwen3 takes old thoughts out.
 
 Contents are texts of others. Where one names an added token of the tokenizer, such a character is rendered too, and the
-name is encoded as plain text: a page cannot write a control token. All else that was rendered is the template's. Tags
-around a result that are no added tokens, as ``</tool_response>`` of Qwen2.5, get round brackets in results.
+name is encoded as plain text: a page cannot write a control token. All else that was rendered is the template's. Where
+tags around a result are no added tokens, as Qwen2.5's ``</tool_response>``, results get them in round brackets.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class EndpointFormat:
     end_ids: frozenset[int] = frozenset()
 
     def __init__(self, tokenizer: EndpointTokenizer, name: GrammarName | None = None) -> None:
-        """Take the grammar in which calls are text, and which the prompt explains; None: they are the endpoint's."""
+        """With a grammar the prompt explains it, and calls are text in it; None: the endpoint's own tool calls."""
         self._tokenizer, self._grammar = tokenizer, GRAMMARS[name or "hermes"]
         self.is_native = name is None
 
@@ -263,14 +263,14 @@ class EndpointFormat:
         return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)))
 
     def _turn(self, turn: Message) -> list[int]:
-        """Return the ids of a turn that this attempt was given, with its calls."""
+        """Return the ids of a message with calls that was not sampled here."""
         chat, text = _as_chat(turn.role, turn.content, turn.calls), self.write(turn)
         for call in chat["tool_calls"]:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)), chat)
 
     def _own(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
-        """Return messages as the endpoint gets them; no result has the control tokens of known families."""
+        """Return messages as the endpoint gets them, results without the control tokens of known model families."""
         harmless = [
             replace(one, content=self._tokenizer.defuse(one.content)) if one.role == "tool" else one for one in messages
         ]

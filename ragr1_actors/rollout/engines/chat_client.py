@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 60.0
 """The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
 KEY_REFUSED = (401, 402, 403)
 _TOOLS_REFUSED = (400, 404, 422, 500, 501)
-"""Answers of endpoints without tool calls to a request with tools, where one without tools was answered."""
+"""Statuses with which endpoints without tool calls refuse a request with tools."""
 TOOLS_ADVICE = (
     "turn on the tool calls of the server, such as vLLM's --enable-auto-tool-choice, or set policy.chat_format=hermes, "
     "which writes the tools into the prompt"
@@ -63,9 +63,9 @@ class ChatAnswer:
     num_tokens: int | None
     """As the endpoint counted them; None if it did not."""
     thought: str = ""
-    """What a reasoning parser moved out of the text; only of a request with tools."""
+    """What the server's reasoning parser moved out of the text; only for a request with tools."""
     message: Mapping[str, Any] = field(default_factory=dict)
-    """As it came, if it has ``tool_calls``; only of a request with tools."""
+    """The message as it came, if it has ``tool_calls``; only for a request with tools."""
 
 
 @dataclass(frozen=True, slots=True)

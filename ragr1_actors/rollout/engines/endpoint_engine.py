@@ -5,8 +5,8 @@ back, so the ids of an attempt are its conversation, and the engine keeps none::
 
     ids ──► messages ──► POST /chat/completions ──► text, closed at its tag ──► ids: one with the text, the others count
 
-Tools are in the ids as well. The calls that an endpoint answers are written into the turn's text as Hermes writes them,
-so that an environment reads them as those of any policy; its message goes back as it came, with the results.
+The ids also hold the tools. The calls of an answer are written into the turn's text in the form of ``hermes``, so that
+an environment reads them like those of any policy; the endpoint's message goes back unchanged, with the results.
 
 The endpoint reports how many tokens it sampled, but neither ids nor log-probs: nothing can be trained on them.
 """
@@ -62,7 +62,7 @@ class _Turn:
 
     text: str
     message: Mapping[str, Any]
-    """As it goes back, if it has calls."""
+    """The message as it goes back, if it has calls."""
     call_ids: Sequence[str]
 
 
@@ -93,8 +93,8 @@ class EndpointTokenizer:
     def sampled(self, text: str, num_tokens: int, message: Mapping[str, Any] | None = None) -> list[int]:
         """Return ``num_tokens`` ids, at least one, for a turn with this text.
 
-        ``message`` is what goes back of a turn with ``tool_calls``. A call without an id gets one, of nine characters,
-        as Mistral wants them.
+        ``message`` is that of a turn with ``tool_calls``, and goes back. A call without an id gets one, of nine
+        characters, as Mistral wants them.
         """
         message = message or {}
         first = len(self._texts)
@@ -259,7 +259,7 @@ def _written(function: Mapping[str, Any]) -> str:
     """
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments)  # as some servers of your own do
+        arguments = json.dumps(arguments)  # some servers send an object
     try:
         json.loads(arguments)
     except (ValueError, RecursionError):
