@@ -156,7 +156,7 @@ def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ..
         counts = (runners.num_env_runners, runners.num_cpus_per_env_runner, runners.num_gpus_per_env_runner)
         demands.append(Demand("env runners", *counts, runners.label_selector))
     agent = config.environment.agent
-    if agent is not None and agent.ray and agent.num_cpus:  # room for one of each runner; more of them wait for it
+    if agent is not None and agent.ray and agent.num_cpus:  # room for one call per runner; others wait
         demands.append(Demand("agent tasks", runners.num_env_runners, agent.num_cpus, 0, runners.label_selector))
     return tuple(demand for demand in demands if demand.count)
 

@@ -86,8 +86,8 @@ class PageRetriever(Protocol):
     async def open_pages(self, titles: list[str]) -> list[Page]:
         """Return the page of each title, ``[len(titles)]``, an empty one where there is none.
 
-        A title is that of passages: exactly, else in any case of letters. ``"Riga"`` is also that of its sections, such
-        as ``"Riga § History"``.
+        A title matches that of passages exactly, or else without regard to upper and lower case. ``"Riga"`` matches its
+        sections, too, such as ``"Riga § History"``.
 
         Raises:
             RetrievalError: no replica answered.

@@ -59,7 +59,7 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
 
 
 def retriever_class(retrieval_type: str) -> type:
-    """Return the class of the retrievers of a type, as far as what they can do: one of a fleet can do the same."""
+    """Return the class that shows what retrievers of a type can do; those of a fleet can do the same."""
     found: type = LocalRetriever if needs_index(retrieval_type) else load_object(retrieval_type, RETRIEVERS)
     return found
 

@@ -248,7 +248,7 @@ def serve(
         int, typer.Option("--encoders", min=0, help="Actors that encode queries; 0: the replicas encode.")
     ] = 0,
     mcp: Annotated[bool, typer.Option("--mcp", help="Serve the tool search to clients of MCP, too, at /mcp.")] = False,
-    stdio: Annotated[bool, typer.Option("--stdio", help="Serve it over standard input and output instead.")] = False,
+    stdio: Annotated[bool, typer.Option("--stdio", help="Serve that tool over stdin and stdout instead.")] = False,
     reranker: RerankerOption = "",
     option: OptionsOption = None,
 ) -> None:

@@ -25,7 +25,7 @@ def serve(
     token_env: TokenEnvOption = "",
     allow_host: AllowHostOption = None,
 ) -> None:
-    """Serve a trained policy to OpenAI's clients: POST /v1/chat/completions. Its tools run here."""
+    """Serve a trained policy to OpenAI's clients: POST /v1/chat/completions. The run's tools run in this process."""
     from cluster.http import check_token
 
     token = token_of(token_env)

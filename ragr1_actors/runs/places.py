@@ -57,7 +57,7 @@ SFT_POLICY = "policy_sft"
 FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
 """What is whole or absent in a run; everything else is files that grow."""
 MCP_FILE = "mcp_tools.json"
-"""What each server of ``environment.mcp`` listed before the run."""
+"""The tools that each server of ``environment.mcp`` listed before the run."""
 _FIRST_FILES = ("config.yaml", MCP_FILE, "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
 """The files of an earlier process that this one reads, or goes on with."""
 _DRIVER, _LIST = "driver", "list"

@@ -69,7 +69,7 @@ def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
 
 
 def stored_tools(run_dir: Path | Place) -> dict[str, list[dict[str, Any]]]:
-    """Return what the servers of ``environment.mcp`` listed before a run, by name; empty if it has none."""
+    """Return the tools that each server of ``environment.mcp`` listed before a run, by its name; empty without one."""
     place = find_place(run_dir)
     place.load()
     path = place.path / MCP_FILE

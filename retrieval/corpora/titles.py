@@ -102,5 +102,5 @@ def write_titles(corpus: Corpus, path: Path) -> None:
 
 
 def _lowered(title: str) -> str:
-    lowered: str = pc.utf8_lower(title).as_py()  # as the rows were sorted; Python's own has other letters for some
+    lowered: str = pc.utf8_lower(title).as_py()  # as the rows were sorted; Python's lower() differs for some letters
     return lowered

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
 _OPEN = 0
-"""In place of the number of passages: the queries are titles, of which the pages are asked."""
+"""In place of the number of passages: the queries are titles of pages to open."""
 
 
 class RetrieverClient:
@@ -263,7 +263,7 @@ class _RemoteReplica:
 def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
     """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer.
 
-    None: all, in their order, of one shard.
+    ``k`` None: all hits of one shard, in their order.
     """
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
     version = shards[0].index_version

@@ -1,10 +1,10 @@
-"""The tool ``search`` over any retriever, for each client that speaks the Model Context Protocol (MCP).
+"""The tool ``search`` over any retriever, for any client that speaks the Model Context Protocol (MCP).
 
 ::
 
     client ──► cluster/http.py, with its guards ──► POST /mcp ──► the official SDK ──► search ──► retriever
 
-The SDK would bring a web server. It is asked through ASGI instead, so that there is one door. No session is kept.
+The SDK is asked through ASGI and starts no web server, so that all requests pass the guards. No session is kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class McpEndpoint:
             json_response=True,
             stateless_http=True,
             max_request_body_size=Limits().body_bytes,
-            transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the door has it
+            transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guards have it
         )
         self._sessions = server.session_manager
 

@@ -148,7 +148,7 @@ class RetrievalServer:
             token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
             allowed_hosts: further names by which clients reach the server.
             limits: of connections, bodies and times.
-            mcp: answers clients of MCP besides; it takes the SDK.
+            mcp: answers clients of MCP, too; it needs the SDK.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.

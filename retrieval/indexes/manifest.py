@@ -5,7 +5,7 @@
     index/
       manifest.json         written last by ``retrieval.build``, read by every retriever
       corpus.arrow          the passages, one row each
-  titles.npy            their rows in the order of their titles
+      titles.npy            the rows of the passages in the order of their titles
       encoder/              only with ``static``: the encoder made from the corpus
       shard-0000.faiss ...  vectors of consecutive rows         (dense and hybrid)
       bm25/                 the inverted index                  (bm25 and hybrid)
@@ -154,7 +154,7 @@ class Manifest:
         """Name of the evidence, 12 hexadecimal digits: equal for two directories that give equal answers."""
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
         parts += [shard.file.fingerprint for shard in self.shards]
-        # the encoder is in it, and the titles are those of the corpus
+        # a fingerprint of the encoder is in it already, and the titles are those of the corpus
         parts += [file.fingerprint for file in self.files if file.name not in (ENCODER_LIST, TITLES_FILE)]
         parts += [f"{name}={value}" for name, value in sorted(self.options.items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -1,6 +1,6 @@
 """Kinds of agents: a function, a program, a Ray task; how each is run for one task, and how it is ended.
 
-What an agent leaves behind is ended with it.
+A program or Ray task is ended with the processes that it started; a plain function in a thread cannot be ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16
-"""Of what a program prints, its end is kept."""
+"""What a program prints is kept up to this size: the end of it."""
 END_TIMEOUT_S = 30.0
-"""For the end of a program and of all that it started."""
+"""Limit for the end of a program and of the processes that it started."""
 _MAX_ARGUMENT = 100_000  # Linux refuses longer ones
 
 
@@ -48,17 +48,17 @@ class FunctionAgent:
 
 
 class CommandAgent:
-    """A program; whatever it started ends with it, and with this process, also where that is killed."""
+    """A program. The processes that it started end with it, and with this process, also where this one is killed."""
 
     def __init__(self, command: list[str]) -> None:
-        """Run ``command`` with the question and the task's id in their places."""
+        """Run ``command`` with question and task id in place of ``{question}`` and ``{task_id}``."""
         self._command = command
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return the last line that the program prints."""
         command = [one.replace("{question}", task.question).replace("{task_id}", task.task_id) for one in self._command]
         if any(len(one.encode()) > _MAX_ARGUMENT for one in command):
-            return Ended(problem=f"the question of {task.task_id} is too long for an argument of a program")
+            return Ended(problem=f"the argument with the question of {task.task_id} has over {_MAX_ARGUMENT} bytes")
         process = await asyncio.create_subprocess_exec(
             *tied(command),
             stdin=asyncio.subprocess.PIPE,  # it ends with this process, however that ends
@@ -124,14 +124,14 @@ def check_agent(config: SamplerConfig) -> None:
     make_agent(agent, 1)
     if agent.ray and not config.env_runners.num_env_runners:
         raise ConfigError(
-            "environment.agent.ray: got env_runners.num_env_runners=0; set it to 1 or more, or name function"
+            "environment.agent.ray: got env_runners.num_env_runners=0; set it to 1 or more, or use function for ray"
         )
     if config.policy.chat_format == "tags":
-        raise ConfigError("policy.chat_format: got tags, in which no agent asks; set it to auto, or to a form of calls")
+        raise ConfigError("policy.chat_format: got tags with environment.agent; set it to auto, or to a form of calls")
     if isinstance(config, RunConfig) and config.sft.num_steps:
         raise ConfigError(
-            f"sft.num_steps: got {config.sft.num_steps} with environment.agent, of which there are no demonstrations; "
-            "set it to 0, and train the format with environment.env: tools in another run"
+            f"sft.num_steps: got {config.sft.num_steps} with environment.agent, which has no demonstrations; set it to "
+            "0, and learn the format by SFT with environment.env: tools in another run"
         )
 
 

@@ -16,11 +16,11 @@ class AgentSession:
     """What an agent needs to ask the policy: ``OpenAI(base_url=session.base_url, api_key=session.api_key)``."""
 
     url: str
-    """Of the gateway: ``http://127.0.0.1:40123``."""
+    """Address of the gateway: ``http://127.0.0.1:40123``."""
     api_key: str
     """Valid until the agent ends."""
     seed: int
-    """For what the agent draws at random; each attempt has another seed."""
+    """Seeds what the agent draws at random; each attempt has another seed."""
     deadline_s: float
     """Seconds that the agent has."""
 
@@ -40,7 +40,7 @@ class Ended:
     """How an agent ended."""
 
     answer: str | None = None
-    """None: it gave none, beside what it posted."""
+    """None: it returned or printed none, and the one that it posted counts."""
     problem: str = ""
     """Why it failed; empty if it did not."""
     output: str = ""
@@ -61,6 +61,6 @@ def answer_of(returned: object, function: Function) -> str | None:
     """Return what an agent's function returned; ``ConfigError`` if it is neither a text nor None."""
     if returned is not None and not isinstance(returned, str):
         raise ConfigError(
-            f"{named(function)} returned {shortened(repr(returned))}, expected the answer, a text, or None"
+            f"{named(function)} returned {shortened(repr(returned))}, expected the answer as a text, or None"
         )
     return returned

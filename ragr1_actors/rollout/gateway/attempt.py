@@ -44,7 +44,7 @@ class AgentAttempt:
             ConfigError: the agent ended before the policy acted.
         """
         if fork is not None:
-            raise ConfigError("got a fork of an agent's trajectory; only an environment can act on its turns again")
+            raise ConfigError("got a fork of an agent's trajectory; agents cannot be forked, choose another strategy")
         ended, is_late = await self._solved(task)
         self._output = ended.output or ended.problem
         if ended.answer is not None:
@@ -79,7 +79,7 @@ class AgentAttempt:
 
     @staticmethod
     def _failed(error: BaseException | None) -> Ended:
-        """Return how a flood ends an agent; raise any other error."""
+        """Return how an agent that floods is ended; raise any other error."""
         assert error is not None
         if not isinstance(error, FloodError):
             raise error

@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 def context_is_full(what: str) -> ApiError:
-    """Return what refuses a request beyond the context, or the turns; ``what`` is to be done or known."""
+    """Return the refusal of a request beyond the context or the turns; ``what`` says why, or what to do."""
     # litellm knows the error by these words; smolagents takes some numbers for those of other errors
     return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
 
@@ -118,11 +118,11 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     overridden: Mapping[str, Any] = field(default_factory=dict)
-    """The fields whose values are the run's in training, with the request's: ``{"temperature": 0.5}``."""
+    """Fields of the request that have no effect in training, with their values: ``{"temperature": 0.5}``."""
 
 
 def refused(error: ValidationError) -> ApiError:
-    """Return what refuses a body in which pydantic found a problem."""
+    """Return the refusal of a body in which pydantic found a problem."""
     key, value, problem = first_problem(error)
     return ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}")
 
@@ -171,14 +171,14 @@ def _refuse(given: dict[str, Any], choice: object) -> None:
     if given.get("logit_bias"):
         raise ApiError(400, "logit_bias: the policy samples without one; leave it out")
     if choice not in ("auto", "none", "required"):
-        raise ApiError(400, f"tool_choice: got {shortened(repr(choice))}, expected auto or none; calls are not forced")
+        raise ApiError(400, f"tool_choice: got {shortened(repr(choice))}, expected auto, none or required")
     response_format = given.get("response_format", {"type": "text"})
     if response_format != {"type": "text"}:
         got = shortened(repr(response_format))
         raise ApiError(400, f"response_format: got {got}, expected text; ask for the format in a message")
     for name in ("functions", "function_call", "audio", "logprobs"):
         if given.get(name):
-            raise ApiError(400, f"{name}: this endpoint does not have it; leave it out")
+            raise ApiError(400, f"{name}: this endpoint does not support it; leave it out")
 
 
 def in_front(messages: Sequence[Message]) -> list[Message]:
@@ -189,7 +189,7 @@ def in_front(messages: Sequence[Message]) -> list[Message]:
 
 
 def behind(messages: Sequence[Message]) -> list[Message]:
-    """Return messages behind the first ones; those of the system become a user's."""
+    """Return messages behind the first ones, those of the system as a user's."""
     return [replace(message, role="user") if message.role == "system" else message for message in messages]
 
 
@@ -284,7 +284,7 @@ def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tu
 
 
 def _without_beginning(text: str, of: Sequence[str]) -> str:
-    """Return a text without an end that one of some texts begins with."""
+    """Return a text without an ending that may be the beginning of one of the texts ``of``."""
     longest = max((n for one in of for n in range(1, len(one)) if text.endswith(one[:n])), default=0)
     return text[: len(text) - longest]
 
@@ -305,7 +305,7 @@ class Chunks:
         self._has_begun = False
 
     def grown(self, turn: str) -> bytes:
-        """Return what a turn that is still being sampled shows more than before; empty: nothing."""
+        """Return chunks for the new text of a turn that is still being sampled; empty if there is none to show."""
         thought, content = visible(turn, self._request.stop, is_whole=False)
         # a call may begin anywhere in the text, so with tools it is sent at the end
         return b"".join(self._deltas(thought, "" if self._request.tools else content))

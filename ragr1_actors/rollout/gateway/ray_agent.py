@@ -14,7 +14,7 @@ from ragr1_actors.rollout.gateway.agents import AgentSession, Ended, Function, a
 
 
 class RayAgent:
-    """A plain function that Ray runs in a process of its own; it is killed when it is ended."""
+    """A plain function that Ray runs in a separate process, which is killed to end it."""
 
     def __init__(self, function: Function, num_cpus: float) -> None:
         """Reserve ``num_cpus`` for each call."""

@@ -4,12 +4,12 @@
 
     POST /v1/chat/completions   tools, stream, stop, max_tokens
     GET  /v1/models
-    POST /v1/answer             {"answer": "Riga"}     the agent's answer, where it does not return one
+    POST /v1/answer             {"answer": "Riga"}     the agent's answer, if it does not return one
     POST /v1/reward             {"reward": 0.5}        added to the last turn's reward
     POST /retrieve              Search-R1's protocol: the run's retriever
 
 A key that was never given gets 401, that of a session that has ended 410. ``cluster/http.py`` has the guards of every
-server. The gateway listens while its runner has sessions, and goes on listening between them.
+server. The gateway listens from the first session on, until it is closed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODEL = "policy"
 """The name of the one model."""
 MAX_BODY_BYTES = 8 * 2**20
 _KEPT_KEYS = 2**16
-"""Keys of ended sessions that are known as such."""
+"""Keys of ended sessions that get 410; older ones get 401."""
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
@@ -143,7 +143,7 @@ class Gateway:
                 self._ended.popitem(last=False)
 
     async def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         if self._is_listening:
             await self._server.__aexit__()
 

@@ -47,7 +47,7 @@ from ragr1_actors.rollout.gateway.messages import (
 from ragr1_actors.rollout.recorder import Reading, Recorder
 
 MAX_REFUSED = 64
-"""Requests of a session that are refused until the session ends: an agent that does not stop to ask."""
+"""Requests of a session that may be refused beyond a limit; one more ends the session."""
 
 
 class NewRecorder(Protocol):
@@ -58,7 +58,7 @@ class NewRecorder(Protocol):
 
 
 class FloodError(Exception):
-    """The agent does not stop to ask."""
+    """The agent does not stop asking beyond a limit."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Conversation:
     recorder: Recorder
     tools: tuple[ToolSchema, ...]
     said: tuple[Said, ...] = ()
-    """As the agent knows it; empty before the first turn."""
+    """The messages as the agent knows them; empty before the first turn."""
     is_busy: bool = False
     is_full: bool = False
     turn: tuple[str, tuple[ToolCall, ...]] | None = None
@@ -109,9 +109,9 @@ class Session:
     limit: StopReason | None = None
     """The limit that refuses further requests."""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Has an exception once the session cannot go on: an error of the engine, or ``FloodError``."""
+    """Has an exception once the session cannot go on: an error of engine or search, or ``FloodError``."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Metrics of the attempt: how often a request set what the run sets."""
+    """Metrics of the attempt: how often a request had a field that has no effect."""
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
@@ -246,9 +246,9 @@ class Session:
             request.cancel()
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
-        """Return what was recorded: the conversations, each with its rows, one behind the other.
+        """Return what was recorded: the rows of all conversations, one conversation behind the other.
 
-        ``output`` is what the agent printed, which is kept as the result of a call ``agent`` in the last turn.
+        ``output`` is what the agent printed, or its error: kept as the result of a call ``agent`` in the last turn.
         """
         for conversation in self._conversations:
             conversation.end_turn()

@@ -1,4 +1,4 @@
-"""``ragr1 serve``: a trained policy behind the gateway's door, for people and their OpenAI clients.
+"""``ragr1 serve``: a trained policy with the API of the gateway, for people and their OpenAI clients.
 
 ::
 
@@ -6,7 +6,8 @@
     the environment calls tools (env: tools)             the conversation is the prompt; the tools run here
     any other environment (env: search)                  the last message is the question, as in ``ragr1 ask``
 
-No state is kept between requests. What a request says of sampling counts here; without it, sampling is greedy.
+No state is kept between requests. Temperature, top_p and seed of a request have an effect here; 0 is the temperature
+of a request without one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def check_services(config: C, place: Place | None = None) -> C:
     """Ask each model of ``environment.models`` at an endpoint a question, and have the retriever ask its service one.
 
     The retriever does so if it is one that can (``ProbedRetriever``). Each server of ``environment.mcp`` is asked for
-    its tools; the configuration that is returned has them, or those that the run in ``place`` began with.
+    its tools. The configuration that is returned has these tools, or those that the run in ``place`` began with.
 
     Raises:
         ConfigError: a service does not answer; the message has its address and the error.
@@ -43,7 +43,7 @@ def _with_tools(config: C, place: Place | None) -> C:
         listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))
         servers[name] = server.with_tools(listed if known is None else known)
     environment = config.environment.model_copy(update={"mcp": servers})
-    all_tools(environment, stand_in_context(environment), ToolOptions())  # no two have the same name
+    all_tools(environment, stand_in_context(environment), ToolOptions())  # raises if two have the same name
     return config.model_copy(update={"environment": environment})
 
 
