@@ -133,6 +133,30 @@ def test_the_json_of_an_answer(searching: str) -> None:
     assert 0 < counts["model_tokens"] < counts["context_tokens"]
 
 
+class Reader(ScriptedEngine):
+    """Opens the page of the lamp and answers."""
+
+    def __init__(self, policy_dir: str, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+        page = '<tool_call>\n{"name": "open_page", "arguments": {"title": "lamp"}}\n</tool_call>'
+        super().__init__({"ask/0#0/0": [page, "Riga"], "ask/0/0": [page, "Riga"]}, tokenizer.encode)
+
+
+def test_pages_are_opened_by_a_retriever_that_still_loads(run: str) -> None:
+    copy = Path(run).with_name("reading")
+    shutil.copytree(run, copy, symlinks=True)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["env_runners"]["engine"] = "test_cli_ask:Reader"
+    config["environment"] |= {"env": "tools", "tools": ["open_page"], "options": {}, "prompt": "{question}"}
+    config["env_runners"] |= {"max_context_tokens": 4096, "max_new_tokens_per_turn": 200}
+    config["policy"]["chat_format"] = "hermes"
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    with Asker(str(copy)) as asker:
+        trajectory = asker.ask(QUESTION)
+    assert trajectory.stop_reason.value == "answered", trajectory.error
+    (opened,) = trajectory.turns[0].calls
+    assert opened.tool == "open_page" and opened.records
+
+
 def test_the_policy_writes_while_the_retriever_loads(searching: str, monkeypatch: pytest.MonkeyPatch) -> None:
     has_written = threading.Event()
     load = asking.open_retriever

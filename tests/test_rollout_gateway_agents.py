@@ -218,6 +218,18 @@ async def test_the_last_line_of_a_program_is_the_answer(tokenizer: PolicyTokeniz
     assert found.calls[-1].tool == "agent" and found.calls[-1].result == "thinking\nRiga\n\n"
 
 
+async def test_a_posted_answer_counts_before_what_a_program_prints(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    posts = """
+ask(sys.argv[1])
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/answer"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps({"answer": "Riga"}).encode(), headers))
+print("done")
+"""
+    (found,) = await play(tokenizer, {"command": program(tmp_path, posts)}, {"t/0": ["Hm"]})
+    assert (found.error, found.answer, found.reward) == ("", "Riga", 1.0)
+
+
 async def test_a_program_that_fails_is_told_with_its_last_line(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
     command = program(tmp_path, "ask(sys.argv[1]); sys.exit('no luck')\n")
     (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})

@@ -47,7 +47,7 @@ class AgentAttempt:
             raise ConfigError("got a fork of an agent's trajectory; agents cannot be forked, choose another strategy")
         ended, is_late = await self._solved(task)
         self._output = ended.output or ended.problem
-        if ended.answer is not None:
+        if self._session.answer is None:
             self._session.answer = ended.answer
         if not self._session.has_turns:
             raise ConfigError(f"the agent ended before the policy acted: {ended.problem or 'it asked nothing'}")

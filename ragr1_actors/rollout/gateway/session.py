@@ -102,8 +102,8 @@ class Session:
     """Called with the id of each recorder at the end."""
     chat: ChatFormat
     max_turns: int
-    answer: str = ""
-    """What ``POST /v1/answer`` gave."""
+    answer: str | None = None
+    """What ``POST /v1/answer`` gave, or else the agent at its end."""
     reward: float = 0.0
     """What ``POST /v1/reward`` gave."""
     limit: StopReason | None = None
@@ -260,7 +260,7 @@ class Session:
             said_by_agent = (ToolCall("agent", {}, output),) if output else ()
             turn = last.turns[-1]
             last.turns[-1] = replace(turn, calls=turn.calls + said_by_agent, reward=turn.reward + self.reward)
-        parts = [one.trajectory(task, stop_reason, answer=self.answer, error=error) for one in recorders]
+        parts = [one.trajectory(task, stop_reason, answer=self.answer or "", error=error) for one in recorders]
         return replace(_joined(parts), trajectory_id=self.new_recorder().trajectory_id, metrics=dict(self.counts))
 
 

@@ -23,8 +23,8 @@ from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from ragr1_actors.training.evaluation.evaluated_policy import index_of, sampler_config
 from ragr1_actors.training.planning.gpus import check_gpus
 from ragr1_actors.training.planning.services import check_services
-from retrieval.base import Passage, Retriever, needs_index
-from retrieval.local import named_index, open_retriever
+from retrieval.base import Page, PageRetriever, Passage, Retriever, needs_index
+from retrieval.local import named_index, open_retriever, retriever_class
 
 NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
 
@@ -52,7 +52,8 @@ class Asker:
             UserError: policy, index or a setting cannot be used, or a search server does not answer.
         """
         config, policy_dir, open_its_retriever = trained(path)
-        self._retriever = _LoadingRetriever(open_its_retriever)
+        opens_pages = issubclass(retriever_class(config.retrieval.type), PageRetriever)
+        self._retriever = (_LoadingPages if opens_pages else _LoadingRetriever)(open_its_retriever)
         self._runner = EnvRunner.load(config, policy_dir, self._retriever)
         self._retriever.start()  # not before: two threads that import the same packages take longer than one
         self._loop = asyncio.new_event_loop()
@@ -99,6 +100,15 @@ class _LoadingRetriever:
         """Raise what the thread raised, if it has ended; a trajectory holds only its text."""
         if self._loaded.done():
             self._loaded.result()
+
+
+class _LoadingPages(_LoadingRetriever):
+    """A retriever that opens pages, too."""
+
+    async def open_pages(self, titles: list[str]) -> list[Page]:
+        retriever = await asyncio.wrap_future(self._loaded)
+        assert isinstance(retriever, PageRetriever)
+        return await retriever.open_pages(titles)
 
 
 def ask(path: str | Path, question: str) -> Trajectory:
