@@ -343,6 +343,7 @@ async def test_an_agent_gives_answer_and_reward_and_searches(tokenizer: PolicyTo
         ("retrieve", "Ana", "Riga"),
         ("retrieve", "Bo", "Riga"),
     ]
+    assert (found.metrics["rounds"], found.metrics["queries"]) == (1.0, 2.0)
 
 
 # -- what others write -------------------------------------------------------------------------------------------------

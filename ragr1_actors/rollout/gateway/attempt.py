@@ -17,14 +17,24 @@ from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended
 from ragr1_actors.rollout.gateway.server import Gateway
-from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
+from ragr1_actors.rollout.gateway.session import RETRIEVE, FloodError, NewRecorder, Session
 from retrieval.base import Retriever
+
+
+def _num_rounds(ended: Trajectory) -> float:
+    return float(sum(any(call.tool == RETRIEVE for call in turn.calls) for turn in ended.turns))
+
+
+def _num_queries(ended: Trajectory) -> float:
+    return float(sum(call.tool == RETRIEVE for call in ended.calls))
 
 
 class AgentAttempt:
     """``Attempt`` of an agent."""
 
-    measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
+    measures: Mapping[str, Measure] = MappingProxyType(
+        {"rows": lambda ended: float(len(ended.rows)), "rounds": _num_rounds, "queries": _num_queries}
+    )
 
     def __init__(self, agent: Agent, gateway: Gateway, session: Session, deadline_s: float) -> None:
         """Record what the agent asks in a new session."""

@@ -46,6 +46,8 @@ from ragr1_actors.rollout.gateway.messages import (
 )
 from ragr1_actors.rollout.recorder import Reading, Recorder
 
+RETRIEVE = "retrieve"
+"""The tool of a search at the gateway, in the record; the policy may call a tool ``search`` itself."""
 MAX_REFUSED = 64
 """Requests of a session that may be refused beyond a limit; one more ends the session."""
 
@@ -228,7 +230,7 @@ class Session:
             if conversation.turn is not None:
                 action, calls = conversation.turn
                 made = [
-                    ToolCall("retrieve", {"query": query, "k": k}, records=tuple(records))
+                    ToolCall(RETRIEVE, {"query": query, "k": k}, records=tuple(records))
                     for query, records in zip(queries, found, strict=True)
                 ]
                 conversation.turn = (action, (*calls, *made))
