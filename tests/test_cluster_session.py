@@ -195,6 +195,7 @@ KILLED = """
 from cluster import leftovers
 leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import os, signal, sys, time
+from contextlib import suppress
 from pathlib import Path
 from cluster.leftovers import processes_of
 from cluster.session import ray_session
@@ -209,8 +210,11 @@ with ray_session():
     print(folder, *pids, flush=True)
     assert len(pids) > 6  # this process, Ray's and the actor's
     if "watcher" in sys.argv:
-        watchers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")
-                    if f"leftovers.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes()]
+        watchers = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if f"leftovers.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes():
+                    watchers.append(int(entry.name))
         assert len(watchers) == 1
         os.kill(watchers[0], signal.SIGKILL)
     if "driver" in sys.argv:
