@@ -16,7 +16,7 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
 from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
-from ragr1_actors.core.users_code import contained
+from ragr1_actors.core.users_code import carried, contained
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16
@@ -41,7 +41,7 @@ class FunctionAgent:
                 returned = await contained(self._function(task, session))
             else:
                 loop = asyncio.get_running_loop()
-                returned = await contained(loop.run_in_executor(self._threads, self._function, task, session))
+                returned = await contained(loop.run_in_executor(self._threads, carried(self._function), task, session))
             return Ended(answer_of(returned, self._function))
         except Exception as error:  # a user's agent may raise anything; only its own trajectory ends
             return Ended(problem=raised_at(error, self._function))
@@ -56,9 +56,11 @@ class CommandAgent:
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return the last line that the program prints."""
-        command = [one.replace("{question}", task.question).replace("{task_id}", task.task_id) for one in self._command]
-        if any(len(one.encode()) > _MAX_ARGUMENT for one in command):
-            return Ended(problem=f"the question of {task.task_id} is too long for an argument of a program")
+        question = task.question.replace("\0", "")
+        command = [one.replace("{task_id}", task.task_id).replace("{question}", question) for one in self._command]
+        if (longest := max(len(one.encode()) for one in (*command, question))) > _MAX_ARGUMENT:
+            got = f"the question of {task.task_id} makes an argument of {longest} bytes"
+            return Ended(problem=f"{got}, expected at most {_MAX_ARGUMENT} for a program; name a function instead")
         process = await asyncio.create_subprocess_exec(
             *tied(command),
             stdin=asyncio.subprocess.PIPE,  # it ends with this process, however that ends
@@ -70,7 +72,7 @@ class CommandAgent:
                 "OPENAI_BASE_URL": session.base_url,
                 "OPENAI_API_KEY": session.api_key,
                 "RAGR1_SEARCH_URL": session.search_url,
-                "RAGR1_QUESTION": task.question.replace("\0", ""),
+                "RAGR1_QUESTION": question,
                 "RAGR1_TASK_ID": task.task_id,
                 "RAGR1_SEED": str(session.seed),
             },
@@ -84,14 +86,19 @@ class CommandAgent:
             status = await process.wait()
         finally:
             process.stdin.close()  # which ends what is left
-            if process.returncode is None:
-                await asyncio.shield(asyncio.wait_for(process.wait(), END_TIMEOUT_S))
+            await asyncio.shield(asyncio.wait_for(_ended(process.stdout, process), END_TIMEOUT_S))
         text = output.decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if status:
             last = f": {shortened(lines[-1])}" if lines else ""
             return Ended(problem=f"{command[0]} ended with status {status}{last}", output=text)
         return Ended(lines[-1] if lines else None, output=text)
+
+
+async def _ended(stdout: asyncio.StreamReader, process: asyncio.subprocess.Process) -> int:
+    while await stdout.read(2**16):  # asyncio says that a process has ended once its output was read
+        pass
+    return await process.wait()
 
 
 def make_agent(settings: AgentSettings, max_concurrent: int) -> Agent:

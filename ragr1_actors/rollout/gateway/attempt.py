@@ -20,6 +20,9 @@ from ragr1_actors.rollout.gateway.server import Gateway
 from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
 from retrieval.base import Retriever
 
+END_TIMEOUT_S = 60.0
+"""For the end of an agent that was cancelled; longer than a program takes."""
+
 
 class AgentAttempt:
     """``Attempt`` of an agent."""
@@ -75,7 +78,7 @@ class AgentAttempt:
                 session.end()
                 if not solving.done():
                     solving.cancel()
-                    await asyncio.wait({solving})
+                    await asyncio.wait({solving}, timeout=END_TIMEOUT_S)  # a function may catch it, and goes on
 
     @staticmethod
     def _failed(error: BaseException | None) -> Ended:
