@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from typer.testing import CliRunner
 from waits import until
 
 from envs.call_grammars import GRAMMARS
-from envs.tools.mcp import McpClient
+from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
@@ -361,6 +363,56 @@ def test_what_is_wrong_with_a_server_is_one_sentence(server: dict[str, Any], pro
     assert str(caught.value).startswith("environment.mcp.world")
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Hanging(BaseHTTPRequestHandler):
+    """Opens a session, and answers nothing else, not even its end."""
+
+    released = threading.Event()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["method"] == "tools/list":
+            self.released.wait()
+        if asked["method"] == "initialize":
+            info = {"name": "hangs", "version": "1"}
+            result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}
+            self.answer(200, {"jsonrpc": "2.0", "id": asked["id"], "result": result})
+        elif "id" in asked:
+            error = {"code": -32601, "message": "no such method"}
+            self.answer(200, {"jsonrpc": "2.0", "id": asked["id"], "error": error})
+        else:
+            self.answer(202)
+
+    def do_GET(self) -> None:
+        self.answer(405)
+
+    def do_DELETE(self) -> None:
+        self.released.wait()
+
+    def answer(self, status: int, body: object = None) -> None:
+        written = json.dumps(body).encode() if body else b""
+        self.send_response(status)
+        for name, value in (("Content-Type", "application/json"), ("Mcp-Session-Id", "a"), ("Connection", "close")):
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(written)))
+        self.end_headers()
+        self.wfile.write(written)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+async def test_a_server_that_does_not_end_its_session_is_one_sentence() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = McpServer(url=f"http://127.0.0.1:{server.server_port}/mcp", timeout_s=2)
+        try:
+            with pytest.raises(ConfigError, match="no answer within 2 s"):
+                await asyncio.wait_for(list_tools("world", settings), 60)
+        finally:
+            Hanging.released.set()
+            server.shutdown()
 
 
 def pid() -> str:

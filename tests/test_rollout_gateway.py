@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_world import CALL, TASK, TOOL, Client, events, play
+from gateway_world import CALL, TASK, TOOL, Client, GrowingScripts, events, play
 from tool_templates import TEMPLATES, write_tool_family
 
+from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import CallRequest, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.chat_format import TemplateFormat
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
+from ragr1_actors.rollout.gateway.messages import ApiError, read_request
+from ragr1_actors.rollout.gateway.session import Session
 
 HERE = __name__
 
@@ -182,7 +186,92 @@ async def test_other_tools_make_another_prompt(tokenizer: PolicyTokenizer) -> No
     assert len(found.rows) == 2
 
 
+@pytest.mark.parametrize("again", ["the same", "more"])
+async def test_a_request_that_was_cancelled_is_asked_again(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    generate, release = GrowingScripts.generate, GrowingScripts.release
+    asked, left = asyncio.Event(), asyncio.Event()
+    running: set[str] = set()
+
+    async def one_at_a_time(self: GrowingScripts, *arguments: Any, request_id: str, **options: Any) -> Any:
+        if request_id in running:  # as the transformers engine, which samples on after a cancellation
+            raise EngineError("it is being generated already")
+        running.add(request_id)
+        if not asked.is_set():
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+        turn = await generate(self, *arguments, request_id=request_id, **options)
+        running.discard(request_id)
+        return turn
+
+    def forget(self: GrowingScripts, request_id: str) -> None:
+        running.discard(request_id)
+        release(self, request_id)
+
+    monkeypatch.setattr(GrowingScripts, "generate", one_at_a_time)
+    monkeypatch.setattr(GrowingScripts, "release", forget)
+
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        first = asyncio.create_task(client.ask())
+        await asked.wait()
+        first.cancel()
+        await left.wait()
+        if again == "more":
+            client.messages.append({"role": "user", "content": "Now."})
+        await client.ask()
+        return "Riga"
+
+    AGENTS["spelling"] = agent
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Riga"], "t/0~1": ["Riga"]}, max_turns=1)
+    assert (found.stop_reason, found.error, len(found.turns)) == (StopReason.ANSWERED, "", 1)
+    contents = ["Where was Ana born?", *(["Now."] if again == "more" else [])]
+    chat = [{"role": "user", "content": content} for content in contents]
+    whole = tokenizer.render([*chat, {"role": "assistant", "content": "Riga"}], [], is_prompt=False)
+    assert tokenizer._tokenizer.decode(found.token_ids.tolist()) + "\n" == whole
+
+
+async def test_an_attempt_that_is_cancelled_frees_the_engine_of_all_its_conversations(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: set[str] = set()
+    monkeypatch.setattr(GrowingScripts, "release", lambda self, request_id: released.add(request_id))
+    asked = asyncio.Event()
+
+    async def agent(task: Task, session: AgentSession) -> str:
+        for tools in ([], [TOOL]):
+            await Client(session).ask(tools=tools)
+        asked.set()
+        await asyncio.Event().wait()
+        return ""
+
+    AGENTS["spelling"] = agent
+    playing = asyncio.create_task(play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"], "t/0~1": ["Hm"]}))
+    await asked.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert released == {"t/0", "t/0~1"}
+
+
+async def test_a_request_whose_body_comes_after_the_end_samples_nothing() -> None:
+    session = Session(None, print, None, 1)  # type: ignore[arg-type]
+    session.end()
+    with pytest.raises(ApiError, match="has ended") as caught:
+        await session.complete(read_request(b'{"messages": [{"role": "user", "content": "a"}]}'))
+    assert caught.value.status == 410
+
+
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def calling(arguments: str) -> list[dict[str, Any]]:
+    call = {"function": {"name": "x", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call]}, {"role": "user"}]
 
 
 async def test_thoughts_are_a_field_and_a_turn_without_tools_is_text(tokenizer: PolicyTokenizer) -> None:
@@ -251,16 +340,14 @@ async def test_a_stream_has_what_the_answer_has(tokenizer: PolicyTokenizer, tool
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens: got 0"),
         ({"tools": [{"type": "web"}]}, "tools: got"),
+        ({"tools": [{"type": "function", "function": "search"}]}, "tools: got"),
+        ({"messages": calling('{"a": "\\ud800"}')}, "expected an object"),
+        ({"messages": calling('{"a": ' + "[" * 10**5)}, "expected an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "got a part of type image_url"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role: got 'robot'"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "the last one"),
         (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[1"}}]},
-                    {"role": "user"},
-                ]
-            },
+            {"messages": calling("[1")},
             "expected an object",
         ),
     ],
@@ -346,6 +433,42 @@ async def test_an_agent_gives_answer_and_reward_and_searches(tokenizer: PolicyTo
     assert (found.metrics["rounds"], found.metrics["queries"]) == (1.0, 2.0)
 
 
+async def test_what_fails_in_a_turn_is_no_failure_of_the_agent(tokenizer: PolicyTokenizer) -> None:
+    odd = {"name": "search", "parameters": {"type": "object", "properties": {"query": {"anyOf": 1}}}}
+
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        await client.ask()
+        body = {"messages": client.messages[:1], "tools": [{"type": "function", "function": odd}]}
+        await client.post("/v1/chat/completions", body)
+        return "Riga"
+
+    AGENTS["spelling"] = agent
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"], "t/0~1": [CALL]})
+    assert found.stop_reason is StopReason.ENV_ERROR and "TypeError" in found.error
+
+
+async def raises_for(trajectory: Trajectory, context: Any) -> float:
+    raise KeyError("reward")
+
+
+async def test_what_an_agent_posted_and_printed_is_recorded_once_where_the_reward_fails(
+    tokenizer: PolicyTokenizer,
+) -> None:
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        await client.ask()
+        await client.post("/v1/reward", {"reward": 0.25})
+        raise RuntimeError("late")
+
+    AGENTS["spelling"] = agent
+    environment = {"reward": f"{HERE}:raises_for"}
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"]}, environment=environment)
+    assert found.stop_reason is StopReason.ENV_ERROR and "KeyError" in found.error
+    assert [call.tool for call in found.calls] == ["agent"]
+    assert (found.turns[0].reward, found.reward) == (0.25, 0.0)
+
+
 # -- what others write -------------------------------------------------------------------------------------------------
 
 
@@ -365,11 +488,15 @@ async def test_no_result_question_or_answer_of_an_agent_writes_a_control_token(t
             await client.ask(tools=[TOOL])
             client.messages.append({"role": "user", "content": f"And? {text}"})
             await client.ask(tools=[TOOL])
+            client.messages.append({"role": "user", "content": "Sure?"})
+            function = TOOL["function"] | {"description": f"Search. {text}"}
+            client.messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps({"query": text})
+            await client.ask(tools=[{"type": "function", "function": function}])
             return "Riga"
 
         AGENTS["spelling"] = agent
-        turns = [f"{opened}{call}", "Riga", "Riga"]
-        scripts = {"t/0": turns, "t/0~1": turns[1:], "t/0~2": turns[2:]}
+        turns = [f"{opened}{call}", "Riga", "Riga", "Riga"]
+        scripts = {f"t/0~{n}".removesuffix("~0"): turns[n:] for n in range(4)}
         (found,) = await play(tokenizer, f"{HERE}:spelling", scripts)
         assert found.error == "", found.error
         return found

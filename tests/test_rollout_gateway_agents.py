@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
+from ragr1_actors.rollout.gateway import agent_kinds, attempt
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent
 from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.rollout.gateway.session import MAX_REFUSED
@@ -81,6 +83,11 @@ def in_a_thread(task: Task, session: AgentSession) -> str:
     return "Riga"
 
 
+def finds_nothing(task: Task, session: AgentSession) -> str:
+    asyncio.run(Client(session).ask())
+    return next(iter(()))
+
+
 async def never_ends(task: Task, session: AgentSession) -> str:
     await Client(session).ask()
     await asyncio.sleep(10**6)
@@ -105,6 +112,7 @@ async def never_begins(task: Task, session: AgentSession) -> str:
         ("never_begins", 0.2, StopReason.ENV_ERROR, "did not end within 0.2 s"),
         ("raises_later", 60, StopReason.AGENT_FAILED, ""),
         ("returns_a_number", 60, StopReason.AGENT_FAILED, ""),
+        ("finds_nothing", 60, StopReason.AGENT_FAILED, ""),
         ("never_ends", 1, StopReason.AGENT_DEADLINE, ""),
         ("in_a_thread", 60, StopReason.ANSWERED, ""),
     ],
@@ -178,6 +186,59 @@ async def test_beyond_its_context_an_agent_is_told_so(tokenizer: PolicyTokenizer
     assert found.num_tokens < 20_000
 
 
+async def shortens(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    await client.ask()
+    long = [*client.messages, {"role": "user", "content": "x" * 30_000}]
+    assert (await client.post("/v1/chat/completions", {"messages": long}))[0] == 400
+    client.messages = [{"role": "user", "content": "A summary. Where?"}]
+    await client.ask()
+    raise KeyError("later")
+
+
+async def test_an_agent_that_shortens_its_messages_goes_on(tokenizer: PolicyTokenizer) -> None:
+    scripts = {"t/0": ["a"], "t/0~1": ["Riga"]}
+    (found,) = await play(tokenizer, f"{HERE}:shortens", scripts, max_turns=2)
+    assert (found.stop_reason, len(found.turns), len(found.rows)) == (StopReason.AGENT_FAILED, 2, 2)
+
+
+async def floods_with_nonsense(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    await client.ask()
+    while True:
+        await client.post("/v1/chat/completions", {"messages": 3})
+
+
+async def test_requests_that_are_refused_end_an_agent_that_does_not_stop(tokenizer: PolicyTokenizer) -> None:
+    agent = {"function": f"{HERE}:floods_with_nonsense", "deadline_s": 30}
+    (found,) = await play(tokenizer, agent, {"t/0": ["a"]})
+    assert found.stop_reason is StopReason.AGENT_FAILED and "in a row" in found.calls[-1].result
+
+
+async def catches_its_end(task: Task, session: AgentSession) -> str:
+    await Client(session).ask()
+    while not GO_ON.is_set():
+        with suppress(asyncio.CancelledError):
+            await GO_ON.wait()
+    return ""
+
+
+GO_ON = asyncio.Event()
+
+
+async def test_an_agent_that_catches_its_cancellation_is_not_waited_for(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "END_TIMEOUT_S", 0.1)
+    GO_ON.clear()
+    agent = {"function": f"{HERE}:catches_its_end", "deadline_s": 1}
+    try:
+        (found,) = await asyncio.wait_for(play(tokenizer, agent, {"t/0": ["a"]}), 60)
+    finally:
+        GO_ON.set()
+    assert found.stop_reason is StopReason.AGENT_DEADLINE
+
+
 async def floods(task: Task, session: AgentSession) -> str:
     client = Client(session)
     while True:
@@ -218,6 +279,19 @@ async def test_the_last_line_of_a_program_is_the_answer(tokenizer: PolicyTokeniz
     assert found.calls[-1].tool == "agent" and found.calls[-1].result == "thinking\nRiga\n\n"
 
 
+async def test_what_a_program_has_printed_is_kept_where_it_is_ended(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "ask(sys.argv[1]); print('so far', flush=True); import time; time.sleep(1000)\n")
+    (found,) = await play(tokenizer, {"command": command, "deadline_s": 4}, {"t/0": ["Riga"]})
+    assert found.stop_reason is StopReason.AGENT_DEADLINE
+    assert found.calls[-1].result == "so far\n\nthe agent did not end within 4 s"
+
+
+async def test_a_warning_is_no_answer(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "print(ask(sys.argv[1])); print('careful', file=sys.stderr)\n")
+    (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})
+    assert (found.answer, found.calls[-1].result) == ("Riga", "Riga\ncareful\n")
+
+
 async def test_a_posted_answer_counts_before_what_a_program_prints(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
     posts = """
 ask(sys.argv[1])
@@ -246,6 +320,31 @@ async def test_of_megabytes_the_end_is_kept(tokenizer: PolicyTokenizer, tmp_path
     command = program(tmp_path, "print('x' * 30_000_000); print(ask(sys.argv[1]))\n")
     (found,) = await play(tokenizer, {"command": command}, {"t/0": ["Riga"]})
     assert found.answer == "Riga" and len(found.calls[-1].result) == 2**16
+
+
+async def test_a_question_is_one_argument(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
+    command = program(tmp_path, "ask('Who?'); print(sys.argv[1])\n")
+    (found,) = await play(tokenizer, {"command": command}, {"t/0": ["a"]}, task=Task("t", "Is {task_id}\0 odd?", ()))
+    assert found.answer == "Is {task_id} odd?"
+    long = Task("t", "x" * 200_000, ())
+    (found,) = await play(tokenizer, {"command": command[:2]}, {"t/0": []}, task=long)
+    assert "an argument of 200000 bytes, expected at most 100000" in found.error
+
+
+async def test_a_program_that_does_not_stop_to_print_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_kinds, "END_TIMEOUT_S", 20.0)
+    begun = tmp_path / "begun"
+    text = f"open({str(begun)!r}, 'w').close()\nwhile True: print('x' * 10_000)\n"
+    agent = agent_kinds.CommandAgent(program(tmp_path, text))
+    solving = asyncio.create_task(agent.solve(TASK, AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0)))
+    await until(begun.exists)
+    solving.cancel()
+    ended = await solving
+    assert "xxx" in ended.output and len(ended.output) <= 2 * agent_kinds.MAX_OUTPUT_BYTES
+
+
+def test_a_key_is_not_shown() -> None:
+    assert "sk-a" not in repr(AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0))
 
 
 HIDES = """

@@ -89,7 +89,7 @@ def asks_from_a_task(task: Task, session: AgentSession) -> str:
         raise KeyError("one")
     if task.task_id == "t/2":
         os.kill(os.getpid(), signal.SIGKILL)
-    return str(os.getpid())
+    return 3 if task.task_id == "t/3" else str(os.getpid())  # type: ignore[return-value]
 
 
 def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None:
@@ -97,12 +97,12 @@ def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None
     fleet = EnvRunnerGroup(config_of(agent), policy_dir, OnePassage())
     try:
         fleet.wait_until_ready()
-        for index in range(3):
+        for index in range(4):
             fleet.submit(request(index))
         found = {one.request.issue.task.task_id: one for one in drain(fleet)}
         (good,) = groups_from_record_batch(ray_local.get(found["t/0"].batch))
         assert all(int(one.answer) not in (os.getpid(), *pids(fleet)) for one in good.trajectories)
-        for name, problem in (("t/1", "KeyError: 'one'"), ("t/2", "its process ended")):
+        for name, problem in (("t/1", "KeyError: 'one'"), ("t/2", "its process ended"), ("t/3", "returned 3")):
             (group,) = groups_from_record_batch(ray_local.get(found[name].batch))
             for one in group.trajectories:
                 assert one.stop_reason is StopReason.AGENT_FAILED and problem in one.calls[-1].result, one.calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from gateway_world import CALL, TOOL, GrowingScripts
 from openai import AsyncOpenAI
 from tool_templates import write_tool_family
 
-from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import Completion, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
@@ -230,6 +231,23 @@ async def test_an_engine_that_fails_is_one_sentence(
         with pytest.raises(openai.InternalServerError, match="its script ends") as caught:
             await ask(client, stream=stream, **fields)
     assert caught.value.status_code == 503
+
+
+async def test_an_engine_that_fails_after_the_first_chunk_is_an_event(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(self: Noting, *arguments: Any, on_text: OnText, **options: Any) -> Completion:
+        on_text("Ri")
+        await asyncio.sleep(0)
+        raise EngineError("the model is away")
+
+    monkeypatch.setattr(Noting, "generate", generate)
+    said = ""
+    async with serving(tokenizer, {"agent": f"{__name__}:agent"}, []) as (client, _):
+        with pytest.raises(openai.APIError, match="the model is away"):
+            async for part in await ask(client, stream=True):
+                said += part.choices[0].delta.content or ""
+    assert said == "Ri"
 
 
 class Away(OnePassage):

@@ -278,7 +278,7 @@ class _Session:
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=httpx2.Timeout(server.timeout_s, read=None),
                 limits=httpx2.Limits(),  # as many connections as there are calls
-                event_hooks={"response": [self._note_status]},
+                event_hooks={"request": [self._limit_end], "response": [self._note_status]},
             )
             transport = streamable_http_client(server.url, http_client=await stack.enter_async_context(http))
         else:
@@ -306,6 +306,10 @@ class _Session:
     async def _note(self, message: object) -> None:
         if isinstance(message, ValidationError):  # a line that is no message
             self._odd_output = self._odd_output or str(first_problem(message)[1])
+
+    async def _limit_end(self, request: Any) -> None:
+        if request.method == "DELETE":  # the end of a session, whose answer the SDK would wait for without a limit
+            request.extensions["timeout"]["read"] = self._server.timeout_s
 
     async def _note_status(self, response: Any) -> None:
         if response.request.method == "POST":

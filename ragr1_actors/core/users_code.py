@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call a plain function in a thread; a ``StopIteration``, which no future carries, becomes a ``RuntimeError``."""
+def carried(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function for a thread: a ``StopIteration``, which no future carries, becomes a ``RuntimeError``."""
 
-    def call() -> T:
+    def call(*arguments: Any, **named: Any) -> T:
         try:
             return function(*arguments, **named)
         except StopIteration as error:
@@ -20,7 +20,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -
                 error.__traceback__
             ) from error
 
-    return await asyncio.to_thread(call)
+    return call
+
+
+async def in_thread(function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
+    """Call a plain function in a thread, as ``carried``."""
+    return await asyncio.to_thread(carried(function), *arguments, **named)
 
 
 async def contained(awaited: Awaitable[T]) -> T:

@@ -362,11 +362,12 @@ class Template:
             _as_chat(
                 message.role,
                 holder.hold(message.content + message.notice, is_turn=message.role == "assistant"),
-                message.calls,
+                [replace(call, arguments=holder.hold_in(call.arguments)) for call in message.calls],
             )
             for message in messages
         ]
-        return self._encode(self.tokenizer.render(_with_ids(chat), tools), holder.held, TokenKind.PROMPT)
+        text = self.tokenizer.render(_with_ids(chat), holder.hold_in(tools))
+        return self._encode(text, holder.held, TokenKind.PROMPT)
 
     def between(self, messages: Sequence[Message], tools: Sequence[ToolSchema], kind: TokenKind) -> list[Piece] | None:
         """Return what is between the end of the last turn of the policy and its next one.
@@ -467,6 +468,14 @@ class _Holder:
         """Return the text with names held; ``is_turn``: a template reads the thoughts in a policy's turn."""
         names = [name for name in self._control if name in text and not (is_turn and name in _THOUGHT_TAGS)]
         return re.sub("|".join([*map(re.escape, names), _PRIVATE]), self._hold, text)
+
+    def hold_in(self, value: Any) -> Any:
+        """Return a value of JSON with names held in all its texts."""
+        if isinstance(value, Mapping):
+            return {self.hold(key): self.hold_in(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hold_in(one) for one in value]
+        return self.hold(value) if isinstance(value, str) else value
 
     def _hold(self, found: re.Match[str]) -> str:
         if found[0] not in self._places:

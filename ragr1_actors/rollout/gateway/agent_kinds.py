@@ -16,7 +16,7 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
 from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
-from ragr1_actors.core.users_code import contained
+from ragr1_actors.core.users_code import carried, contained
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16
@@ -41,7 +41,7 @@ class FunctionAgent:
                 returned = await contained(self._function(task, session))
             else:
                 loop = asyncio.get_running_loop()
-                returned = await contained(loop.run_in_executor(self._threads, self._function, task, session))
+                returned = await contained(loop.run_in_executor(self._threads, carried(self._function), task, session))
             return Ended(answer_of(returned, self._function))
         except Exception as error:  # a user's agent may raise anything; only its own trajectory ends
             return Ended(problem=raised_at(error, self._function))
@@ -56,42 +56,55 @@ class CommandAgent:
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return the last line that the program prints."""
-        command = [one.replace("{question}", task.question).replace("{task_id}", task.task_id) for one in self._command]
-        if any(len(one.encode()) > _MAX_ARGUMENT for one in command):
-            return Ended(problem=f"the argument with the question of {task.task_id} has over {_MAX_ARGUMENT} bytes")
+        question = task.question.replace("\0", "")
+        command = [one.replace("{task_id}", task.task_id).replace("{question}", question) for one in self._command]
+        if (longest := max(len(one.encode()) for one in (*command, question))) > _MAX_ARGUMENT:
+            got = f"the question of {task.task_id} makes an argument of {longest} bytes"
+            return Ended(problem=f"{got}, expected at most {_MAX_ARGUMENT} for a program; name a function instead")
         process = await asyncio.create_subprocess_exec(
             *tied(command),
             stdin=asyncio.subprocess.PIPE,  # it ends with this process, however that ends
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C does not reach it
             env=os.environ
             | {
                 "OPENAI_BASE_URL": session.base_url,
                 "OPENAI_API_KEY": session.api_key,
                 "RAGR1_SEARCH_URL": session.search_url,
-                "RAGR1_QUESTION": task.question.replace("\0", ""),
+                "RAGR1_QUESTION": question,
                 "RAGR1_TASK_ID": task.task_id,
                 "RAGR1_SEED": str(session.seed),
             },
         )
-        assert process.stdin is not None and process.stdout is not None
-        output = bytearray()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        printed, errors = bytearray(), bytearray()
+        running = asyncio.gather(_keep(process.stdout, printed), _keep(process.stderr, errors), process.wait())
         try:
-            while part := await process.stdout.read(2**16):
-                output += part
-                del output[:-MAX_OUTPUT_BYTES]
-            status = await process.wait()
-        finally:
-            process.stdin.close()  # which ends what is left
-            if process.returncode is None:
-                await asyncio.shield(asyncio.wait_for(process.wait(), END_TIMEOUT_S))
-        text = output.decode("utf-8", "replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+            await asyncio.shield(running)
+        except asyncio.CancelledError:  # its attempt ends; what it has printed is kept
+            process.stdin.close()  # which ends it, and what is left of it
+        *_, status = await asyncio.wait_for(running, END_TIMEOUT_S)
+        answer, said = (part.decode("utf-8", "replace") for part in (printed, errors))
+        output = answer + said
         if status:
-            last = f": {shortened(lines[-1])}" if lines else ""
-            return Ended(problem=f"{command[0]} ended with status {status}{last}", output=text)
-        return Ended(lines[-1] if lines else None, output=text)
+            last = _last_line(said) or _last_line(answer)
+            return Ended(
+                problem=f"{command[0]} ended with status {status}{last and f': {shortened(last)}'}", output=output
+            )
+        return Ended(_last_line(answer) or None, output=output)
+
+
+async def _keep(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Read to the end, and keep the last bytes."""
+    while part := await stream.read(2**16):
+        kept += part
+        del kept[:-MAX_OUTPUT_BYTES]
+
+
+def _last_line(text: str) -> str:
+    """Return the last line that is not blank; empty if there is none."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def make_agent(settings: AgentSettings, max_concurrent: int) -> Agent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ragr1_actors.core.errors import ConfigError, shortened
@@ -17,7 +17,7 @@ class AgentSession:
 
     url: str
     """Address of the gateway: ``http://127.0.0.1:40123``."""
-    api_key: str
+    api_key: str = field(repr=False)  # a message of the agent's error must not have it
     """Valid until the agent ends."""
     seed: int
     """Seeds what the agent draws at random; each attempt has another seed."""

@@ -20,6 +20,9 @@ from ragr1_actors.rollout.gateway.server import Gateway
 from ragr1_actors.rollout.gateway.session import RETRIEVE, FloodError, NewRecorder, Session
 from retrieval.base import Retriever
 
+END_TIMEOUT_S = 60.0
+"""For the end of an agent that was cancelled; longer than a program takes."""
+
 
 def _num_rounds(ended: Trajectory) -> float:
     return float(sum(any(call.tool == RETRIEVE for call in turn.calls) for turn in ended.turns))
@@ -56,7 +59,7 @@ class AgentAttempt:
         if fork is not None:
             raise ConfigError("got a fork of an agent's trajectory; agents cannot be forked, choose another strategy")
         ended, is_late = await self._solved(task)
-        self._output = ended.output or ended.problem
+        self._output = "\n".join(filter(None, (ended.output, ended.problem)))
         if self._session.answer is None:
             self._session.answer = ended.answer
         if not self._session.has_turns:
@@ -76,24 +79,21 @@ class AgentAttempt:
             try:
                 watched: list[asyncio.Future[Any]] = [solving, session.failed]
                 await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-                if session.failed.done():
-                    return self._failed(session.failed.exception()), False
-                if not solving.done():
-                    return Ended(problem=f"the agent did not end within {deadline_s:g} s"), True
-                return solving.result(), False
+                is_late = not any(one.done() for one in watched)
             finally:
                 session.end()
                 if not solving.done():
                     solving.cancel()
-                    await asyncio.wait({solving})
-
-    @staticmethod
-    def _failed(error: BaseException | None) -> Ended:
-        """Return how an agent that floods is ended; raise any other error."""
-        assert error is not None
-        if not isinstance(error, FloodError):
-            raise error
-        return Ended(problem=str(error))
+                    await asyncio.wait({solving}, timeout=END_TIMEOUT_S)  # a function may catch it, and goes on
+            failure = None if session.failed.cancelled() else session.failed.exception()
+            if failure is None and not is_late:
+                return solving.result(), False
+            has_ended = solving.done() and not solving.cancelled() and solving.exception() is None
+            self._output = solving.result().output if has_ended else ""
+            if failure is not None and not isinstance(failure, FloodError):
+                raise failure
+            problem = str(failure) if failure is not None else f"the agent did not end within {deadline_s:g} s"
+            return Ended(problem=problem, output=self._output), is_late
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
         """Return what was recorded so far."""

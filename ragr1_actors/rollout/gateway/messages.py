@@ -51,6 +51,11 @@ def context_is_full(what: str) -> ApiError:
     return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
 
 
+def session_has_ended() -> ApiError:
+    """Return what refuses a request of an agent whose attempt has ended."""
+    return ApiError(410, "this session has ended; stop asking")
+
+
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +153,8 @@ def read_request(body: bytes) -> ChatRequest:
     stop = (found.stop,) if isinstance(found.stop, str) else tuple(found.stop or ())
     tools = () if choice == "none" else tuple(found.tools or ())
     for tool in tools:
-        if tool.get("type") != "function" or not isinstance(tool.get("function", {}).get("name"), str):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise ApiError(400, f'tools: got {shortened(repr(tool))}, expected {{"type": "function", "function": ..}}')
     return ChatRequest(
         messages=tuple(_read_message(message) for message in found.messages),
@@ -216,7 +222,7 @@ def said(role: str, content: str, calls: Sequence[CallRequest] = ()) -> Said:
 def _arguments(call: _Call) -> dict[str, Any]:
     given = call.function.arguments
     try:
-        found = json.loads(given or "{}") if isinstance(given, str) else given
+        found = from_json(given or "{}", allow_inf_nan=False) if isinstance(given, str) else given
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -319,7 +325,7 @@ class Chunks:
             found.append(self._chunk({"tool_calls": calls}))
         found.append(self._chunk(dict(reply.extra), reply.finish))
         if self._request.include_usage:
-            found.append(_event({**self._head, "choices": [], "usage": reply.usage()}))
+            found.append(event({**self._head, "choices": [], "usage": reply.usage()}))
         return b"".join([*found, b"data: [DONE]\n\n"])
 
     def _deltas(self, thought: str, content: str) -> Iterator[bytes]:
@@ -334,10 +340,11 @@ class Chunks:
             self._content = content
 
     def _chunk(self, delta: dict[str, Any], finish: Finish | None = None) -> bytes:
-        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+        return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
 

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ragr1_actors.core.errors import one_line
+from ragr1_actors.core.errors import ConfigError, one_line
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.gateway.agents import AgentSession, Ended, Function, answer_of
 
@@ -30,6 +30,8 @@ class RayAgent:
         except asyncio.CancelledError:
             ray.cancel(call, force=True)
             raise
+        except ConfigError as error:
+            return Ended(problem=one_line(error))
         except RayTaskError as error:
             return Ended(problem=f"{type(error.cause).__name__}: {one_line(error.cause)}")
         except RayError as error:

@@ -25,7 +25,6 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.http import HttpServer, Limits
-from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import OnText
 from ragr1_actors.rollout.gateway.messages import (
     ApiError,
@@ -33,8 +32,10 @@ from ragr1_actors.rollout.gateway.messages import (
     Chunks,
     Reply,
     completion,
+    event,
     read_request,
     refused,
+    session_has_ended,
 )
 from ragr1_actors.rollout.gateway.session import Session
 from retrieval.base import Retriever
@@ -75,6 +76,10 @@ async def _stream(request: web.Request, asked: ChatRequest, chat: Chat) -> web.S
                 await _write(request, response, part)
         reply = await sampling  # an error before the first chunk has a status
         await _write(request, response, chunks.end(reply))
+    except ApiError as error:
+        if not response.prepared:
+            raise
+        await _write(request, response, event(error.body))
     finally:
         sampling.cancel()
     return response
@@ -151,9 +156,13 @@ class Gateway:
         self, handle: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
+            session: Session | None = None
             try:
-                return await handle(request, self._session_of(request))
+                session = self._session_of(request)
+                return await handle(request, session)
             except ApiError as error:
+                if session is not None:
+                    session.note_refused()
                 return error_answer(error)
 
         return handler
@@ -164,7 +173,7 @@ class Gateway:
         if session is not None and not session.failed.done():
             return session
         if session is not None or key.strip() in self._ended:
-            raise ApiError(410, "this session has ended")
+            raise session_has_ended()
         raise ApiError(401, "expected the session's key, OPENAI_API_KEY, in 'Authorization: Bearer KEY'")
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
@@ -186,7 +195,7 @@ class Gateway:
         k = asked.topk or DEFAULT_TOPK
         try:
             found = await self._retriever.search(asked.queries, k) if asked.queries else []
-        except RetrievalError as error:
+        except Exception as error:  # a user's retriever may raise anything; only this trajectory ends
             session.fail(error)
             raise ApiError(503, "the search failed; the attempt ends") from None
         session.note_searches(asked.queries, k, found)

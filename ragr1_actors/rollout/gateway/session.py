@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from envs.call_grammars import ToolSchema, open_thought
-from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import (
     MALFORMED,
     Completion,
@@ -42,6 +42,7 @@ from ragr1_actors.rollout.gateway.messages import (
     context_is_full,
     in_front,
     said,
+    session_has_ended,
     visible,
 )
 from ragr1_actors.rollout.recorder import Reading, Recorder
@@ -49,7 +50,7 @@ from ragr1_actors.rollout.recorder import Reading, Recorder
 RETRIEVE = "retrieve"
 """The tool of a search at the gateway, in the record; the policy may call a tool ``search`` itself."""
 MAX_REFUSED = 64
-"""Requests of a session that may be refused beyond a limit; one more ends the session."""
+"""Requests in a row that are refused, or that the agent leaves, until the session ends."""
 
 
 class NewRecorder(Protocol):
@@ -77,9 +78,14 @@ class _Conversation:
     """Action and calls of a turn whose results have not come yet."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
-        """Whether a request repeats all that was said here, and adds no turn of the policy."""
-        added = request.said[len(self.said) :]
+        """Whether a request repeats all that was said here, and adds no turn of the policy.
+
+        Where the last request was cancelled, a turn is missing: only the same request goes on.
+        """
         is_free = not (self.is_busy or self.is_full) and self.tools == request.tools
+        added = request.said[len(self.said) :]
+        if added and self.said and self.said[-1][0] != "assistant":
+            return False
         return (
             is_free and request.said[: len(self.said)] == self.said and all(role != "assistant" for role, *_ in added)
         )
@@ -101,7 +107,7 @@ class Session:
 
     new_recorder: NewRecorder
     release: Callable[[str], None]
-    """Called with the id of each recorder at the end."""
+    """Called with the id of a recorder at the end, and where a request of it was cancelled."""
     chat: ChatFormat
     max_turns: int
     answer: str | None = None
@@ -109,9 +115,9 @@ class Session:
     reward: float = 0.0
     """What ``POST /v1/reward`` gave."""
     limit: StopReason | None = None
-    """The limit that refuses further requests."""
+    """The limit beyond which the last request was."""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Has an exception once the session cannot go on: an error of engine or search, or ``FloodError``."""
+    """Has an exception once the session cannot go on: of engine or search, or ``FloodError``. Done at the end."""
     counts: dict[str, float] = field(default_factory=dict)
     """Metrics of the attempt: how often a request had a field that has no effect."""
     _conversations: list[_Conversation] = field(default_factory=list)
@@ -133,13 +139,15 @@ class Session:
         """Sample the policy's next turn of a conversation; ``on_text`` gets the turn's text as it grows.
 
         Raises:
-            ApiError: 400 beyond the turns or the context, or if the chat template refuses the messages; 503 if the
-                engine failed, which ends the session.
+            ApiError: 400 beyond the turns or the context, or if the chat template refuses the messages; 410 after the
+                end; 503 if the engine failed, which ends the session.
         """
-        if self.limit is None and self._num_turns >= self.max_turns:
+        if self.failed.done():  # while the body was read
+            raise session_has_ended()
+        if self._num_turns >= self.max_turns:
             self.limit = StopReason.MAX_TURNS
-        if self.limit is not None:
-            raise self._refused()
+            raise context_is_full("all turns of the session are used")
+        self.limit = None
         for name in request.overridden:
             self.counts[f"overridden_{name}"] = self.counts.get(f"overridden_{name}", 0.0) + 1
         conversation, running = self._find(request), asyncio.current_task()
@@ -148,10 +156,20 @@ class Session:
         conversation.is_busy = True
         self._running.add(running)
         try:
-            return await self._sample(conversation, request, on_text)
-        except asyncio.CancelledError:  # the client left, and may ask the same again
+            reply = await self._sample(conversation, request, on_text)
+            self._num_refused = 0
+            return reply
+        except ApiError:
             self._num_turns -= 1
             raise
+        except asyncio.CancelledError:  # the client left, and may ask the same again
+            self._num_turns -= 1
+            self.release(conversation.recorder.trajectory_id)
+            self.note_refused()
+            raise
+        except Exception as error:  # of the engine, or of a user's chat format; only this trajectory ends
+            self.fail(error)
+            raise ApiError(503, "the policy's engine failed; the attempt ends") from error
         finally:
             conversation.is_busy = False
             self._running.discard(running)
@@ -189,13 +207,9 @@ class Session:
         conversation.said = request.said
         if not has_room:
             conversation.is_full, self.limit = True, StopReason.CONTEXT_FULL
-            raise self._refused()
+            raise context_is_full("shorten the messages")
         num_prompt_tokens = recorder.num_tokens
-        try:
-            turn = await recorder.generate(reading, request.max_tokens)
-        except EngineError as error:
-            self.fail(error)
-            raise ApiError(503, "the policy's engine failed; the attempt ends") from None
+        turn = await recorder.generate(reading, request.max_tokens)
         reply, action = self._read(turn, request, num_prompt_tokens)
         calls = tuple(ToolCall(call.name, dict(call.arguments)) for call in reply.calls)
         conversation.turn = (action, calls)
@@ -216,13 +230,11 @@ class Session:
         thought, _ = visible(parsed.content)
         return Reply(parsed.text, thought, parsed.calls, "tool_calls", *counts), "call"
 
-    def _refused(self) -> ApiError:
-        """Count a request beyond a limit, and return its answer."""
+    def note_refused(self) -> None:
+        """Count a request that was refused or left; too many in a row end the session."""
         self._num_refused += 1
         if self._num_refused > MAX_REFUSED:
-            self.fail(FloodError(f"the agent sent {MAX_REFUSED} more requests after its turns or context were used"))
-        is_used = self.limit is StopReason.MAX_TURNS
-        return context_is_full("all turns of the session are used" if is_used else "shorten the messages")
+            self.fail(FloodError(f"got {self._num_refused} requests in a row that were refused; end at the first ones"))
 
     def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]]) -> None:
         """Record searches of the agent with the last turn."""
@@ -240,12 +252,15 @@ class Session:
         """End the session with an error of the infrastructure, or of an agent that floods."""
         if not self.failed.done():
             self.failed.set_exception(error)
+            self.failed.exception()  # asyncio logs what was never read
 
     def end(self) -> None:
-        """Cancel the requests in flight, which an agent that has ended does not wait for."""
+        """Cancel the requests in flight, which an agent that has ended does not wait for, and free the engine."""
         self.failed.cancel()
         for request in self._running:
             request.cancel()
+        for conversation in self._conversations:
+            self.release(conversation.recorder.trajectory_id)
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
         """Return what was recorded: the rows of all conversations, one conversation behind the other.
@@ -254,16 +269,16 @@ class Session:
         """
         for conversation in self._conversations:
             conversation.end_turn()
-            self.release(conversation.recorder.trajectory_id)
         recorders = [one.recorder for one in self._conversations] or [self.new_recorder()]
         recorders = [one for one in recorders if one.turns] or recorders[:1]
-        last = recorders[-1]
-        if last.turns:
+        ended = _joined([one.trajectory(task, stop_reason, answer=self.answer or "", error=error) for one in recorders])
+        if ended.turns:
+            *before, last = ended.turns
             said_by_agent = (ToolCall("agent", {}, output),) if output else ()
-            turn = last.turns[-1]
-            last.turns[-1] = replace(turn, calls=turn.calls + said_by_agent, reward=turn.reward + self.reward)
-        parts = [one.trajectory(task, stop_reason, answer=self.answer or "", error=error) for one in recorders]
-        return replace(_joined(parts), trajectory_id=self.new_recorder().trajectory_id, metrics=dict(self.counts))
+            last = replace(last, calls=last.calls + said_by_agent, reward=last.reward + self.reward)
+            reward = ended.reward if stop_reason.is_failure else ended.reward + self.reward
+            ended = replace(ended, turns=(*before, last), reward=reward)
+        return replace(ended, trajectory_id=self.new_recorder().trajectory_id, metrics=dict(self.counts))
 
 
 def _joined(parts: Sequence[Trajectory]) -> Trajectory:
