@@ -163,6 +163,15 @@ async def uses_all_turns(task: Task, session: AgentSession) -> str:
     return "Riga"
 
 
+async def ends_quietly(task: Task, session: AgentSession) -> None:
+    await uses_all_turns(task, session)
+
+
+async def test_an_agent_that_ends_without_an_answer_beyond_its_turns_has_used_them(tokenizer: PolicyTokenizer) -> None:
+    (found,) = await play(tokenizer, f"{HERE}:ends_quietly", {"t/0": ["a", "b"]}, max_turns=2)
+    assert (found.stop_reason, found.answer) == (StopReason.MAX_TURNS, "")
+
+
 @pytest.mark.parametrize("raises", [True, False])
 async def test_beyond_its_turns_an_agent_is_told_so(tokenizer: PolicyTokenizer, raises: bool) -> None:
     task = Task("t", TASK.question, TASK.golden_answers, meta={"raises": raises})

@@ -66,8 +66,10 @@ class AgentAttempt:
             raise ConfigError(f"the agent ended before the policy acted: {ended.problem or 'it asked nothing'}")
         if is_late:
             return StopReason.AGENT_DEADLINE
+        if self._session.limit is not None and (ended.problem or not self._session.answer):
+            return self._session.limit
         if ended.problem:
-            return self._session.limit or StopReason.AGENT_FAILED
+            return StopReason.AGENT_FAILED
         return StopReason.ANSWERED
 
     async def _solved(self, task: Task) -> tuple[Ended, bool]:
