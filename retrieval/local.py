@@ -326,6 +326,6 @@ def _is_retrieved(call: ToolCall) -> bool:
 
 
 def _key(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as canonical JSON: whatever order and white space it was written with, one call has one key."""
+    """Return a call as canonical JSON: the order of its keys and its white space make no difference."""
     clean = {name: normalise(value) if isinstance(value, str) else value for name, value in arguments.items()}
     return json.dumps([tool, clean], sort_keys=True)

@@ -16,8 +16,12 @@ from aiohttp import web
 from fakes import ByteTokenizer, DictRetriever
 from http_stub import stub_server
 
-from envs.checker import check_env, check_reward
+from envs.base import EnvContext
+from envs.checker import check_env, check_reward, check_source, check_tool
+from envs.options import ToolOptions
 from envs.rewards import Reward, RewardContext
+from envs.sources import TaskSources
+from envs.tools.base import make_tools
 from examples.hop_curriculum import ByHops
 from examples.leret import EXAMPLES
 from examples.rank_r1 import RankEnv
@@ -74,7 +78,7 @@ async def play(*script: str, **more: Any) -> Trajectory:
 
 def test_each_example_is_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
-    assert len(lengths) == 9 and max(lengths.values()) <= 60, lengths
+    assert len(lengths) == 10 and max(lengths.values()) <= 60, lengths
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
@@ -85,6 +89,19 @@ def test_an_example_has_a_command_that_trains_with_it(path: Path) -> None:
     config = AlgorithmConfig.from_recipe("quickstart").override(words[3:]).freeze()
     check_classes(config)
     check_curriculum(config.environment)
+
+
+async def test_sums_are_a_source_and_a_tool() -> None:
+    settings = EnvironmentSettings(tasks="examples.sums:Sums")
+    assert {one.problem for one in check_source("examples.sums:Sums", settings)} == {""}
+    source = TaskSources.open(settings.tasks, settings)
+    train, evaluation = source.tasks("train", 0), source.tasks("eval", 0)
+    assert (len(train), len(evaluation)) == (1000, 100)
+    assert not {task.question for task in train} & {task.question for task in evaluation}
+    assert {one.problem for one in await check_tool("examples.sums:add", settings)} == {""}
+    tool = make_tools(["examples.sums:add"], EnvContext(Finds(), list), ToolOptions())["add"]  # type: ignore[arg-type]
+    (found,) = await tool.call([{"numbers": train[0].meta["numbers"]}])
+    assert found.text == train[0].golden_answers[0]
 
 
 async def test_rank_r1_chooses_a_passage() -> None:

@@ -89,7 +89,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
 
 
 MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_300, 33_400, 570
-"""Of the product. Raising one needs a line in the CHANGELOG that says why."""
+"""Limits of the product's size. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 
 

@@ -30,8 +30,8 @@ _AGENT = {"function": "benchmarks.rollout.gateway:in_the_other_process"}
 
 
 async def in_the_other_process(task: Task, session: AgentSession) -> str:
-    """Stand in for ``OtherProcess``, which the runner gets."""
-    raise NotImplementedError
+    """Name an agent for the configuration; ``_sample`` puts ``OtherProcess`` in its place before it is called."""
+    raise AssertionError("the runner was not given OtherProcess")
 
 
 class OtherProcess:

@@ -1,4 +1,4 @@
-"""Calls of users' code: whatever it raises becomes an error, which neither ends the run nor lets it wait for ever."""
+"""Calls of users' code: each exception that it raises becomes an error of its trajectory, and the run goes on."""
 
 from __future__ import annotations
 
