@@ -289,7 +289,7 @@ class BracketParser(TurnParser):
             position = end + len(END_OF_THOUGHT)
 
 
-def open_thought(turn: str) -> str:
+def unclosed_thought(turn: str) -> str:
     """Return ``<think>`` if a turn ends inside a thought, else an empty text."""
     return THINK if turn.startswith(THINK, _end_of_thoughts(turn)) else ""
 

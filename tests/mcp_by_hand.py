@@ -16,7 +16,7 @@ def called(name: str) -> str | None:
     """Return the text of a result."""
     if name == "die":
         sys.exit("the end")
-    if name == "leave_child":  # in a session of its own, and its parent ends
+    if name == "leave_child":  # it calls setsid, and its parent ends
         shell = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
         return subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     return None if name == "sleep" else str(os.getpid())

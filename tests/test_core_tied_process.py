@@ -17,7 +17,7 @@ from waits import until
 from ragr1_actors.core.tied_process import tied
 
 pytestmark = pytest.mark.integration
-# prints the processes: the shell, a child of it, and one in a session of its own whose parent has ended
+# prints the processes: the shell, a child of it, and an orphan that called setsid
 FAMILY = "sleep 600 & child=$!; orphan=$(setsid bash -c 'sleep 600 >&- & echo $!'); echo $$ $child $orphan"
 STARTER = """
 import subprocess, sys, time

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from envs.actions import Malformed, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.call_grammars import open_thought
+from envs.call_grammars import unclosed_thought
 from envs.measures import Measure
 from envs.options import ToolOptions
 from envs.tools.base import Tool, ToolResult, wrong_call
@@ -55,7 +55,7 @@ class ToolEnv(TextEnv):
 
     def left_open(self, text: str) -> str:
         """Return ``<think>`` if the turn ends inside a thought; a chat template may begin one."""
-        return open_thought(text)
+        return unclosed_thought(text)
 
     def peek(self, partial: str) -> None:
         """Let tools begin the calls of this turn that are complete."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.call_grammars import ToolSchema, open_thought
+from envs.call_grammars import ToolSchema, unclosed_thought
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import (
     MALFORMED,
@@ -189,7 +189,7 @@ class Session:
         reading = Reading(
             request.stop,
             request.tools,
-            lambda text: "" if any(one in text for one in request.stop) else open_thought(text),
+            lambda text: "" if any(one in text for one in request.stop) else unclosed_thought(text),
             (on_text,) if on_text is not None else (),
         )
         num_said = len(conversation.said)
