@@ -20,7 +20,7 @@ from waits import until
 
 from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.types import StopReason, Task, TokenKind
+from ragr1_actors.core.types import Completion, StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway import agent_kinds, attempt
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent
@@ -278,6 +278,43 @@ async def test_an_engine_that_fails_is_infrastructure_and_ends_the_agent(tokeniz
     assert found.stop_reason is StopReason.ENGINE_ERROR and "its script ends" in found.error
 
 
+async def test_an_engine_that_is_slower_than_the_deadline_is_infrastructure(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def waits(*_: Any, **__: Any) -> Completion:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    monkeypatch.setattr(GrowingScripts, "generate", waits)
+    (found,) = await play(tokenizer, {"function": f"{HERE}:asks_twice", "deadline_s": 1}, {"t/0": []})
+    assert found.stop_reason is StopReason.ENGINE_ERROR and "raise environment.agent.deadline_s" in found.error
+
+
+async def asks_at_the_nodes_address(task: Task, session: AgentSession) -> str:
+    assert "0.0.0.0" not in session.url
+    return str((await Client(session).ask())["choices"][0]["message"]["content"])
+
+
+async def test_a_gateway_on_all_addresses_gives_that_of_its_node(tokenizer: PolicyTokenizer) -> None:
+    agent = {"function": f"{HERE}:asks_at_the_nodes_address", "host": "0.0.0.0"}
+    (found,) = await play(tokenizer, agent, {"t/0": ["Riga"]})
+    assert (found.error, found.answer) == ("", "Riga")
+
+
+def test_a_process_does_not_wait_for_a_function_that_never_ends() -> None:
+    script = """
+import asyncio, threading
+from ragr1_actors.core.users_code import in_daemon_thread
+async def main():
+    try:
+        await asyncio.wait_for(in_daemon_thread(threading.Event().wait), 0.1)
+    except TimeoutError:
+        print("gave up")
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gave up\n", "")
+
+
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
@@ -437,7 +474,7 @@ async def an_async_one(task: Task, session: AgentSession) -> str:
 )
 def test_an_agent_that_cannot_be_run_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        make_agent(AgentSettings.read(settings, "environment.agent"), 4)
+        make_agent(AgentSettings.read(settings, "environment.agent"))
 
 
 async def leaves_a_request(task: Task, session: AgentSession) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,6 +28,21 @@ def carried(function: Callable[..., T]) -> Callable[..., T]:
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
     """Call a plain function in a thread, as ``carried``."""
     return await asyncio.to_thread(carried(function), *arguments, **named)
+
+
+def in_daemon_thread(function: Callable[..., T], /, *arguments: Any) -> asyncio.Future[T]:
+    """Call a plain function as ``carried``, in a new thread, for which the end of the process does not wait."""
+    result: Future[T] = Future()
+
+    def call() -> None:
+        result.set_running_or_notify_cancel()
+        try:
+            result.set_result(carried(function)(*arguments))
+        except BaseException as error:  # as an executor's thread does; the awaiter decides
+            result.set_exception(error)
+
+    Thread(target=call, name="users-code", daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 async def contained(awaited: Awaitable[T]) -> T:

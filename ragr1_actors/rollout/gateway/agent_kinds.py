@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import RunConfig, SamplerConfig
@@ -16,7 +15,7 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
 from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
-from ragr1_actors.core.users_code import carried, contained
+from ragr1_actors.core.users_code import contained, in_daemon_thread
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16
@@ -29,10 +28,9 @@ _MAX_ARGUMENT = 100_000  # Linux refuses longer ones
 class FunctionAgent:
     """A function in the env runner's process; a plain one has a thread, in which it cannot be ended."""
 
-    def __init__(self, function: Function, max_threads: int) -> None:
-        """Call ``function(task, session)``, ``max_threads`` at a time if it is a plain one."""
+    def __init__(self, function: Function) -> None:
+        """Call ``function(task, session)``."""
         self._function = function
-        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="agent")
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return what the function returns."""
@@ -40,8 +38,7 @@ class FunctionAgent:
             if inspect.iscoroutinefunction(self._function):
                 returned = await contained(self._function(task, session))
             else:
-                loop = asyncio.get_running_loop()
-                returned = await contained(loop.run_in_executor(self._threads, carried(self._function), task, session))
+                returned = await contained(in_daemon_thread(self._function, task, session))
             return Ended(answer_of(returned, self._function))
         except Exception as error:  # a user's agent may raise anything; only its own trajectory ends
             return Ended(problem=raised_at(error, self._function))
@@ -107,7 +104,7 @@ def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def make_agent(settings: AgentSettings, max_concurrent: int) -> Agent:
+def make_agent(settings: AgentSettings) -> Agent:
     """Return the agent of a recipe.
 
     Raises:
@@ -126,7 +123,7 @@ def make_agent(settings: AgentSettings, max_concurrent: int) -> Agent:
         from ragr1_actors.rollout.gateway.ray_agent import RayAgent
 
         return RayAgent(function, settings.num_cpus)
-    return FunctionAgent(function, max_concurrent)
+    return FunctionAgent(function)
 
 
 def check_agent(config: SamplerConfig) -> None:
@@ -134,7 +131,7 @@ def check_agent(config: SamplerConfig) -> None:
     agent = config.environment.agent
     if agent is None:
         return
-    make_agent(agent, 1)
+    make_agent(agent)
     if agent.ray and not config.env_runners.num_env_runners:
         raise ConfigError(
             "environment.agent.ray: got env_runners.num_env_runners=0; set it to 1 or more, or use function for ray"

@@ -10,7 +10,7 @@ from typing import Any, Self
 from envs.measures import Measure
 from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import SamplerConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
 from ragr1_actors.rollout.forks import Fork
@@ -82,6 +82,7 @@ class AgentAttempt:
                 watched: list[asyncio.Future[Any]] = [solving, session.failed]
                 await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
                 is_late = not any(one.done() for one in watched)
+                is_engine_slow = is_late and session.is_waited_for and not session.has_turns
             finally:
                 session.end()
                 if not solving.done():
@@ -94,6 +95,11 @@ class AgentAttempt:
             self._output = solving.result().output if has_ended else ""
             if failure is not None and not isinstance(failure, FloodError):
                 raise failure
+            if is_engine_slow:
+                raise EngineError(
+                    f"the engine did not answer the agent's first request within its deadline of {deadline_s:g} s; "
+                    "raise environment.agent.deadline_s"
+                )
             problem = str(failure) if failure is not None else f"the agent did not end within {deadline_s:g} s"
             return Ended(problem=problem, output=self._output), is_late
 
@@ -107,7 +113,7 @@ class AgentAttempts:
 
     def __init__(self, config: SamplerConfig, settings: AgentSettings, chat: ChatFormat, retriever: Retriever) -> None:
         """Run the agent of a recipe; ``ConfigError`` if it cannot be run."""
-        self._agent = make_agent(settings, config.env_runners.max_concurrent_trajectories)
+        self._agent = make_agent(settings)
         self._gateway = Gateway(settings.host, retriever)
         self._settings, self._chat, self._max_turns = settings, chat, config.environment.max_turns
 

@@ -75,6 +75,7 @@ class _Call(BaseModel):
 
 
 class _Message(BaseModel):
+    tool_call_id: str | None = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
@@ -115,9 +116,13 @@ class ChatRequest:
     messages: tuple[Message, ...]
     said: tuple[Said, ...]
     """The messages as they are compared with what was recorded."""
+    answered_ids: tuple[str, ...]
+    """Of each message, the id of the call that it answers; empty if it answers none."""
     model: str = ""
     """Echoed only: there is one policy."""
     tools: tuple[ToolSchema, ...] = ()
+    takes_calls: bool = True
+    """Whether calls in the turn are read; ``tool_choice: none`` leaves them in its text."""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     stream: bool = False
@@ -151,7 +156,7 @@ def read_request(body: bytes) -> ChatRequest:
         raise ApiError(400, "messages: the last one is the assistant's; expected one of a user or a tool's result")
     limits = [limit for limit in (found.max_tokens, found.max_completion_tokens) if limit is not None]
     stop = (found.stop,) if isinstance(found.stop, str) else tuple(found.stop or ())
-    tools = () if choice == "none" else tuple(found.tools or ())
+    tools = tuple(found.tools or ())
     for tool in tools:
         function = tool.get("function")
         if tool.get("type") != "function" or not (isinstance(function, dict) and isinstance(function.get("name"), str)):
@@ -159,8 +164,10 @@ def read_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         messages=tuple(_read_message(message) for message in found.messages),
         said=tuple(_said(message) for message in found.messages),
+        answered_ids=tuple(message.tool_call_id or "" for message in found.messages),
         model=found.model,
         tools=tools,
+        takes_calls=choice != "none",
         stop=tuple(text for text in stop if text),
         max_tokens=min(limits, default=None),
         stream=bool(found.stream),
@@ -247,6 +254,8 @@ class Reply:
     num_sampled_tokens: int
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the message."""
+    call_ids: tuple[str, ...] = ()
+    """One for each of ``calls``."""
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message."""
@@ -256,8 +265,8 @@ class Reply:
             found["reasoning_content"] = self.thought
         if self.calls:
             found["tool_calls"] = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": _written(call)}
-                for call in self.calls
+                {"id": name, "type": "function", "function": _written(call)}
+                for name, call in zip(self.call_ids, self.calls, strict=True)
             ]
         return found
 
@@ -266,6 +275,11 @@ class Reply:
         total = self.num_prompt_tokens + self.num_sampled_tokens
         counts = {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_sampled_tokens}
         return counts | {"total_tokens": total}
+
+
+def call_ids(number: int) -> tuple[str, ...]:
+    """Return the ids of the calls of a turn."""
+    return tuple(f"call_{secrets.token_hex(12)}" for _ in range(number))
 
 
 def _written(call: CallRequest) -> dict[str, str]:
@@ -314,7 +328,8 @@ class Chunks:
         """Return chunks for the new text of a turn that is still being sampled; empty if there is none to show."""
         thought, content = visible(turn, self._request.stop, is_whole=False)
         # a call may begin anywhere in the text, so with tools it is sent at the end
-        return b"".join(self._deltas(thought, "" if self._request.tools else content))
+        is_held = bool(self._request.tools) and self._request.takes_calls
+        return b"".join(self._deltas(thought, "" if is_held else content))
 
     def end(self, reply: Reply) -> bytes:
         """Return the rest of the answer."""

@@ -15,6 +15,7 @@ server. The gateway listens from the first session on, until it is closed.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
+from yarl import URL
 
 from cluster.http import HttpServer, Limits
 from ragr1_actors.core.types import OnText
@@ -88,7 +90,13 @@ async def _stream(request: web.Request, asked: ChatRequest, chat: Chat) -> web.S
 async def _write(request: web.Request, response: web.StreamResponse, part: bytes) -> None:
     if not response.prepared:
         await response.prepare(request)
-    await response.write(part)
+    if request.transport is None:  # the client left
+        return
+    late = asyncio.get_running_loop().call_later(Limits().answer_s, request.transport.abort)  # it does not read
+    try:
+        await response.write(part)
+    finally:
+        late.cancel()
 
 
 class _Answer(BaseModel):
@@ -127,8 +135,13 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The address it listens on, without a path."""
-        return self._server.url
+        """The address at which agents ask, without a path: that of the node, where it listens on all addresses."""
+        listening = URL(self._server.url)
+        if not ipaddress.ip_address(listening.raw_host or "").is_unspecified:
+            return self._server.url
+        from ray.util import get_node_ip_address
+
+        return str(listening.with_host(get_node_ip_address())).rstrip("/")
 
     @asynccontextmanager
     async def opened(self, session: Session) -> AsyncIterator[str]:
@@ -193,6 +206,7 @@ class Gateway:
     async def _retrieve(self, request: web.Request, session: Session) -> web.Response:
         asked = parse_question(await self._server.read_body(request))
         k = asked.topk or DEFAULT_TOPK
+        session.take_queries(len(asked.queries))
         try:
             found = await self._retriever.search(asked.queries, k) if asked.queries else []
         except Exception as error:  # a user's retriever may raise anything; only this trajectory ends

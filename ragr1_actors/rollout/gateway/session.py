@@ -39,6 +39,7 @@ from ragr1_actors.rollout.gateway.messages import (
     Reply,
     Said,
     behind,
+    call_ids,
     context_is_full,
     in_front,
     said,
@@ -51,6 +52,8 @@ RETRIEVE = "retrieve"
 """The tool of a search at the gateway, in the record; the policy may call a tool ``search`` itself."""
 MAX_REFUSED = 64
 """Requests in a row that are refused, or that the agent leaves, until the session ends."""
+MAX_QUERIES = 1000
+"""Queries that an agent may search with in one attempt."""
 
 
 class NewRecorder(Protocol):
@@ -76,6 +79,10 @@ class _Conversation:
     is_full: bool = False
     turn: tuple[str, tuple[ToolCall, ...]] | None = None
     """Action and calls of a turn whose results have not come yet."""
+    call_ids: tuple[str, ...] = ()
+    """Of the calls of ``turn``."""
+    searched: list[ToolCall] = field(default_factory=list)
+    """The agent's searches since its newest turn."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
         """Whether a request repeats all that was said here, and adds no turn of the policy.
@@ -90,14 +97,23 @@ class _Conversation:
             is_free and request.said[: len(self.said)] == self.said and all(role != "assistant" for role, *_ in added)
         )
 
-    def end_turn(self, results: Sequence[Said] = ()) -> None:
-        """Record the last turn with the results of its calls, in their order."""
+    def end_turn(self, added: Sequence[Said] = (), answered_ids: Sequence[str] = ()) -> None:
+        """Record the last turn with the messages behind it, and the id of the call that each of them answers.
+
+        A result without the id of one of the calls belongs to the first call that no other result names.
+        """
         if self.turn is not None:
             action, calls = self.turn
-            texts = [text for role, text, _ in results if role == "tool"]
-            answered = tuple(replace(call, result=text) for call, text in zip(calls, texts, strict=False))
-            reply = "\n".join(text for _, text, _ in results)
-            self.recorder.end_turn(action, (*answered, *calls[len(answered) :]), reply, 0.0)
+            results = [
+                (name, text) for name, (role, text, _) in zip(answered_ids, added, strict=True) if role == "tool"
+            ]
+            named = {name: text for name, text in results if name in self.call_ids}
+            others = iter([text for name, text in results if name not in self.call_ids])
+            texts = [named[name] if name in named else next(others, "") for name in self.call_ids]
+            answered = [replace(call, result=text) for call, text in zip(calls, texts, strict=True)]
+            reply = "\n".join(text for _, text, _ in added)
+            self.recorder.end_turn(action, (*answered, *self.searched), reply, 0.0)
+            self.searched.clear()
             self.turn = None
 
 
@@ -123,12 +139,20 @@ class Session:
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
+    _searched: list[ToolCall] = field(default_factory=list)
+    """``searched`` of the conversation with the newest turn, or of the first one before that."""
+    _num_queries: int = 0
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def seed(self) -> int:
         """The seed of the attempt."""
         return self.new_recorder().seed
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a request is being answered."""
+        return bool(self._running)
 
     @property
     def has_turns(self) -> bool:
@@ -181,6 +205,8 @@ class Session:
             return max(known, key=lambda one: len(one.said))
         number = len(self._conversations)
         made = _Conversation(self.new_recorder(part=f"~{number}" if number else ""), request.tools)
+        if not self._conversations:
+            made.searched = self._searched
         self._conversations.append(made)
         return made
 
@@ -198,7 +224,7 @@ class Session:
                 recorder.restart(in_front(request.messages), reading)
                 has_room = recorder.room > 0
             else:
-                conversation.end_turn(request.said[num_said:])
+                conversation.end_turn(request.said[num_said:], request.answered_ids[num_said:])
                 added = behind(request.messages[num_said:])
                 has_room = not added or recorder.add(added, reading)
         except ConfigError as error:  # the chat template refuses the messages
@@ -212,13 +238,14 @@ class Session:
         turn = await recorder.generate(reading, request.max_tokens)
         reply, action = self._read(turn, request, num_prompt_tokens)
         calls = tuple(ToolCall(call.name, dict(call.arguments)) for call in reply.calls)
-        conversation.turn = (action, calls)
+        conversation.turn, conversation.call_ids = (action, calls), reply.call_ids
+        self._searched = conversation.searched
         conversation.said = (*request.said, said("assistant", reply.content, reply.calls))
         return reply
 
     def _read(self, turn: Completion, request: ChatRequest, num_prompt_tokens: int) -> tuple[Reply, str]:
         """Return a turn as the agent gets it, and the name of what it did."""
-        parsed = self.chat.parser(request.tools).end(turn.text) if request.tools else None
+        parsed = self.chat.parser(request.tools).end(turn.text) if request.tools and request.takes_calls else None
         is_cut = turn.finish_reason is FinishReason.LENGTH
         counts = (num_prompt_tokens, len(turn.token_ids))
         if parsed is None or not parsed.calls:
@@ -228,7 +255,8 @@ class Session:
                 MALFORMED if is_malformed else "answer"
             )
         thought, _ = visible(parsed.content)
-        return Reply(parsed.text, thought, parsed.calls, "tool_calls", *counts), "call"
+        ids = call_ids(len(parsed.calls))
+        return Reply(parsed.text, thought, parsed.calls, "tool_calls", *counts, call_ids=ids), "call"
 
     def note_refused(self) -> None:
         """Count a request that was refused or left; too many in a row end the session."""
@@ -236,17 +264,16 @@ class Session:
         if self._num_refused > MAX_REFUSED:
             self.fail(FloodError(f"got {self._num_refused} requests in a row that were refused; end at the first ones"))
 
+    def take_queries(self, number: int) -> None:
+        """Count queries of the agent before they are searched; ``ApiError`` 429 beyond ``MAX_QUERIES``."""
+        if self._num_queries + number > MAX_QUERIES:
+            raise ApiError(429, f"an attempt may search with {MAX_QUERIES} queries; {self._num_queries} are used")
+        self._num_queries += number
+
     def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]]) -> None:
-        """Record searches of the agent with the last turn."""
-        for conversation in reversed(self._conversations):
-            if conversation.turn is not None:
-                action, calls = conversation.turn
-                made = [
-                    ToolCall(RETRIEVE, {"query": query, "k": k}, records=tuple(records))
-                    for query, records in zip(queries, found, strict=True)
-                ]
-                conversation.turn = (action, (*calls, *made))
-                return
+        """Record searches of the agent with its newest turn, or with the first one if there is none yet."""
+        for query, records in zip(queries, found, strict=True):
+            self._searched.append(ToolCall(RETRIEVE, {"query": query, "k": k}, records=tuple(records)))
 
     def fail(self, error: Exception) -> None:
         """End the session with an error of the infrastructure, or of an agent that floods."""
@@ -269,13 +296,14 @@ class Session:
         """
         for conversation in self._conversations:
             conversation.end_turn()
+        left = tuple(call for one in self._conversations for call in one.searched)
         recorders = [one.recorder for one in self._conversations] or [self.new_recorder()]
         recorders = [one for one in recorders if one.turns] or recorders[:1]
         ended = _joined([one.trajectory(task, stop_reason, answer=self.answer or "", error=error) for one in recorders])
         if ended.turns:
             *before, last = ended.turns
             said_by_agent = (ToolCall("agent", {}, output),) if output else ()
-            last = replace(last, calls=last.calls + said_by_agent, reward=last.reward + self.reward)
+            last = replace(last, calls=last.calls + left + said_by_agent, reward=last.reward + self.reward)
             reward = ended.reward if stop_reason.is_failure else ended.reward + self.reward
             ended = replace(ended, turns=(*before, last), reward=reward)
         return replace(ended, trajectory_id=self.new_recorder().trajectory_id, metrics=dict(self.counts))
