@@ -174,6 +174,10 @@ class _Budgets:
         return len(self.encode(text))
 
 
+MAX_TOKEN_CHARS = 32
+"""More characters than this per token are cut before they are encoded: few tokens have as many."""
+
+
 def cut_text(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:
     """Return the longest prefix of whole units of ``text`` that has at most ``max_tokens`` tokens."""
     if tokens(text) <= max_tokens:

@@ -352,6 +352,7 @@ def test_a_runner_that_is_closed_leaves_no_server_behind(tokenizer: PolicyTokeni
         ({"command": [*BY_HAND, json.dumps([ODD])]}, "its answer cannot be read: tools.0.inputSchema: field required"),
         (odd(properties={"a": {"type": "thing"}}), "the schema of odd cannot be used: 'thing' is not valid under"),
         (odd(items={"$ref": "http://a"}), "the schema of odd cannot be used: it refers to another document"),
+        (odd(items={"$ref": "#/$defs/a"}), 'cannot be used: it refers to "#/$defs/a", which it does not have'),
         (odd(type="string"), "its answer cannot be read: tools.0.inputSchema.type"),
         ({"command": BY_HAND, "only": ["pit"]}, "lists no 'pit'; did you mean 'pid'"),
         ({"url": "http://127.0.0.1:9/mcp", "key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY' holds no token; export it"),

@@ -205,6 +205,29 @@ async def test_what_a_function_returns_is_text_or_json() -> None:
         await FunctionTool(no_json, context, ToolOptions()).call([{"a": 1}])
 
 
+def says(name: str) -> str:
+    """Say a long text.
+
+    Args:
+        name: What is said.
+    """
+    if name == "wrong":
+        raise ToolError("no " * 500)
+    return f"{name} " * 500
+
+
+@pytest.mark.parametrize("name", ["Ana", "wrong"])
+async def test_a_result_is_cut_to_the_budget(name: str) -> None:
+    context = EnvContext(Finds(), str.split)  # type: ignore[arg-type]
+    options = ToolOptions(max_observation_tokens=20)
+    (found,) = await FunctionTool(says, context, options).call([{"name": name}])
+    word = "no" if name == "wrong" else name
+    assert found.text == " ".join([word] * 13) + "\n(The rest of the result is cut.)"
+    assert found.calls[0].result == found.text and len(found.text.split()) == 20
+    (whole,) = await FunctionTool(slow, context, options).call([{"name": "Ana"}])
+    assert "cut" not in whole.text
+
+
 # -- the environment ---------------------------------------------------------------------------------------------------
 
 

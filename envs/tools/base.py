@@ -34,10 +34,11 @@ from typing import Any, ClassVar
 
 from envs.base import EnvContext
 from envs.call_grammars import ToolSchema
+from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened
 from ragr1_actors.core.resolve import load_object, named
-from ragr1_actors.core.types import CallRequest, ToolCall
+from ragr1_actors.core.types import CallRequest, EncodeFn, ToolCall
 from ragr1_actors.core.users_code import contained, in_thread
 
 Arguments = Mapping[str, Any]
@@ -145,9 +146,23 @@ class FunctionTool(Tool):
             text = as_text(returned, self._function)
         except ToolError as error:
             text, is_error = str(error), True
+        text = cut_result(text, self.context.encode, self.options.max_observation_tokens)
         latency_s = time.monotonic() - started_s
         made = ToolCall(self.name, dict(arguments), text, latency_s=latency_s, waited_s=latency_s)
         return ToolResult(text, (made,), is_error)
+
+
+def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
+    """Return a result in at most ``max_tokens`` tokens of ``encode``; what is cut ends with a note that says so."""
+    if len(text) <= max_tokens * MAX_TOKEN_CHARS and len(encode(text)) <= max_tokens:
+        return text
+
+    def size(part: str) -> int:
+        return len(encode(part))
+
+    note = "\n(The rest of the result is cut.)"
+    room = max(max_tokens - size(note), 0)
+    return cut_text(text[: room * MAX_TOKEN_CHARS], room, size) + note
 
 
 def as_text(returned: object, function: Callable[..., Any]) -> str:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _REMOTE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#)')
 """A reference to another document, which jsonschema would fetch."""
+_LOCAL = re.compile(r'"\$(?:ref|dynamicRef)": ("#(?:[^"\\]|\\.)*")')
+"""A reference to a part of the schema."""
 _FORGOTTEN = "HTTP 404"
 """The status from a server that no longer knows the session, as after a restart."""
 _MAX_QUOTED = 200
@@ -112,12 +114,24 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
 def _problem_of(parameters: Mapping[str, Any]) -> str:
     """Return why arguments cannot be checked by a schema; empty if they can."""
     from jsonschema import Draft202012Validator, SchemaError
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
 
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         return shortened(error.message)
-    return "it refers to another document" if _REMOTE.search(json.dumps(parameters)) else ""
+    written = json.dumps(parameters)
+    if _REMOTE.search(written):
+        return "it refers to another document"
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(parameters))
+    for reference in _LOCAL.findall(written):
+        try:
+            resolver.lookup(json.loads(reference))
+        except Unresolvable:
+            return f"it refers to {reference}, which it does not have"
+    return ""
 
 
 class McpTool(FunctionTool):

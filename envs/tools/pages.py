@@ -10,14 +10,13 @@ from itertools import groupby
 from typing import ClassVar
 
 from envs.call_grammars import ToolSchema
-from envs.observations import cut_text
+from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.tools.base import Arguments, Tool, ToolResult
 from ragr1_actors.core.errors import shortened
 from ragr1_actors.core.types import DefuseFn, EncodeFn, ToolCall
 from retrieval.base import HEADING, OPEN_PAGE, Page, PageRetriever, page_title
 
 _MAX_NAMES = 20
-_MAX_TOKEN_CHARS = 32
 
 
 def _schema(name: str, description: str, **arguments: str) -> ToolSchema:
@@ -143,4 +142,4 @@ def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -
         return shown(number)
     end = f"\n(The first of {len(pieces)} pieces is cut.)"
     room = max_tokens - size(end)
-    return cut_text(f"{head}\n{pieces[0]}"[: room * _MAX_TOKEN_CHARS], room, size) + end
+    return cut_text(f"{head}\n{pieces[0]}"[: room * MAX_TOKEN_CHARS], room, size) + end
