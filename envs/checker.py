@@ -78,7 +78,7 @@ QUESTION_TIMEOUT_S = 60.0
 """For what a user's part is asked at once; a run waits longer."""
 _NUM_DEMONSTRATED = 20
 """Tasks of a source whose demonstrations are looked at."""
-_TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
+TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
 _LAMP = Passage("lamp", "lamp", "The lamp lies in Riga.", 1.0)
 
 
@@ -250,8 +250,7 @@ async def check_tool(name: str, environment: EnvironmentSettings) -> list[Check]
         listed = await list_tools(name, environment.mcp[name])
         return [Check(f"it lists {tool['function']['name']}, whose schema is a JSON schema") for tool in listed]
     ((_, tool),) = make_tools([name], stand_in_context(environment), ToolOptions()).items()
-    parameters = tool.schema["function"].get("parameters", {})
-    arguments = {key: _made_up_value(kind) for key, kind in parameters.get("properties", {}).items()}
+    arguments = made_up_arguments(tool.schema["function"].get("parameters", {}))
 
     async def answer() -> None:
         with suppress(ToolError):
@@ -266,6 +265,11 @@ async def check_tool(name: str, environment: EnvironmentSettings) -> list[Check]
         Check("its schema is a JSON schema", problem_of(tool.check_schema, tool.call)),
         Check(f"it answers {tool.name}({shortened(shown)})", problem),
     ]
+
+
+def made_up_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that fit the schema of a tool, as far as its types say."""
+    return {key: _made_up_value(kind) for key, kind in parameters.get("properties", {}).items()}
 
 
 def _made_up_value(schema: Mapping[str, Any]) -> Any:
@@ -295,7 +299,7 @@ def _ended(turns: tuple[Turn, ...], answer: str, index: int = 0) -> Trajectory:
     ids, versions = np.arange(len(kinds), dtype=np.int32), np.where(kinds == TokenKind.MODEL, 0, -1).astype(np.int32)
     reason = StopReason.ANSWERED if answer else StopReason.MAX_TURNS
     logprobs = np.zeros(len(kinds), np.float32)
-    return Trajectory(f"check/0/{index}", _TASK, ids, kinds, logprobs, versions, turns, reason, 0.0, answer)
+    return Trajectory(f"check/0/{index}", TASK, ids, kinds, logprobs, versions, turns, reason, 0.0, answer)
 
 
 E = TypeVar("E", bound=TextEnv)
@@ -314,15 +318,15 @@ class _Trial(Generic[E]):
 
     async def start(self) -> E:
         env = self.make()
-        await env.reset(_TASK)
+        await env.reset(TASK)
         return env
 
     def options(self) -> None:
         part_options(self.env_class, self.settings.options, "environment.env", "environment.options")
 
     async def reset(self) -> None:
-        messages = check_prompt(await self.make().reset(_TASK), self.env_class.reset)
-        if not any(_TASK.question in message.content for message in messages):
+        messages = check_prompt(await self.make().reset(TASK), self.env_class.reset)
+        if not any(TASK.question in message.content for message in messages):
             raise ConfigError(
                 f"{named(self.env_class.reset)} returned {shortened(repr(messages))}, expected the question in one of "
                 "them: else the policy never sees what to answer"

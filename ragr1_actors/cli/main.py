@@ -381,10 +381,10 @@ def check_env(
 @app.command()
 def check(
     kind: Annotated[
-        Literal["reward", "source", "strategy", "curriculum", "tool"],
-        typer.Argument(help="What is checked: reward, source, strategy, curriculum or tool."),
+        Literal["reward", "source", "strategy", "curriculum", "tool", "agent"],
+        typer.Argument(help="What is checked: reward, source, strategy, curriculum, tool or agent."),
     ],
-    name: Annotated[str, typer.Argument(help="my_module:MyName, or a known name.")],
+    name: Annotated[str, typer.Argument(help="my_module:MyName, a known name, or what environment.agent takes.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
 ) -> None:
     """Check a part that you wrote, before a run; exit status 1 if a check fails."""
@@ -394,11 +394,17 @@ def check(
     from ragr1_actors.rollout.strategy import try_strategy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
     from ragr1_actors.training.curriculum import try_curriculum
+    from ragr1_actors.training.planning.agent_trial import try_agent
     from ragr1_actors.training.planning.preflight import check_curriculum, check_strategy
 
-    if "=" in name or name.startswith("{"):
+    if kind != "agent" and ("=" in name or name.startswith("{")):
         raise UserError(f"got {name} where the name belongs; put it first: ragr1 check {kind} my_module:MyName {name}")
-    keys = {"reward": "environment.reward", "strategy": "env_runners.strategy", "curriculum": "environment.curriculum"}
+    keys = {
+        "reward": "environment.reward",
+        "strategy": "env_runners.strategy",
+        "curriculum": "environment.curriculum",
+        "agent": "environment.agent",
+    }
     named = [f"{keys[kind]}={name}"] if kind in keys else []
     config = AlgorithmConfig().override([*(overrides or []), *named]).freeze()
     checks: dict[str, Callable[[], list[Check]]] = {
@@ -407,6 +413,7 @@ def check(
         "strategy": lambda: asyncio.run(try_strategy(check_strategy(config.env_runners))),
         "curriculum": lambda: try_curriculum(check_curriculum(config.environment)),
         "tool": lambda: asyncio.run(check_tool(name, config.environment)),
+        "agent": lambda: asyncio.run(try_agent(config)),
     }
     _print_checks(checks[kind]())
 

@@ -1,0 +1,93 @@
+"""``ragr1 check agent``: an agent solves a made-up task at the gateway. Its policy is a script; no model is loaded.
+
+The script calls each tool of a request once, with made-up arguments, and then answers. Of an agent that stops at
+``</search>`` or ``</answer>`` it searches once, and then answers, in these tags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from envs.checker import TASK, Check, OnePassage, made_up_arguments
+from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling, StopReason, Trajectory
+from ragr1_actors.rollout.engines.base import ScriptedEngine
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.issue import GroupRequest, Issue
+
+DEADLINE_S = 120.0
+"""For the agent, if its own deadline is later."""
+
+
+class _Script(ScriptedEngine):
+    """Calls each tool once, and then says the answer of the task."""
+
+    def __init__(self, tokenizer: EndpointTokenizer) -> None:
+        super().__init__({}, tokenizer.encode)
+        self._tokenizer = tokenizer
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        chat, tools = self._tokenizer.chat(prompt_token_ids)
+        called = {call["function"]["name"] for message in chat for call in message.get("tool_calls") or ()}
+        functions: list[dict[str, Any]] = [tool["function"] for tool in tools]
+        left = [function for function in functions if function["name"] not in called]
+        text, message = TASK.golden_answers[0], None
+        if "</search>" in sampling.stop and not any(one["role"] == "assistant" for one in chat):
+            text = "<search>lamp</search>"
+        elif "</answer>" in sampling.stop:
+            text = f"<answer>{text}</answer>"
+        if left:
+            arguments = json.dumps(made_up_arguments(left[0].get("parameters", {})))
+            function = {"name": left[0]["name"], "arguments": arguments}
+            text = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
+            message = {"content": None, "tool_calls": [{"type": "function", "function": function}]}
+        if on_text is not None:
+            on_text(text)
+        ids = self._tokenizer.sampled(text, 1, message)
+        return Completion(ids, [0.0], [0], text, FinishReason.STOP)
+
+
+async def try_agent(config: SamplerConfig) -> list[Check]:
+    """Let the agent of a recipe solve a made-up task; a function of ``ray`` is called in this process.
+
+    Raises:
+        ConfigError: there is no agent, or it cannot be run.
+    """
+    agent = config.environment.agent
+    if agent is None:
+        raise ConfigError("environment.agent: got none, expected the agent that is checked")
+    changed: dict[str, Any] = {"deadline_s": min(DEADLINE_S, agent.deadline_s)}
+    if agent.ray:
+        changed |= {"function": agent.ray, "ray": ""}
+    environment = config.environment.model_copy(update={"agent": agent.model_copy(update=changed)})
+    tokenizer = EndpointTokenizer()
+    runner = EnvRunner(
+        config.model_copy(update={"environment": environment}), tokenizer, OnePassage(), _Script(tokenizer)
+    )
+    group = await runner.sample_group(GroupRequest(Issue("check", TASK, 0), 1, 0.0))
+    await runner.close_agents()
+    return checks_of(group.trajectories[0])
+
+
+def checks_of(ended: Trajectory) -> list[Check]:
+    """Return what is said of an agent's attempt."""
+    *_, last = [call.result for call in ended.calls if call.tool == "agent"] or [""]
+    said = f": {shortened(last.strip())}" if last.strip() else ""
+    problem = ended.error
+    if not problem and ended.stop_reason is not StopReason.ANSWERED:
+        problem = f"it ended with {ended.stop_reason.value}{said}"
+    names = dict.fromkeys(call.tool for call in ended.calls if call.tool != "agent")
+    calls = f", with calls of {', '.join(names)}" if names else ""
+    if problem:
+        return [Check("it solves a made-up task", problem)]
+    no_answer = "" if ended.answer or ended.reward else f"it gave no answer{said}"
+    return [
+        Check(f"it solves a made-up task: turns {len(ended.turns)}, rows {len(ended.rows)}{calls}"),
+        Check(f"its answer {shortened(repr(ended.answer))} has the reward {ended.reward:g}", no_answer),
+    ]
