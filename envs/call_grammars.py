@@ -144,7 +144,7 @@ class MarkedParser(TurnParser):
             "calls": field,
         }
         spec = {"start_anchor": "\n", "fields": fields}
-        self._parser = ResponseParser(spec, prefix="", tools=[dict(tool) for tool in tools])
+        self._parser = ResponseParser(spec, prefix="", tools=[_with_types(tool) for tool in tools])
         self._num_read, self._problem, self._region, self._block = 0, "", "", ""
         self._calls: list[CallRequest] = []
 
@@ -188,6 +188,37 @@ class MarkedParser(TurnParser):
         except (ValueError, RecursionError) as error:
             self._problem = one_line(error)
         return self._calls[num_before:]
+
+
+def _with_types(tool: ToolSchema) -> dict[str, Any]:
+    """Return a tool whose arguments have their types beside them, where transformers looks for them."""
+    function = tool["function"]
+    root = function.get("parameters", {})
+    typed = {
+        name: {**one, "type": types} if (types := _types(one, root)) else one
+        for name, one in root.get("properties", {}).items()
+    }
+    return {**tool, "function": {**function, "parameters": {**root, "properties": typed}}}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
+    """Return the types that a JSON schema allows, as far as it names them; references are those into ``root``."""
+    if not isinstance(schema, Mapping) or not depth:
+        return []
+    found: list[str] = schema["type"] if isinstance(schema.get("type"), list) else [*filter(None, [schema.get("type")])]
+    others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+    if (reference := str(schema.get("$ref", ""))).startswith("#/"):
+        target: Any = root
+        for name in reference[2:].split("/"):
+            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        others.append(target)
+    found = [*found, *(name for one in others for name in _types(one, root, depth - 1))]
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    return found or [name for name, kind in _KINDS.items() if any(type(value) is kind for value in values)]
+
+
+_KINDS = {"integer": int, "number": float, "boolean": bool, "null": type(None), "array": list, "object": dict}
+"""Types of JSON but text, which is what a value is that has none of them."""
 
 
 def _check_parameters(block: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ragr1_actors.core.answers import normalize_answer
 from ragr1_actors.core.types import ToolCall, Trajectory
-from retrieval.base import SEARCH
+from retrieval.base import RETRIEVE, SEARCH
 
 Measure = Callable[[Trajectory], float]
 _WHOLE_ANSWERS = {"yes", "no", "noanswer"}
@@ -49,8 +49,11 @@ def _f1(prediction: str, gold: str) -> float:
 
 
 def searches(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return those of some calls that searched."""
-    return [call for call in calls if call.tool == SEARCH]
+    """Return those of a turn's calls that searched.
+
+    Where an agent searches at the gateway for the policy's call ``search``, the agent's calls are returned.
+    """
+    return [call for call in calls if call.tool == RETRIEVE] or [call for call in calls if call.tool == SEARCH]
 
 
 def num_rounds(trajectory: Trajectory) -> float:
@@ -60,12 +63,12 @@ def num_rounds(trajectory: Trajectory) -> float:
 
 def num_queries(trajectory: Trajectory) -> float:
     """Return the queries executed over all rounds."""
-    return float(len(searches(trajectory.calls)))
+    return float(sum(len(searches(turn.calls)) for turn in trajectory.turns))
 
 
 def num_repeated_queries(trajectory: Trajectory) -> float:
     """Return how many of them an earlier turn had asked already, in any case of letters."""
-    asked = [call.asked.casefold() for call in searches(trajectory.calls)]
+    asked = [call.asked.casefold() for turn in trajectory.turns for call in searches(turn.calls)]
     return float(len(asked) - len(set(asked)))
 
 

@@ -11,6 +11,8 @@ Passage = Record
 """One passage of the corpus: ``Passage("p17", "Riga", "Riga lies in Latvia.", 0.83)``, and how similar it is."""
 SEARCH = "search"
 """The tool whose calls in a trajectory are searches, with the arguments ``query`` and ``k``."""
+RETRIEVE = "retrieve"
+"""The tool of an agent's searches at the gateway; the policy may call a tool ``search`` itself."""
 OPEN_PAGE = "open_page"
 """The tool whose calls in a trajectory open pages, with the argument ``title``. Where there is no such page, the result
 is a JSON list of titles that are like it."""

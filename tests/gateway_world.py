@@ -75,6 +75,7 @@ async def play(
     finally:
         assert runner._agents is not None
         await runner._agents.close()
+    assert all(sum(one.turn_lengths) == one.num_model_tokens for one in group.trajectories)
     return list(group.trajectories)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,26 @@ def test_random_texts_and_pieces_of_calls_are_read_without_an_error(name: Gramma
         assert found == parse(text, name)
         assert not (found.calls and found.problem)
         json.dumps([one.arguments for one in found.calls], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"$ref": "#/$defs/Place"}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/Place"}], "description": "Where."}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "null", None),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": True}, "true", True),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"$ref": "#/$defs/nothing"}, "2", "2"),
+        ({"$ref": "#/properties/a"}, "2", "2"),
+        ({"type": ["integer", "null"]}, "2", 2),
+        ({}, "2", "2"),
+    ],
+)
+def test_arguments_without_quotes_have_the_types_of_their_schema(schema: Any, written: str, value: Any) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"Place": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    turn = f"<tool_call>\n<function=look>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse_turn(turn, GRAMMARS["qwen3_coder"], [tool]).calls
+    assert call.arguments == {"a": value}

@@ -334,6 +334,15 @@ def test_a_runner_that_is_closed_leaves_no_server_behind(tokenizer: PolicyTokeni
 # -- before a run ------------------------------------------------------------------------------------------------------
 
 
+def test_a_tool_that_is_left_out_may_have_any_schema() -> None:
+    draft = "http://json-schema.org/draft-07/schema#"
+    good = {"name": "good", "inputSchema": {"type": "object", "$schema": draft, "items": [{"type": "string"}]}}
+    bad = {"name": "bad", "inputSchema": {"type": "object", "properties": {"a": {"type": "thing"}}}}
+    config = check_services(config_of({"command": [*BY_HAND, json.dumps([good, bad])], "only": ["good"]}))
+    (found,) = config.environment.mcp["world"].tools or ()
+    assert found["function"]["name"] == "good"
+
+
 @pytest.mark.parametrize(
     ("server", "problem"),
     [

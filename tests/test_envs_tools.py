@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import pytest
 from fakes import OnePassage
@@ -226,6 +227,96 @@ async def test_a_result_is_cut_to_the_budget(name: str) -> None:
     assert found.calls[0].result == found.text and len(found.text.split()) == 20
     (whole,) = await FunctionTool(slow, context, options).call([{"name": "Ana"}])
     assert "cut" not in whole.text
+
+
+def counts(number: int, places: Optional[list[int]] = None, kind: Literal["a", "b"] | None = None) -> str:  # noqa: UP045
+    """Count.
+
+    Args:
+        number: How often.
+        places: Where.
+        kind: Of what.
+    """
+    return f"{list(range(number))} {places} {kind}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"number": 2.0, "places": [1.0, 2]}, "[0, 1] [1, 2] None"),
+        ({"number": 1, "places": None, "kind": None}, "[0] None None"),
+        ({"number": 1, "kind": "b"}, "[0] None b"),
+        ({"number": 1.5}, "number: 1.5 is not of type 'integer'"),
+        ({"number": 1, "kind": "c"}, "kind: 'c' is not one of ['a', 'b', None]"),
+        ({"number": None}, "number: None is not of type 'integer'"),
+        ({"number": 1, "often": 2}, "there is no argument often; the arguments are: number, places, kind"),
+    ],
+)
+async def test_arguments_fit_a_function_or_are_refused(arguments: dict[str, Any], said: str) -> None:
+    tool = FunctionTool(counts, EnvContext(Finds(), list), ToolOptions())  # type: ignore[arg-type]
+    if problem := tool.problem_of(arguments):
+        assert problem == said
+    else:
+        assert (await tool.call([arguments]))[0].text == said
+
+
+def takes_a_path(path: Path) -> str:
+    """Open.
+
+    Args:
+        path: Where.
+    """
+    return str(path)
+
+
+def takes_many(*names: str) -> str:
+    """Open.
+
+    Args:
+        names: Which.
+    """
+    return str(names)
+
+
+def by_place(name: str, /) -> str:
+    """Open.
+
+    Args:
+        name: Which.
+    """
+    return name
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (takes_a_path, "path has the type Path, expected text, a number"),
+        (takes_many, r"got \*names: .*str.*, expected arguments that can be given by name"),
+        (by_place, "expected arguments that can be given by name"),
+        (functools.reduce, "reduce"),
+    ],
+)
+def test_a_function_that_no_call_can_satisfy_is_refused(function: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        schema_of(function)
+
+
+def halves(name: str) -> str:
+    """Say.
+
+    Args:
+        name: What.
+    """
+    if name == "wrong":
+        raise ToolError("half \ud83d")
+    return "half \ud83d"
+
+
+@pytest.mark.parametrize("name", ["right", "wrong"])
+async def test_half_of_a_surrogate_pair_is_replaced(name: str) -> None:
+    context = EnvContext(Finds(), list)  # type: ignore[arg-type]
+    (found,) = await FunctionTool(halves, context, ToolOptions()).call([{"name": name}])
+    assert found.text == "half \ufffd"
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------

@@ -542,11 +542,11 @@ def test_the_sampler_draws_from_the_distribution() -> None:
     n = 20_000
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(n, 4)
     draws = torch.from_numpy(uniform(np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.uint64)))
-    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8), (1.0, 1e-300)):
         tokens, logprobs = sample(logits, torch.full((n,), temperature), torch.full((n,), top_p), draws)
         probabilities = torch.softmax(logits[0] / temperature, dim=-1)
         if top_p < 1:
-            probabilities = torch.where(torch.arange(4) < 2, probabilities, 0.0)
+            probabilities = torch.where(torch.arange(4) < (2 if top_p > 0.1 else 1), probabilities, 0.0)
             probabilities /= probabilities.sum()
         frequencies = torch.bincount(tokens, minlength=4) / n
         assert torch.allclose(frequencies, probabilities, atol=0.012)

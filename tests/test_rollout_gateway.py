@@ -11,10 +11,9 @@ import pytest
 from gateway_world import CALL, TASK, TOOL, Client, GrowingScripts, events, play
 from tool_templates import TEMPLATES, write_tool_family
 
-import ragr1_actors.rollout.gateway.session as gateway_session
 from ragr1_actors.core.errors import EngineError
-from ragr1_actors.core.types import CallRequest, StopReason, Task, TokenKind, Trajectory
-from ragr1_actors.rollout.chat_format import TemplateFormat
+from ragr1_actors.core.types import CallRequest, Message, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.rollout.chat_format import TemplateFormat, make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.rollout.gateway.messages import ApiError, read_request
@@ -414,90 +413,36 @@ async def test_keys_are_sessions(tokenizer: PolicyTokenizer) -> None:
     assert len({one.session.api_key for one in kept}) == 2
 
 
-async def test_an_agent_gives_answer_and_reward_and_searches(tokenizer: PolicyTokenizer) -> None:
-    async def agent(task: Task, session: AgentSession) -> None:
-        client = Client(session)
-        await client.ask()
-        assert (await client.post("/v1/reward", {"reward": "much"}))[0] == 400
-        assert (await client.post("/v1/reward", {"reward": 0.25}))[0] == 200
-        assert (await client.post("/v1/answer", {"answer": "Riga"}))[0] == 200
-        status, found = await client.post("/retrieve", {"queries": ["Ana", "Bo"], "topk": 1})
-        assert status == 200 and [one[0]["title"] for one in found["result"]] == ["Riga", "Riga"]
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+async def test_what_is_behind_a_stop_string_is_neither_text_nor_part_of_a_call(tmp_path: Path, family: str) -> None:
+    tokenizer = write_tool_family(tmp_path / "policy", family)
+    chat = make_chat_format("auto", tokenizer)
+    call = chat.write(Message("assistant", "", (CallRequest("search", {"query": "Ana"}),)))
 
-    AGENTS["spelling"] = agent
-    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"]})
-    assert (found.error, found.answer, found.reward, found.turns[0].reward) == ("", "Riga", 1.25, 0.25)
-    assert [(call.tool, call.arguments["query"], call.records[0].title) for call in found.turns[0].calls] == [
-        ("retrieve", "Ana", "Riga"),
-        ("retrieve", "Bo", "Riga"),
-    ]
-    assert (found.metrics["rounds"], found.metrics["queries"]) == (1.0, 2.0)
-
-
-async def test_searches_are_kept_with_the_newest_turn(tokenizer: PolicyTokenizer) -> None:
     async def agent(task: Task, session: AgentSession) -> str:
-        first, second = Client(session), Client(session)
-        second.messages = [{"role": "user", "content": "Who was Bo?"}]
-
-        async def search(query: str) -> None:
-            assert (await first.post("/retrieve", {"queries": [query], "topk": 1}))[0] == 200
-
-        await search("before")
-        for client, query in ((first, "one"), (second, "two"), (first, "three")):
-            client.messages.append({"role": "user", "content": "Go on."})
-            await client.ask()
-            await search(query)
-        assert (await second.post("/v1/chat/completions", {"messages": second.messages, "n": 2}))[0] == 400
-        await search("four")
+        client = Client(session)
+        found = await client.ask(tools=[TOOL], stop=["Observation:"])
+        (choice,) = found["choices"]
+        assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
         return "Riga"
 
     AGENTS["spelling"] = agent
-    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm", "So"], "t/0~1": ["Well"]})
-    assert found.error == ""
-    assert [(turn.completion_text, [call.arguments["query"] for call in turn.calls]) for turn in found.turns] == [
-        ("Hm", ["before", "one"]),
-        ("So", ["three", "four"]),
-        ("Well", ["two"]),
-    ]
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": [f"{call}\nObservation:"]})
+    assert (found.error, found.turns[0].action) == ("", "call")
 
 
-async def test_searches_are_limited_per_attempt(tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_session, "MAX_QUERIES", 3)
-
+async def test_a_thought_without_a_beginning_is_text(tokenizer: PolicyTokenizer) -> None:
     async def agent(task: Task, session: AgentSession) -> str:
         client = Client(session)
         await client.ask()
-        assert (await client.post("/retrieve", {"queries": ["Ana", "Bo"]}))[0] == 200
-        status, found = await client.post("/retrieve", {"queries": ["Ana", "Bo"]})
-        assert status == 429 and "3 queries; 2 are used" in found["error"]["message"]
-        assert (await client.post("/retrieve", {"queries": ["Ana"]}))[0] == 200
+        client.messages[-1]["content"] = "rewritten </think> b"
+        client.messages.append({"role": "user", "content": "And?"})
+        await client.ask()
         return "Riga"
 
     AGENTS["spelling"] = agent
-    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"]})
-    assert found.error == "" and len(found.calls) == 3
-
-
-@pytest.mark.parametrize("with_ids", [True, False])
-async def test_results_in_another_order_are_those_of_the_calls_that_they_name(
-    tokenizer: PolicyTokenizer, with_ids: bool
-) -> None:
-    async def agent(task: Task, session: AgentSession) -> str:
-        client = Client(session)
-        await client.ask(tools=[TOOL])
-        for call in reversed(client.messages[-1]["tool_calls"]):
-            query = json.loads(call["function"]["arguments"])["query"]
-            named = {"tool_call_id": call["id"]} if with_ids else {}
-            client.messages.append({"role": "tool", "content": f"of {query}", **named})
-        await client.ask(tools=[TOOL])
-        return "Riga"
-
-    AGENTS["spelling"] = agent
-    said = CALL + "\n" + CALL.replace("Ana", "Bo")
-    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": [said, "Riga"]})
-    assert found.error == "" and len(found.rows) == 1
-    expected = [("Ana", "of Ana"), ("Bo", "of Bo")] if with_ids else [("Ana", "of Bo"), ("Bo", "of Ana")]
-    assert [(call.arguments["query"], call.result) for call in found.turns[0].calls] == expected
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["a </think> b"], "t/0~1": ["Riga"]})
+    assert found.error == "" and len(found.rows) == 2
 
 
 async def test_tool_choice_none_leaves_calls_in_the_text_of_the_same_row(tokenizer: PolicyTokenizer) -> None:

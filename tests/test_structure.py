@@ -88,7 +88,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_300, 33_400, 570
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_750, 33_700, 570
 """Limits of the product's size. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,12 +14,13 @@ from fakes import OnePassage
 from gateway_world import CALL, TOOL, GrowingScripts
 from openai import AsyncOpenAI
 from tool_templates import write_tool_family
+from waits import until
 
-from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, UserError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import Completion, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.training.evaluation.serving import PolicyServer, ServedPolicy
+from ragr1_actors.training.evaluation.serving import PolicyServer, ServedPolicy, run_policy_server
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "Where was Ana born?"}
 SEARCH = '<tool_call>\n{"name": "search", "arguments": {"queries": ["Ana"]}}\n</tool_call>'
@@ -248,6 +250,47 @@ async def test_an_engine_that_fails_after_the_first_chunk_is_an_event(
             async for part in await ask(client, stream=True):
                 said += part.choices[0].delta.content or ""
     assert said == "Ri"
+
+
+def broken(name: str) -> str:
+    """Say.
+
+    Args:
+        name: What.
+    """
+    raise KeyError(name)
+
+
+async def test_a_tool_that_fails_is_one_sentence_with_its_line(tokenizer: PolicyTokenizer) -> None:
+    call = '<tool_call>\n{"name": "broken", "arguments": {"name": "Ana"}}\n</tool_call>'
+    async with serving(tokenizer, {**TOOLS, "tools": [f"{__name__}:broken"]}, [call]) as (client, _):
+        with pytest.raises(openai.InternalServerError, match=r"test_training_serving.py, line \d+: KeyError: 'Ana'"):
+            await ask(client)
+
+
+@pytest.mark.parametrize("environment", [TAGS, {"agent": f"{__name__}:agent"}], ids=["env", "agent"])
+def test_a_server_whose_engine_died_ends(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any]
+) -> None:
+    async def generate(*_: Any, **__: Any) -> Completion:
+        raise EngineDeadError("its processes ended")
+
+    monkeypatch.setattr(Noting, "generate", generate)
+    config: Any = resolve({"environment": environment})
+    server = PolicyServer(ServedPolicy(config, tokenizer, OnePassage(), Noting(tokenizer, [])), port=0)
+
+    def client() -> int:
+        asyncio.run(until(lambda: server._listener is not None))
+        asks = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        with asks, pytest.raises(openai.APIStatusError, match="its processes ended") as caught:
+            asks.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
+        return caught.value.status_code
+
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(client)
+        with pytest.raises(UserError, match="the engine died: its processes ended; start the command again"):
+            run_policy_server(server)
+    assert asking.result() == 503
 
 
 class Away(OnePassage):

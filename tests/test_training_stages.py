@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from gateway_world import Client
 from rich.console import Console
 from small_world import (
     descendants,
@@ -38,6 +39,7 @@ from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.report_page import facts
+from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.runs.checkpoint import CheckpointStore
 from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -417,3 +419,25 @@ def test_sigterm_before_training_is_one_line_and_leaves_nothing(files: Path, tmp
     assert wait_for(lambda: ended(children), 120)
     assert bool(folders) == (line == "actors")
     assert not any(folder.exists() for folder in folders)
+
+
+async def fails(task: Task, session: AgentSession) -> str:
+    await Client(session).ask()
+    raise KeyError("document")
+
+
+@pytest.mark.engine
+def test_agents_that_fail_are_said(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(files, {"num_steps": 0}, num_iterations=2)
+    config = changed(config, "environment", agent=f"{__name__}:fails")
+    config = changed(config, "policy", chat_format="hermes")
+    _, printed = execute(config, tmp_path / "run")
+    assert (
+        printed.count("100 % of the agents failed in iteration 1; ragr1 view") == 1 and "in iteration 2;" not in printed
+    )
+    caplog.clear()
+    evaluate_policy(EvalRequest(str(tmp_path / "run")), EvalTasks(num_tasks=2))
+    (said,) = [one.getMessage() for one in caplog.records if "agents failed" in one.getMessage()]
+    assert re.fullmatch(
+        r"2 of 2 agents failed; the last: .*test_training_stages.py, line \d+: KeyError: 'document'", said
+    )

@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from envs.base import EnvContext
 from envs.call_grammars import ToolSchema
@@ -98,8 +98,10 @@ class Tool(ABC):
     @cached_property
     def _validator(self) -> Any:
         from jsonschema import Draft202012Validator
+        from jsonschema.validators import validator_for
 
-        return Draft202012Validator(self.schema["function"].get("parameters", {}))
+        parameters = self.schema["function"].get("parameters", {})
+        return validator_for(parameters, Draft202012Validator)(parameters)
 
     def check_schema(self) -> None:
         """Raise if the schema of the arguments is no JSON schema."""
@@ -130,6 +132,15 @@ class FunctionTool(Tool):
         super().__init__(context, options)
         self._function = function
         self.schema = schema or schema_of(function)  # type: ignore[misc]  # of a class, where a class is a tool
+        kinds = [one.kind for one in inspect.signature(function).parameters.values()]
+        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def problem_of(self, arguments: Arguments) -> str:
+        """Return what is wrong with the arguments of a call: one that the function has not, or what its schema says."""
+        known = self.schema["function"].get("parameters", {}).get("properties", {})
+        if not self._takes_any and (unknown := [name for name in arguments if name not in known]):
+            return f"there is no argument {shortened(unknown[0])}; the arguments are: {', '.join(known) or 'none'}"
+        return super().problem_of(arguments)
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
         """Call the function once for each, at the same time."""
@@ -138,14 +149,15 @@ class FunctionTool(Tool):
     async def _call(self, arguments: Arguments) -> ToolResult:
         started_s = time.monotonic()
         is_error = False
+        given = _whole(arguments, self.schema["function"].get("parameters", {}))
         try:
             if inspect.iscoroutinefunction(self._function):
-                returned = await contained(self._function(**arguments))
+                returned = await contained(self._function(**given))
             else:
-                returned = await contained(in_thread(self._function, **arguments))
+                returned = await contained(in_thread(self._function, **given))
             text = as_text(returned, self._function)
         except ToolError as error:
-            text, is_error = str(error), True
+            text, is_error = encodable(str(error)), True
         text = cut_result(text, self.context.encode, self.options.max_observation_tokens)
         latency_s = time.monotonic() - started_s
         made = ToolCall(self.name, dict(arguments), text, latency_s=latency_s, waited_s=latency_s)
@@ -165,6 +177,28 @@ def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
     return cut_text(text[: room * MAX_TOKEN_CHARS], room, size) + note
 
 
+def encodable(text: str) -> str:
+    """Return a text with U+FFFD for each half of a surrogate pair, which no tokenizer can encode."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _whole(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return a value with an ``int`` for each number like 2.0 that a schema takes as a whole number."""
+    match value:
+        case float() if "integer" in (schema.get("type"), *_listed(schema.get("type"))) and value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(one, schema.get("items", {})) for one in value]
+        case Mapping():
+            known = schema.get("properties", {})
+            return {name: _whole(one, known.get(name, {})) for name, one in value.items()}
+    return value
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def as_text(returned: object, function: Callable[..., Any]) -> str:
     """Return what a tool returned as the text that the policy reads: a text as it is, anything else as JSON.
 
@@ -172,9 +206,9 @@ def as_text(returned: object, function: Callable[..., Any]) -> str:
         ConfigError: it is neither; with the function's file and line.
     """
     if isinstance(returned, str):
-        return returned
+        return encodable(returned)
     try:
-        return json.dumps(returned, ensure_ascii=False)
+        return encodable(json.dumps(returned, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{named(function)} returned {shortened(repr(returned))}, expected text or what JSON can hold: "
@@ -196,13 +230,40 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
 
     try:
         found: dict[str, Any] = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        hints = get_type_hints(function)
+        parameters = inspect.signature(function).parameters.values()
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{named(function)}: {one_line(error)}; a tool needs a docstring, and for each argument a type hint and a "
             "line under Args:"
         ) from error
+    for one in parameters:
+        if one.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{named(function)}: got {one}, expected arguments that can be given by name")
+        if isinstance(kind := hints.get(one.name), type) and not issubclass(kind, _JSON_TYPES):
+            expected = "expected text, a number, bool, list, dict, Literal or TypedDict"
+            raise ConfigError(f"{named(function)}: {one.name} has the type {kind.__name__}, {expected}")
     found["function"].pop("return", None)
-    return found
+    return _with_null(found)  # type: ignore[no-any-return]
+
+
+_JSON_TYPES = (str, int, float, list, tuple, dict, type(None))
+"""The types of arguments; ``bool`` is an ``int``."""
+
+
+def _with_null(value: Any) -> Any:
+    """Return a schema of transformers in JSON schema's own words: null is a type, and not a property ``nullable``."""
+    if isinstance(value, list):
+        return [_with_null(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    made = {name: _with_null(one) for name, one in value.items()}
+    if made.get("nullable") is True and "type" in made:
+        del made["nullable"]
+        made["type"] = [*_listed(made["type"]), *([made["type"]] if isinstance(made["type"], str) else []), "null"]
+        if "enum" in made and None not in made["enum"]:
+            made["enum"] = [*made["enum"], None]
+    return made
 
 
 TOOLS: dict[str, Any] = {

@@ -105,21 +105,23 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
     for one in server.only:
         if one not in known:
             raise ConfigError(f"{where}.only: {server.address} lists no {one!r}{nearest(one, known)}")
-    for tool in session.tools:
+    taken = [tool for tool in session.tools if not server.only or tool["function"]["name"] in server.only]
+    for tool in taken:
         if problem := _problem_of(tool["function"]["parameters"]):
             raise ConfigError(f"{where}: the schema of {tool['function']['name']} cannot be used: {problem}")
-    return [tool for tool in session.tools if not server.only or tool["function"]["name"] in server.only]
+    return taken
 
 
 def _problem_of(parameters: Mapping[str, Any]) -> str:
     """Return why arguments cannot be checked by a schema; empty if they can."""
     from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
     from referencing import Registry
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
     try:
-        Draft202012Validator.check_schema(parameters)
+        validator_for(parameters, Draft202012Validator).check_schema(parameters)
     except SchemaError as error:
         return shortened(error.message)
     written = json.dumps(parameters)
@@ -182,7 +184,7 @@ class McpClient:
             raise ServiceError(f"the MCP server {self._name} at {self.server.address}: {error}") from error
         text = _text_of(result)
         if result.is_error:
-            raise ToolError(text)
+            raise ToolError(text or "The call failed.")
         return text
 
     def close(self) -> None:

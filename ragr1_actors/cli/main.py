@@ -413,7 +413,7 @@ def check(
         "strategy": lambda: asyncio.run(try_strategy(check_strategy(config.env_runners))),
         "curriculum": lambda: try_curriculum(check_curriculum(config.environment)),
         "tool": lambda: asyncio.run(check_tool(name, config.environment)),
-        "agent": lambda: asyncio.run(try_agent(config)),
+        "agent": lambda: try_agent(config),
     }
     _print_checks(checks[kind]())
 

@@ -23,7 +23,7 @@ class AgentSettings(Section):
     """CPUs that Ray reserves for each call of ``ray``."""
     deadline_s: float = Field(600, gt=0)
     """Seconds that the agent has for one attempt; then it is ended."""
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     """Address of the env runner's node on which the gateway listens; only this node can reach the default."""
 
 

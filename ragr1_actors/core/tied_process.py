@@ -31,9 +31,15 @@ _KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """Return the command that runs ``command`` tied to the process that starts it, with a pipe as standard input."""
-    return [sys.executable, "-I", "-S", __file__, *command]
+_NO_INPUT = "no input"
+
+
+def tied(command: Sequence[str], *, has_input: bool = True) -> list[str]:
+    """Return the command that runs ``command`` tied to the process that starts it, with a pipe as standard input.
+
+    ``command`` has this pipe as standard input, too, or else an empty one.
+    """
+    return [sys.executable, "-I", "-S", __file__, "input" if has_input else _NO_INPUT, *command]
 
 
 def main() -> int:
@@ -48,11 +54,12 @@ def main() -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    kind, *arguments = sys.argv[1:]
     try:
-        command = subprocess.Popen(sys.argv[1:])
+        command = subprocess.Popen(arguments, stdin=subprocess.DEVNULL if kind == _NO_INPUT else None)
     except OSError as error:
-        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+        sys.exit(f"{arguments[0]}: {error.strerror}")
     ends = select.poll()
     ends.register(os.pidfd_open(command.pid), select.POLLIN)
     ends.register(sys.stdin.fileno(), 0)  # only its end

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def carried(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function for a thread: a ``StopIteration``, which no future carries, becomes a ``RuntimeError``."""
+    """Return the function for a thread: what no future carries, or would end the process, is a ``RuntimeError``."""
 
     def call(*arguments: Any, **named: Any) -> T:
         try:
@@ -21,6 +21,8 @@ def carried(function: Callable[..., T]) -> Callable[..., T]:
             raise RuntimeError("StopIteration: next() without a default found nothing").with_traceback(
                 error.__traceback__
             ) from error
+        except KeyboardInterrupt as error:  # not Ctrl-C, which only the main thread gets
+            raise RuntimeError("KeyboardInterrupt: it raised one").with_traceback(error.__traceback__) from error
 
     return call
 
@@ -46,7 +48,10 @@ def in_daemon_thread(function: Callable[..., T], /, *arguments: Any) -> asyncio.
 
 
 async def contained(awaited: Awaitable[T]) -> T:
-    """Await users' code; ``sys.exit`` and a cancellation that is its own become a ``RuntimeError``."""
+    """Await users' code; what is no ``Exception``, such as ``sys.exit`` or a cancellation that is its own, becomes one.
+
+    Ctrl-C does not.
+    """
     try:
         return await awaited
     except asyncio.CancelledError as error:
@@ -56,7 +61,8 @@ async def contained(awaited: Awaitable[T]) -> T:
         raise RuntimeError("CancelledError: it awaited what was cancelled").with_traceback(
             error.__traceback__
         ) from error
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: it called sys.exit({error.code})").with_traceback(
-            error.__traceback__
-        ) from error
+    except BaseException as error:
+        if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit):
+            raise
+        said = f"it called sys.exit({error.code})" if isinstance(error, SystemExit) else str(error)
+        raise RuntimeError(f"{type(error).__name__}: {said}").with_traceback(error.__traceback__) from error

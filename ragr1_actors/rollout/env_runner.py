@@ -85,16 +85,12 @@ class EnvRunner:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
-        loop.run_until_complete(self.close_agents())
+        if self._agents is not None:
+            loop.run_until_complete(self._agents.close())
         if left:  # awaited, else asyncio prints a message for each
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(self.engine.close())
         loop.close()
-
-    async def close_agents(self) -> None:
-        """Stop the gateway, if there is one."""
-        if self._agents is not None:
-            await self._agents.close()
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
         """Sample the trajectories of one group, up to ``max_concurrent_trajectories`` of the runner at once.

@@ -5,6 +5,7 @@ This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decid
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -61,6 +62,8 @@ from ragr1_actors.training.profiling import largest_costs, write_timelines
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between two checkpoints, which take some minutes."""
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingRun:
     """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
@@ -91,6 +94,7 @@ class TrainingRun:
         self._guard = Guard(config.training.guard)
         self._held: HeldBlock = nullcontext
         self._evaluated: tuple[int, dict[str, float]] | None = None  # iteration and metrics that are not logged yet
+        self._told_share = 0.05  # of agents that failed
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
 
@@ -282,6 +286,7 @@ class TrainingRun:
 
             def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
                 nonlocal was_idle
+                self._warn_of_agents(iteration, metrics)
                 for alarm in self._guard.observe(iteration, metrics):
                     self._say(alarm)
                 found = metrics | self._guard.metrics()
@@ -309,6 +314,17 @@ class TrainingRun:
                 self._profile(algorithm, metrics, is_last=algorithm.iteration >= total)
                 if algorithm.iteration < total and not self._guard.state.unanswered:
                     self._evaluate_and_save(algorithm, metrics)
+
+    def _warn_of_agents(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Warn if more agents fail than before: at 10 %, and then whenever the share has doubled."""
+        if (share := metrics.get("rollout/stop_agent_failed", 0.0)) >= self._told_share * 2:
+            self._told_share = share
+            logger.warning(
+                "%.0f %% of the agents failed in iteration %d; ragr1 view %s shows their errors",
+                100 * share,
+                iteration,
+                self._place,
+            )
 
     def _profile(self, algorithm: Algorithm, metrics: dict[str, float], *, is_last: bool) -> None:
         """Begin the profile after the first iteration, and end it after the last of those asked for."""

@@ -203,7 +203,9 @@ def _restrict(logprobs: Tensor, top_ps: Tensor) -> Tensor:
     """Keep the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2020), renormalised."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
     before = ordered.exp().cumsum(dim=-1, dtype=torch.float64) - ordered.exp()
-    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_ps.unsqueeze(1))
+    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(
+        1, order, before >= top_ps.unsqueeze(1).clamp(min=1e-30)
+    )
     return torch.log_softmax(logprobs.masked_fill(dropped, float("-inf")), dim=-1)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TransformersEngine:
         self._is_awake = asyncio.Event()
         self._is_awake.set()
         # the tokens that can complete a stop string: those that contain its last character
-        self._candidates = cache(lambda stop: tokenizer.tokens_containing({string[-1] for string in stop}))
+        self._candidates = lru_cache(64)(lambda stop: tokenizer.tokens_containing({string[-1] for string in stop}))
 
     @property
     def cache_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 
 from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import RunConfig, SamplerConfig
@@ -35,7 +36,7 @@ class FunctionAgent:
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return what the function returns."""
         try:
-            if inspect.iscoroutinefunction(self._function):
+            if is_async(self._function):
                 returned = await contained(self._function(task, session))
             else:
                 returned = await contained(in_daemon_thread(self._function, task, session))
@@ -48,8 +49,11 @@ class CommandAgent:
     """A program. The processes that it started end with it, and with this process, also where this one is killed."""
 
     def __init__(self, command: list[str]) -> None:
-        """Run ``command`` with question and task id in place of ``{question}`` and ``{task_id}``."""
-        self._command = command
+        """Run ``command`` with question and task id in place of ``{question}`` and ``{task_id}``.
+
+        A command ``python`` is this process's interpreter, with the packages of the run.
+        """
+        self._command = [sys.executable, *command[1:]] if command[0] == "python" else command
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
         """Return the last line that the program prints."""
@@ -59,12 +63,13 @@ class CommandAgent:
             got = f"the question of {task.task_id} makes an argument of {longest} bytes"
             return Ended(problem=f"{got}, expected at most {_MAX_ARGUMENT} for a program; name a function instead")
         process = await asyncio.create_subprocess_exec(
-            *tied(command),
+            *tied(command, has_input=False),
             stdin=asyncio.subprocess.PIPE,  # it ends with this process, however that ends
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C does not reach it
             env=os.environ
+            | {name: ",".join(filter(None, (os.environ.get(name), session.host))) for name in ("NO_PROXY", "no_proxy")}
             | {
                 "OPENAI_BASE_URL": session.base_url,
                 "OPENAI_API_KEY": session.api_key,
@@ -92,6 +97,11 @@ class CommandAgent:
         return Ended(_last_line(answer) or None, output=output)
 
 
+def is_async(function: Function) -> bool:
+    """Whether a function is async, or the ``__call__`` of an object."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 async def _keep(stream: asyncio.StreamReader, kept: bytearray) -> None:
     """Read to the end, and keep the last bytes."""
     while part := await stream.read(2**16):
@@ -101,7 +111,7 @@ async def _keep(stream: asyncio.StreamReader, kept: bytearray) -> None:
 
 def _last_line(text: str) -> str:
     """Return the last line that is not blank; empty if there is none."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
 
 
 def make_agent(settings: AgentSettings) -> Agent:
@@ -146,14 +156,14 @@ def check_agent(config: SamplerConfig) -> None:
 
 
 def _check_function(function: Function, settings: AgentSettings) -> None:
-    expected = "expected a function of (task, session)"
+    expected = "expected a function of (task, session), or an object that is called as one"
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"environment.agent: got {named(function)}, {expected}")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"environment.agent: {named(function)}: {error}; {expected}") from None
-    if settings.ray and inspect.iscoroutinefunction(function):
+    if settings.ray and is_async(function):
         raise ConfigError(
             f"environment.agent.ray: {named(function)} is async, which a Ray task cannot be; name a plain one"
         )

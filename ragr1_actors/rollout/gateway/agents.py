@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import named
@@ -28,6 +29,11 @@ class AgentSession:
     def base_url(self) -> str:
         """For OpenAI's clients."""
         return f"{self.url}/v1"
+
+    @property
+    def host(self) -> str:
+        """The gateway's host, which no proxy reaches: ``127.0.0.1``."""
+        return str(urlsplit(self.url).hostname)
 
     @property
     def search_url(self) -> str:

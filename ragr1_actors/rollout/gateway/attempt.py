@@ -17,32 +17,22 @@ from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended
 from ragr1_actors.rollout.gateway.server import Gateway
-from ragr1_actors.rollout.gateway.session import RETRIEVE, FloodError, NewRecorder, Session
+from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
 from retrieval.base import Retriever
 
 END_TIMEOUT_S = 60.0
 """For the end of an agent that was cancelled; longer than a program takes."""
 
 
-def _num_rounds(ended: Trajectory) -> float:
-    return float(sum(any(call.tool == RETRIEVE for call in turn.calls) for turn in ended.turns))
-
-
-def _num_queries(ended: Trajectory) -> float:
-    return float(sum(call.tool == RETRIEVE for call in ended.calls))
-
-
 class AgentAttempt:
     """``Attempt`` of an agent."""
 
-    measures: Mapping[str, Measure] = MappingProxyType(
-        {"rows": lambda ended: float(len(ended.rows)), "rounds": _num_rounds, "queries": _num_queries}
-    )
+    measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
 
     def __init__(self, agent: Agent, gateway: Gateway, session: Session, deadline_s: float) -> None:
         """Record what the agent asks in a new session."""
         self._agent, self._gateway, self._session, self._deadline_s = agent, gateway, session, deadline_s
-        self._output = ""
+        self._output = self._problem = ""
 
     @property
     def source(self) -> Self:
@@ -59,7 +49,7 @@ class AgentAttempt:
         if fork is not None:
             raise ConfigError("got a fork of an agent's trajectory; agents cannot be forked, choose another strategy")
         ended, is_late = await self._solved(task)
-        self._output = "\n".join(filter(None, (ended.output, ended.problem)))
+        self._output, self._problem = "\n".join(filter(None, (ended.output, ended.problem))), ended.problem
         if self._session.answer is None:
             self._session.answer = ended.answer
         if not self._session.has_turns:
@@ -90,7 +80,8 @@ class AgentAttempt:
                     await asyncio.wait({solving}, timeout=END_TIMEOUT_S)  # a function may catch it, and goes on
             failure = None if session.failed.cancelled() else session.failed.exception()
             if failure is None and not is_late:
-                return solving.result(), False
+                own_end = Ended(problem="the agent cancelled its own task")
+                return own_end if solving.cancelled() else solving.result(), False
             has_ended = solving.done() and not solving.cancelled() and solving.exception() is None
             self._output = solving.result().output if has_ended else ""
             if failure is not None and not isinstance(failure, FloodError):
@@ -104,7 +95,9 @@ class AgentAttempt:
             return Ended(problem=problem, output=self._output), is_late
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
-        """Return what was recorded so far."""
+        """Return what was recorded so far; ``error`` says why an agent failed, too."""
+        if stop_reason in (StopReason.AGENT_FAILED, StopReason.AGENT_DEADLINE):
+            error = error or self._problem
         return self._session.trajectory(task, stop_reason, error, self._output)
 
 

@@ -222,7 +222,7 @@ def _said(message: _Message) -> Said:
 def said(role: str, content: str, calls: Sequence[CallRequest] = ()) -> Said:
     """Return a message as histories are compared: without thoughts and outer blanks, arguments in one spelling."""
     if role == "assistant":
-        content = content.rpartition(END_OF_THOUGHT)[2].strip()
+        content = visible(content)[1]
     return role, content, tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
 
 
@@ -293,14 +293,18 @@ def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tu
 
     ``visible("<think>two</think>\\n\\nRiga END", ["END"]) == ("two", "Riga")``
     """
-    ends = [at for text in stop if (at := turn.find(text)) >= 0]
-    turn = turn[: min(ends)] if ends else turn
-    if not (is_whole or ends):
+    whole, turn = turn, before_stop(turn, stop)
+    if not is_whole and turn == whole:
         turn = _without_beginning(turn, (THINK, END_OF_THOUGHT, *stop))
     if not turn.lstrip().startswith(THINK):
         return "", turn.strip() if is_whole else turn.lstrip().rstrip()
     thought, _, content = turn.lstrip().removeprefix(THINK).partition(END_OF_THOUGHT)
     return thought.strip(), content.strip()
+
+
+def before_stop(turn: str, stop: Sequence[str]) -> str:
+    """Return a turn up to its first stop string."""
+    return turn[: min((at for text in stop if (at := turn.find(text)) >= 0), default=len(turn))]
 
 
 def _without_beginning(text: str, of: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from cluster.http import HttpServer, Limits
@@ -47,6 +47,8 @@ Body = TypeVar("Body", bound=BaseModel)
 MODEL = "policy"
 """The name of the one model."""
 MAX_BODY_BYTES = 8 * 2**20
+MAX_REWARD = 1e6
+"""The largest reward that an agent may post; advantages are computed in float32."""
 _KEPT_KEYS = 2**16
 """Keys of ended sessions that get 410; older ones get 401."""
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -108,7 +110,7 @@ class _Answer(BaseModel):
 class _Reward(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    reward: float
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
 
 
 class Gateway:

@@ -38,6 +38,7 @@ from ragr1_actors.rollout.gateway.messages import (
     ChatRequest,
     Reply,
     Said,
+    before_stop,
     behind,
     call_ids,
     context_is_full,
@@ -47,9 +48,8 @@ from ragr1_actors.rollout.gateway.messages import (
     visible,
 )
 from ragr1_actors.rollout.recorder import Reading, Recorder
+from retrieval.base import RETRIEVE
 
-RETRIEVE = "retrieve"
-"""The tool of a search at the gateway, in the record; the policy may call a tool ``search`` itself."""
 MAX_REFUSED = 64
 """Requests in a row that are refused, or that the agent leaves, until the session ends."""
 MAX_QUERIES = 1000
@@ -245,7 +245,8 @@ class Session:
 
     def _read(self, turn: Completion, request: ChatRequest, num_prompt_tokens: int) -> tuple[Reply, str]:
         """Return a turn as the agent gets it, and the name of what it did."""
-        parsed = self.chat.parser(request.tools).end(turn.text) if request.tools and request.takes_calls else None
+        is_read = bool(request.tools) and request.takes_calls
+        parsed = self.chat.parser(request.tools).end(before_stop(turn.text, request.stop)) if is_read else None
         is_cut = turn.finish_reason is FinishReason.LENGTH
         counts = (num_prompt_tokens, len(turn.token_ids))
         if parsed is None or not parsed.calls:

@@ -159,6 +159,8 @@ def evaluate_policy(
                 for one in passes:
                     one.answer(sampler, report)
     whole = passes[-1]
+    if whole.errors:
+        logger.warning("%d of %d agents failed; the last: %s", len(whole.errors), len(whole.scores), whole.errors[-1])
     return Evaluation(
         policy=subject.name,
         method=subject.method,
@@ -193,6 +195,7 @@ class _Pass:
         self._own = tuple(name for name in environment.measures if name not in MEASURES)
         self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
         self.num_failed = 0
+        self.errors: list[str] = []
 
     @property
     def left(self) -> list[Task]:
@@ -206,6 +209,7 @@ class _Pass:
         def on_group(group: FinishedGroup) -> None:
             if not group.summary.num_failed:
                 (sampled,) = groups_from_record_batch(group.batch)
+                self.errors += [one.error for one in sampled.trajectories if one.error]
                 self.scores.append(score(sampled.trajectories[0], self._own))
                 if self._out is not None:
                     append_score(self._out, self.scores[-1])

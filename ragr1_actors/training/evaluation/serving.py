@@ -13,6 +13,7 @@ of a request without one.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.http import HttpServer, Limits, check_token, has_token, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
-from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, UserError
+from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import (
     Completion,
     FinishReason,
@@ -70,6 +72,8 @@ class _Wanted(BaseModel):
 class ServedPolicy(EnvRunner):
     """A loaded policy that answers requests for chat completions; ``Chat`` of the gateway."""
 
+    death = ""
+    """Why the engine answers no further request; empty while it does."""
     _num_requests = 0
 
     async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
@@ -95,7 +99,16 @@ class ServedPolicy(EnvRunner):
                 return await self._solve(request, group.issue.task, record)
             except (EngineError, RetrievalError, ServiceError) as error:
                 logger.warning("a request failed: %s", error)
+                if isinstance(error, EngineDeadError) and not self.death:
+                    self.death = str(error)
+                    signal.raise_signal(signal.SIGTERM)  # the server ends, so that it is started again
                 raise ApiError(503, f"{error.__class__.__name__}: {error}") from None
+            except ApiError:
+                raise
+            except Exception as error:  # users' environments and tools may raise anything; other requests go on
+                problem = raised_at(error, self._env_class)
+                logger.warning("a request failed: %s", problem)
+                raise ApiError(500, problem) from None
             finally:
                 self.engine.release(group.trajectory_id(0))
 
@@ -199,7 +212,7 @@ class PolicyServer(HttpServer):
     ) -> None:
         """Serve a policy; arguments and errors are those of ``RetrievalServer``."""
         check_token(host, token)
-        self._policy, self._token = policy, token
+        self.policy, self._token = policy, token
         routes = [web.post("/v1/chat/completions", self._handle), web.get("/v1/models", self._handle)]
         limits = Limits(body_bytes=MAX_BODY_BYTES)
         super().__init__(routes, host=host, port=port, allowed_hosts=allowed_hosts, limits=limits)
@@ -207,14 +220,14 @@ class PolicyServer(HttpServer):
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
         await super().__aexit__(*error)
-        await self._policy.engine.close()
+        await self.policy.engine.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
             if not has_token(request, self._token):
                 raise ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'")
             if request.method == "POST":
-                return await answer_chat(request, await self.read_body(request), self._policy)
+                return await answer_chat(request, await self.read_body(request), self.policy)
             return web.json_response(models())
         except ApiError as error:
             return error_answer(error)
@@ -227,10 +240,16 @@ def load_policy(path: str | Path) -> ServedPolicy:
 
 
 def run_policy_server(server: PolicyServer) -> None:
-    """Serve until SIGINT or SIGTERM, and write the address to standard error."""
+    """Serve until SIGINT or SIGTERM, and write the address to standard error.
+
+    Raises:
+        UserError: the engine died.
+    """
 
     def say() -> None:
         sys.stderr.write(f"{server.url}/v1 answers; Ctrl-C stops it\n")
         sys.stderr.flush()
 
     run_until_signal(server, say)
+    if server.policy.death:
+        raise UserError(f"the engine died: {server.policy.death}; start the command again")

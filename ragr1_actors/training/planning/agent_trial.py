@@ -6,6 +6,7 @@ The script calls each tool of a request once, with made-up arguments, and then a
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +35,10 @@ class _Script(ScriptedEngine):
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
         chat, tools = self._tokenizer.chat(prompt_token_ids)
-        called = {call["function"]["name"] for message in chat for call in message.get("tool_calls") or ()}
-        functions: list[dict[str, Any]] = [tool["function"] for tool in tools]
-        left = [function for function in functions if function["name"] not in called]
+        num_turns = sum(message["role"] == "assistant" for message in chat)  # some agents send calls back as text
+        left: list[dict[str, Any]] = [tool["function"] for tool in tools[num_turns:]]
         text, message = TASK.golden_answers[0], None
-        if "</search>" in sampling.stop and not any(one["role"] == "assistant" for one in chat):
+        if "</search>" in sampling.stop and not num_turns:
             text = "<search>lamp</search>"
         elif "</answer>" in sampling.stop:
             text = f"<answer>{text}</answer>"
@@ -53,7 +53,7 @@ class _Script(ScriptedEngine):
         return Completion(ids, [0.0], [0], text, FinishReason.STOP)
 
 
-async def try_agent(config: SamplerConfig) -> list[Check]:
+def try_agent(config: SamplerConfig) -> list[Check]:
     """Let the agent of a recipe solve a made-up task; a function of ``ray`` is called in this process.
 
     Raises:
@@ -70,23 +70,26 @@ async def try_agent(config: SamplerConfig) -> list[Check]:
     runner = EnvRunner(
         config.model_copy(update={"environment": environment}), tokenizer, OnePassage(), _Script(tokenizer)
     )
-    group = await runner.sample_group(GroupRequest(Issue("check", TASK, 0), 1, 0.0))
-    await runner.close_agents()
+    loop = asyncio.new_event_loop()
+    try:
+        group = loop.run_until_complete(runner.sample_group(GroupRequest(Issue("check", TASK, 0), 1, 0.0)))
+    finally:
+        runner.close(loop)
     return checks_of(group.trajectories[0])
 
 
 def checks_of(ended: Trajectory) -> list[Check]:
     """Return what is said of an agent's attempt."""
     *_, last = [call.result for call in ended.calls if call.tool == "agent"] or [""]
-    said = f": {shortened(last.strip())}" if last.strip() else ""
-    problem = ended.error
-    if not problem and ended.stop_reason is not StopReason.ANSWERED:
-        problem = f"it ended with {ended.stop_reason.value}{said}"
+    last = shortened(last.strip().rpartition("\n")[2])
+    problem = ""
+    if ended.stop_reason is not StopReason.ANSWERED:
+        problem = f"it ended with {ended.stop_reason.value}: {ended.error or last}"
     names = dict.fromkeys(call.tool for call in ended.calls if call.tool != "agent")
     calls = f", with calls of {', '.join(names)}" if names else ""
     if problem:
         return [Check("it solves a made-up task", problem)]
-    no_answer = "" if ended.answer or ended.reward else f"it gave no answer{said}"
+    no_answer = "" if ended.answer or ended.reward else ": ".join(filter(None, ("it gave no answer", last)))
     return [
         Check(f"it solves a made-up task: turns {len(ended.turns)}, rows {len(ended.rows)}{calls}"),
         Check(f"its answer {shortened(repr(ended.answer))} has the reward {ended.reward:g}", no_answer),
