@@ -193,7 +193,7 @@ class MarkedParser(TurnParser):
 def _with_types(tool: ToolSchema) -> dict[str, Any]:
     """Return a tool whose arguments have their types beside them, where transformers looks for them."""
     function = tool["function"]
-    root = function.get("parameters", {})
+    root = function.get("parameters") or {}
     typed = {
         name: {**one, "type": types} if (types := _types(one, root)) else one
         for name, one in root.get("properties", {}).items()

@@ -186,6 +186,13 @@ def test_random_texts_and_pieces_of_calls_are_read_without_an_error(name: Gramma
         json.dumps([one.arguments for one in found.calls], allow_nan=False)
 
 
+@pytest.mark.parametrize("function", [{"name": "look"}, {"name": "look", "parameters": None}])
+def test_a_tool_may_have_no_parameters(function: Any) -> None:
+    turn = "<tool_call>\n<function=look>\n</function>\n</tool_call>"
+    (call,) = parse_turn(turn, GRAMMARS["qwen3_coder"], [{"type": "function", "function": function}]).calls
+    assert call.arguments == {}
+
+
 @pytest.mark.parametrize(
     ("schema", "written", "value"),
     [

@@ -564,3 +564,11 @@ def test_what_is_wrong_with_a_tool_is_said_with_its_line(name: str, number: int,
 
 async def test_the_environment_of_tools_passes_its_own_check() -> None:
     assert [one.problem for one in await check_env(ToolEnv, EnvironmentSettings(env="tools"))] == [""] * 8
+
+
+@pytest.mark.parametrize("items", [True, [{"type": "integer"}]])
+async def test_a_schema_without_one_schema_of_items_leaves_numbers_as_they_are(items: Any) -> None:
+    parameters = {"type": "object", "properties": {"places": {"items": items}}}
+    schema = {"type": "function", "function": {"name": "counts", "parameters": parameters}}
+    tool = FunctionTool(lambda **given: str(given), EnvContext(Finds(), list), ToolOptions(), schema)  # type: ignore[arg-type]
+    assert (await tool.call([{"places": [1.0]}]))[0].text == "{'places': [1.0]}"

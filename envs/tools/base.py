@@ -182,8 +182,10 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _whole(value: Any, schema: Mapping[str, Any]) -> Any:
+def _whole(value: Any, schema: Any) -> Any:
     """Return a value with an ``int`` for each number like 2.0 that a schema takes as a whole number."""
+    if not isinstance(schema, Mapping):  # true, or a list of schemas
+        return value
     match value:
         case float() if "integer" in (schema.get("type"), *_listed(schema.get("type"))) and value.is_integer():
             return int(value)

@@ -203,9 +203,8 @@ def _restrict(logprobs: Tensor, top_ps: Tensor) -> Tensor:
     """Keep the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2020), renormalised."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
     before = ordered.exp().cumsum(dim=-1, dtype=torch.float64) - ordered.exp()
-    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(
-        1, order, before >= top_ps.unsqueeze(1).clamp(min=1e-30)
-    )
+    is_above = before >= top_ps.unsqueeze(1).clamp(min=1e-30)  # 0, as float32 has for less, would drop every token
+    dropped = torch.zeros_like(is_above).scatter(1, order, is_above)
     return torch.log_softmax(logprobs.masked_fill(dropped, float("-inf")), dim=-1)
 
 

@@ -43,7 +43,7 @@ class _Script(ScriptedEngine):
         elif "</answer>" in sampling.stop:
             text = f"<answer>{text}</answer>"
         if left:
-            arguments = json.dumps(made_up_arguments(left[0].get("parameters", {})))
+            arguments = json.dumps(made_up_arguments(left[0].get("parameters") or {}))
             function = {"name": left[0]["name"], "arguments": arguments}
             text = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
             message = {"content": None, "tool_calls": [{"type": "function", "function": function}]}
