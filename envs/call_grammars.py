@@ -201,18 +201,23 @@ def _with_types(tool: ToolSchema) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": {**root, "properties": typed}}}
 
 
+def own_types(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types beside the key ``type`` of a JSON schema: ``["integer", "null"]``; empty without the key."""
+    found = schema.get("type", [])
+    return [found] if isinstance(found, str) else list(found)
+
+
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
     """Return the types that a JSON schema allows, as far as it names them; references are those into ``root``."""
     if not isinstance(schema, Mapping) or not depth:
         return []
-    found: list[str] = schema["type"] if isinstance(schema.get("type"), list) else [*filter(None, [schema.get("type")])]
     others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
     if (reference := str(schema.get("$ref", ""))).startswith("#/"):
         target: Any = root
         for name in reference[2:].split("/"):
             target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
         others.append(target)
-    found = [*found, *(name for one in others for name in _types(one, root, depth - 1))]
+    found = [*own_types(schema), *(name for one in others for name in _types(one, root, depth - 1))]
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
     return found or [name for name, kind in _KINDS.items() if any(type(value) is kind for value in values)]
 

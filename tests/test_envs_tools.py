@@ -210,7 +210,7 @@ def says(name: str) -> str:
     """Say a long text.
 
     Args:
-        name: What is said.
+        name: The word that is repeated.
     """
     if name == "wrong":
         raise ToolError("no " * 500)

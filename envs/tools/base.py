@@ -33,13 +33,14 @@ from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from envs.base import EnvContext
-from envs.call_grammars import ToolSchema
+from envs.call_grammars import ToolSchema, own_types
 from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened
 from ragr1_actors.core.resolve import load_object, named
 from ragr1_actors.core.types import CallRequest, EncodeFn, ToolCall
 from ragr1_actors.core.users_code import contained, in_thread
+from retrieval.corpora.text import valid_unicode
 
 Arguments = Mapping[str, Any]
 
@@ -157,7 +158,7 @@ class FunctionTool(Tool):
                 returned = await contained(in_thread(self._function, **given))
             text = as_text(returned, self._function)
         except ToolError as error:
-            text, is_error = encodable(str(error)), True
+            text, is_error = valid_unicode(str(error)), True
         text = cut_result(text, self.context.encode, self.options.max_observation_tokens)
         latency_s = time.monotonic() - started_s
         made = ToolCall(self.name, dict(arguments), text, latency_s=latency_s, waited_s=latency_s)
@@ -177,17 +178,12 @@ def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
     return cut_text(text[: room * MAX_TOKEN_CHARS], room, size) + note
 
 
-def encodable(text: str) -> str:
-    """Return a text with U+FFFD for each half of a surrogate pair, which no tokenizer can encode."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _whole(value: Any, schema: Any) -> Any:
     """Return a value with an ``int`` for each number like 2.0 that a schema takes as a whole number."""
     if not isinstance(schema, Mapping):  # true, or a list of schemas
         return value
     match value:
-        case float() if "integer" in (schema.get("type"), *_listed(schema.get("type"))) and value.is_integer():
+        case float() if "integer" in own_types(schema) and value.is_integer():
             return int(value)
         case list():
             return [_whole(one, schema.get("items", {})) for one in value]
@@ -197,10 +193,6 @@ def _whole(value: Any, schema: Any) -> Any:
     return value
 
 
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def as_text(returned: object, function: Callable[..., Any]) -> str:
     """Return what a tool returned as the text that the policy reads: a text as it is, anything else as JSON.
 
@@ -208,9 +200,9 @@ def as_text(returned: object, function: Callable[..., Any]) -> str:
         ConfigError: it is neither; with the function's file and line.
     """
     if isinstance(returned, str):
-        return encodable(returned)
+        return valid_unicode(returned)
     try:
-        return encodable(json.dumps(returned, ensure_ascii=False))
+        return valid_unicode(json.dumps(returned, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{named(function)} returned {shortened(repr(returned))}, expected text or what JSON can hold: "
@@ -262,7 +254,7 @@ def _with_null(value: Any) -> Any:
     made = {name: _with_null(one) for name, one in value.items()}
     if made.get("nullable") is True and "type" in made:
         del made["nullable"]
-        made["type"] = [*_listed(made["type"]), *([made["type"]] if isinstance(made["type"], str) else []), "null"]
+        made["type"] = [*own_types(made), "null"]
         if "enum" in made and None not in made["enum"]:
             made["enum"] = [*made["enum"], None]
     return made

@@ -117,7 +117,7 @@ class ChatRequest:
     said: tuple[Said, ...]
     """The messages as they are compared with what was recorded."""
     answered_ids: tuple[str, ...]
-    """Of each message, the id of the call that it answers; empty if it answers none."""
+    """One per message: the ``tool_call_id`` of a tool's result, else an empty text."""
     model: str = ""
     """Echoed only: there is one policy."""
     tools: tuple[ToolSchema, ...] = ()

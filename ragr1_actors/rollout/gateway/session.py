@@ -80,7 +80,7 @@ class _Conversation:
     turn: tuple[str, tuple[ToolCall, ...]] | None = None
     """Action and calls of a turn whose results have not come yet."""
     call_ids: tuple[str, ...] = ()
-    """Of the calls of ``turn``."""
+    """One per call of ``turn``."""
     searched: list[ToolCall] = field(default_factory=list)
     """The agent's searches since its newest turn."""
 

@@ -79,7 +79,7 @@ def try_agent(config: SamplerConfig) -> list[Check]:
 
 
 def checks_of(ended: Trajectory) -> list[Check]:
-    """Return what is said of an agent's attempt."""
+    """Return the checks that ``ragr1 check agent`` prints for the attempt."""
     *_, last = [call.result for call in ended.calls if call.tool == "agent"] or [""]
     last = shortened(last.strip().rpartition("\n")[2])
     problem = ""
