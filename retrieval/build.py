@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, valid_unicode
 from ragr1_actors.core.files import WRITING, fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
 from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
@@ -33,7 +33,7 @@ from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_corpus
 from retrieval.corpora.readers import PassageFile
 from retrieval.corpora.report import CorpusReport
-from retrieval.corpora.text import is_empty, valid_unicode
+from retrieval.corpora.text import is_empty
 from retrieval.corpora.titles import write_titles
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (

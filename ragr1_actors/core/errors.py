@@ -77,6 +77,15 @@ def one_line(error: BaseException, max_length: int = 500) -> str:
     return shortened(" ".join(str(error).split()) or type(error).__name__, max_length)
 
 
+def valid_unicode(text: str) -> str:
+    r"""Join surrogate pairs and replace lone ones (JSON's ``"\ud800"``), which no UTF-8 file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def shortened(text: str, max_length: int = 80) -> str:
     """Return the text, cut to ``max_length`` characters of which the last three are dots."""
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.errors import DataError, one_line, valid_unicode
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 TRAJECTORIES = "trajectories"
@@ -147,7 +147,7 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 def _as_writable(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return valid_unicode(value)
     if isinstance(value, dict):
         return {name: _as_writable(one) for name, one in value.items()}
     return type(value)(map(_as_writable, value)) if isinstance(value, list | tuple) else value

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.errors import DataError, one_line, valid_unicode
 from retrieval.base import HEADING, Passage
-from retrieval.corpora.text import hash_text, valid_unicode
+from retrieval.corpora.text import hash_text
 
 CORPUS_FILE = "corpus.arrow"
 SCHEMA = pa.schema([("id", pa.large_string()), ("title", pa.large_string()), ("text", pa.large_string())])

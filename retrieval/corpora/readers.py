@@ -36,12 +36,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened, valid_unicode
 from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 from retrieval.base import HEADING, Passage
 from retrieval.corpora.json_stream import JsonStream, decode_json, json_lines, text_lines
 from retrieval.corpora.report import CorpusReport, CorpusTally
-from retrieval.corpora.text import HashTable, hash_text, split_passages, valid_unicode
+from retrieval.corpora.text import HashTable, hash_text, split_passages
 
 Record = dict[str, Any]
 

@@ -18,15 +18,6 @@ from retrieval.base import Passage, page_title
 _FIRST_SLOTS = 1024
 
 
-def valid_unicode(text: str) -> str:
-    r"""Join surrogate pairs and replace lone ones (JSON's ``"\ud800"``), which no UTF-8 file can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def normalise(query: str) -> str:
     r"""Return the query with single spaces: ``" Ana\n Bell "`` and ``"Ana Bell"`` are the same query.
 

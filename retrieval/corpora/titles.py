@@ -18,10 +18,9 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.errors import DataError, valid_unicode
 from retrieval.base import HEADING, Page, page_title
 from retrieval.corpora.corpus import Corpus
-from retrieval.corpora.text import valid_unicode
 
 MAX_PIECES = 1000
 """Passages of a page that are returned: a corpus may give all of its passages one title."""

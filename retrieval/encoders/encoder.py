@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from ragr1_actors.core.digests import LIST_FILE, check_digests
-from ragr1_actors.core.errors import ConfigError, DataError, one_line
+from ragr1_actors.core.errors import ConfigError, DataError, one_line, valid_unicode
 from ragr1_actors.core.files import fingerprint_file
 from ragr1_actors.core.imports import quick_imports
 from ragr1_actors.core.models.model_code import find_code
 from retrieval.base import Passage
-from retrieval.corpora.text import laid_out, valid_unicode
+from retrieval.corpora.text import laid_out
 from retrieval.encoders.families import STATIC_POOLING, EncoderPlan, plan_encoder
 from retrieval.encoders.static import StaticModel
 

@@ -33,10 +33,10 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from yarl import URL
 
 from ragr1_actors.core.credentials import is_token
-from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
+from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened, valid_unicode
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
-from retrieval.corpora.text import normalise, valid_unicode
+from retrieval.corpora.text import normalise
 from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal
 
 BUSY_TRIES = 5
