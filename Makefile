@@ -5,7 +5,7 @@
 # make test-vllm-v2    those of the engine under vLLM's Model Runner V2
 # make check       formatting, lint, types, import rules
 # make real        train SmolLM2-135M-Instruct to search the generated world, on two CPU cores; goes on if interrupted
-# make claims      several queries per turn against one: exact match and search rounds
+# make claims      what the methods claim, each against its baseline: hours; ARGS=rag_r1 names some
 # make bench NAME=rollout|retrieval|learner|gpu|scale|view|real    measure the project against its goals
 # make docs        build the documentation into site/
 #

@@ -24,16 +24,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, field_validator
 
 from envs.base import reads_calls, search_options
-from envs.demonstrations import Demonstrator, evidence_demonstration
+from envs.demonstrations import DEFAULT_MIXTURE, Demonstrator, Habit, evidence_demonstration
 from envs.tasks.files import LoadedTasks, load_tasks
 from envs.tasks.paths import NamedTasks, shown, task_files
 from envs.teacher import load_demonstrations
-from envs.world import World, make_world
+from envs.world import CATEGORY_SHARES, World, make_world
 from ragr1_actors.core.config import EnvironmentSettings, SourceSettings, TaskNames
-from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line, shortened
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, one_line, shortened
 from ragr1_actors.core.resolve import blamed, load_object, named, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Task
@@ -91,6 +93,25 @@ class WorldOptions(Section):
 
     seed: int = 0
     """Seed of the generated world; the same seed gives the same passages and tasks on every machine."""
+    shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(dict(CATEGORY_SHARES))
+    """Shares of the categories in the tasks: ``{one_hop: 0.5, two_hop: 0.5}``. They sum to 1."""
+    habits: dict[str, dict[Habit, Annotated[float, Field(ge=0)]]] = Field({})
+    """How often demonstrations of a category have a habit: ``{one_hop: {good: 0.2, guess: 0.8}}``; the other categories
+    keep their default."""
+
+    @field_validator("shares", "habits")
+    @classmethod
+    def _know_the_categories(cls, by_category: dict[str, Any]) -> dict[str, Any]:
+        if wrong := [name for name in by_category if name not in CATEGORY_SHARES]:
+            raise ValueError(f"there is no category {wrong[0]}{nearest(wrong[0], CATEGORY_SHARES)}")
+        return by_category
+
+    @field_validator("shares")
+    @classmethod
+    def _sum_to_one(cls, shares: dict[str, float]) -> dict[str, float]:
+        if not math.isclose(total := sum(shares.values()), 1.0, abs_tol=1e-6):
+            raise ValueError(f"the shares sum to {total:g}, expected 1")
+        return shares
 
 
 class WorldSource(TaskSource):
@@ -99,15 +120,16 @@ class WorldSource(TaskSource):
     def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
         """Take ``WorldOptions``."""
         super().__init__(environment, {})
-        self._seed = WorldOptions.read(options, "environment.tasks: options").seed
+        self._options = WorldOptions.read(options, "environment.tasks: options")
 
     @cached_property
     def _world(self) -> World:
-        return make_world(self._seed)
+        return make_world(self._options.seed, self._options.shares)
 
     @cached_property
     def _demonstrator(self) -> Demonstrator:
-        return Demonstrator(self._world, self.search.max_queries_per_turn, self.search.query_format)
+        mixture = {**DEFAULT_MIXTURE, **self._options.habits}
+        return Demonstrator(self._world, self.search.max_queries_per_turn, self.search.query_format, mixture)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return 12,000 training tasks, or 300 evaluation tasks about other facts."""

@@ -25,7 +25,7 @@ Both splits ask about the same entities, as those of HotpotQA do.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -150,14 +150,22 @@ class World:
             yield task.question
 
 
+def make_world(seed: int, shares: Mapping[str, float] = CATEGORY_SHARES) -> World:
+    """Make the world of ``seed``: same seed, same passages and tasks, on every machine.
+
+    ``shares`` are those of the categories in the tasks: ``{"one_hop": 1.0}`` asks about one hop only.
+    """
+    return _make_world(seed, tuple(shares.items()))
+
+
 @lru_cache(maxsize=4)
-def make_world(seed: int) -> World:
-    """Make the world of ``seed``: same seed, same passages and tasks, on every machine."""
+def _make_world(seed: int, shares: tuple[tuple[str, float], ...]) -> World:
     rng = random.Random(f"world {seed}")
     entities = {entity.name: entity for entity in _make_entities(rng)}
     draw = _QuestionDraw(entities)
-    eval_tasks = _make_tasks(draw, rng, "eval", NUM_EVAL_TASKS, excluded=set())
-    train_tasks = _make_tasks(draw, rng, "train", NUM_TRAIN_TASKS, excluded={_fact(task) for task in eval_tasks})
+    eval_tasks = _make_tasks(draw, rng, "eval", NUM_EVAL_TASKS, shares, excluded=set())
+    known = {_fact(task) for task in eval_tasks}
+    train_tasks = _make_tasks(draw, rng, "train", NUM_TRAIN_TASKS, shares, excluded=known)
     passages = tuple(entity.passage() for entity in entities.values())
     return World(seed, entities, passages, train_tasks, eval_tasks)
 
@@ -194,11 +202,16 @@ def _fact(task: Task) -> _Fact:
 
 
 def _make_tasks(
-    draw: _QuestionDraw, rng: random.Random, split: str, count: int, excluded: set[_Fact]
+    draw: _QuestionDraw,
+    rng: random.Random,
+    split: str,
+    count: int,
+    shares: Sequence[tuple[str, float]],
+    excluded: set[_Fact],
 ) -> tuple[Task, ...]:
     """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled."""
     tasks: dict[str, Task] = {}
-    for category, share in CATEGORY_SHARES.items():
+    for category, share in shares:
         wanted = len(tasks) + round(count * share)
         while len(tasks) < wanted:
             task = draw(category, rng)

@@ -23,9 +23,8 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from ragr1_actors.cli import console, print_error, print_line, print_state
-from ragr1_actors.cli.main import Comparison, app, describe_start, how_to_continue, render_comparison
+from ragr1_actors.cli.main import app, describe_start, how_to_continue
 from ragr1_actors.runs.places import find_place
-from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import change_learners, check_recipe, create_run_directory, open_run_directory
 from ragr1_actors.runs.starts import STARTS_FILE, append_start, this_start
 from ragr1_actors.runs.telemetry.metrics import read_metrics
@@ -345,26 +344,6 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(tmp_path: Path) ->
     ):
         refused = invoke("train", "quickstart", override, "--run-dir", str(tmp_path / "run"))
         assert refused.startswith(f"error: {override.partition('=')[0]}: got "), refused
-
-
-def result(em: float, rounds: float) -> EvalResult:
-    return EvalResult(em, em, rounds, 1.0, rounds, 20.0, 200)
-
-
-@pytest.mark.parametrize(
-    ("multi", "single", "holds"),
-    [((0.95, 1.6), (0.94, 2.0), True), ((0.93, 1.6), (0.94, 2.0), False), ((0.95, 1.8), (0.94, 2.0), False)],
-)
-def test_the_claim_is_judged_on_both_figures(
-    multi: tuple[float, float], single: tuple[float, float], holds: bool
-) -> None:
-    comparison = Comparison(result(*multi), result(*single))
-    assert comparison.holds is holds
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(render_comparison(comparison))
-    text = console.export_text()
-    assert f"{multi[0]:.3f}" in text
-    assert f"{1 - multi[1] / single[1]:.0%}" in text
 
 
 def test_the_start_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:

@@ -67,7 +67,12 @@ def test_the_project_travels_with_a_folder_that_is_no_checkout(tmp_path: Path) -
     sparse(tmp_path / "project/my_env.py", 10)
     with zipfile.ZipFile(pack(tmp_path / "project", tmp_path)) as package:
         names = set(package.namelist())
-    assert {"my_env.py", "ragr1_actors/__main__.py", "ragr1_actors/recipes/quickstart.yaml", "envs/base.py"} <= names
+    assert {
+        "my_env.py",
+        "ragr1_actors/__main__.py",
+        "ragr1_actors/recipes/rag_r1/quickstart.yaml",
+        "envs/base.py",
+    } <= names
     assert not any("__pycache__" in name for name in names)
     (tmp_path / "checkout").mkdir()
     with zipfile.ZipFile(pack(ROOT, tmp_path / "checkout")) as package:

@@ -17,7 +17,7 @@ from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import GuardSettings, LoraSettings, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
-from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_names
+from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
 from ragr1_actors.runs.places import LocalPlace
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -252,7 +252,7 @@ def test_options_of_an_environment_are_checked_before_a_run(env: str, options: d
 
 def test_every_recipe_says_what_it_is() -> None:
     described = recipe_descriptions()
-    assert list(described) == recipe_names()
+    assert list(described) == list(recipe_files())
     assert all(len(description) > 20 for description in described.values())
     assert described["quickstart"].startswith("A small model from nothing")
     printed = " ".join(invoke("recipes").split())

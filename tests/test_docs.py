@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.core.resolve import recipe_files
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,8 +134,8 @@ def check_call(call: tuple[str, ...]) -> None:
     assignments = [word for word in call if re.fullmatch(rf"(?:{_SECTIONS})\.\w+=.*", word, re.DOTALL)]
     recipe = call[1] if len(call) > 1 and call[0] in ("train", "plan", "simulate") else ""
     if recipe and not recipe.isupper():  # RECIPE is a placeholder
-        assert recipe in recipe_names() or recipe.endswith(".yaml"), call
-    config = AlgorithmConfig.from_recipe(recipe) if recipe in recipe_names() else AlgorithmConfig()
+        assert recipe in recipe_files() or recipe.endswith(".yaml"), call
+    config = AlgorithmConfig.from_recipe(recipe) if recipe in recipe_files() else AlgorithmConfig()
     config.override(assignments).freeze()
 
 

@@ -34,7 +34,7 @@ from learners.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOption
 from learners.packing import pack
 from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.resolve import load_object, recipe_names
+from ragr1_actors.core.resolve import load_object, recipe_files
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import StopReason, TokenKind, TrajectoryGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -294,7 +294,7 @@ def test_a_wrong_option_is_named(algorithm: str, options: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list(recipe_files()))
 def test_the_options_of_every_recipe_are_its_algorithms(name: str) -> None:
     training = AlgorithmConfig.from_recipe(name).freeze().training
     assert type(learner_options(training)) is OPTIONS[training.algorithm]

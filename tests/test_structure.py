@@ -16,7 +16,7 @@ from processes import run_python
 
 import ragr1_actors
 from benchmarks import BENCHMARKS
-from ragr1_actors.core.resolve import recipe_names
+from ragr1_actors.core.resolve import recipe_files
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,13 +127,13 @@ def test_the_tests_that_begin_first_are_there() -> None:
     assert set(LONGEST_FIRST) <= {path.stem for path in SOURCES}
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list(recipe_files()))
 def test_every_recipe_loads(name: str) -> None:
     AlgorithmConfig.from_recipe(name).freeze()
 
 
 def test_there_are_recipes() -> None:
-    assert {"quickstart", "quickstart_sq", "hotpotqa_small"} <= set(recipe_names())
+    assert {"quickstart", "quickstart_sq", "hotpotqa_small"} <= set(recipe_files())
 
 
 @pytest.mark.integration

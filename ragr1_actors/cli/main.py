@@ -11,7 +11,6 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,6 +26,7 @@ from ragr1_actors.cli import (
     JsonOption,
     ask,
     chaos,
+    claims,
     console,
     doctor,
     evaluate,
@@ -51,11 +51,7 @@ if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from envs.checker import Check
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.places import Place
-    from ragr1_actors.runs.report import EvalResult, RunReport
-
-FEWER_ROUNDS_GOAL = 0.15
-"""Share of search rounds that several queries per turn must save. RAG-R1 (arXiv:2507.02962, table 3) reports 2.15
-rounds per question against 2.53, which is 15 % fewer."""
+    from ragr1_actors.runs.report import RunReport
 
 
 class Commands(Group):
@@ -258,30 +254,6 @@ def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) ->
     return f"submit the same command again{options}, and the run goes on"
 
 
-@app.command()
-def claims(
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ..., for both recipes")] = None,
-    run_dir: RunDirOption = None,
-) -> None:
-    """Check RAG-R1's claim at small scale: several queries per turn against one, exact match and search rounds."""
-    from ragr1_actors.runs.places import below
-    from ragr1_actors.runs.run_directory import removed_if_unused
-    from ragr1_actors.training.algorithm_config import AlgorithmConfig
-
-    base = run_dir or _new_run_dir("claims")
-    reports = []
-    for recipe in ("quickstart", "quickstart_sq"):
-        config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        place = below(base, recipe)
-        config = _begin(config, place)
-        with removed_if_unused(place):
-            reports.append(_run(config, place, START_AGAIN))
-    comparison = Comparison(*(report.stages[-1].eval for report in reports))
-    console.print(render_comparison(comparison))
-    if not comparison.holds:
-        raise typer.Exit(1)
-
-
 for command in (
     scale.scale,
     plan.plan,
@@ -291,24 +263,13 @@ for command in (
     ask.ask,
     serve.serve,
     evaluate.select,
+    claims.recipes,
+    claims.new,
+    claims.claims,
     view.view,
     rescore.rescore,
 ):
     app.command()(command)
-
-
-@app.command()
-def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that ship with the project."""
-    from ragr1_actors.core.resolve import recipe_descriptions
-
-    if as_json:
-        print_json(recipe_descriptions())
-        return
-    table = Table.grid(padding=(0, 2))
-    for name, description in recipe_descriptions().items():
-        table.add_row(name, Text(description))
-    console.print(table, highlight=False)
 
 
 @app.command()
@@ -474,38 +435,6 @@ def describe_start(recipe: str, config: RunConfig, run_dir: str) -> Panel:
     return Panel(rows, title=Text(f"{recipe}: keys that differ from the defaults"), title_align="left", expand=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Several queries per turn against one: the evaluations after reinforcement learning."""
-
-    multi: EvalResult
-    single: EvalResult
-
-    @property
-    def fewer_rounds(self) -> float:
-        """Share of search rounds that several queries per turn save."""
-        return 1 - self.multi.rounds / self.single.rounds if self.single.rounds else 0.0
-
-    @property
-    def holds(self) -> bool:
-        """Whether exact match is not lower and enough rounds are saved."""
-        return self.multi.em >= self.single.em and self.fewer_rounds >= FEWER_ROUNDS_GOAL
-
-
-def render_comparison(comparison: Comparison) -> Table:
-    """Return the table that ``ragr1 claims`` prints."""
-    multi, single = comparison.multi, comparison.single
-    num_tasks = min(multi.num_tasks, single.num_tasks)
-    table = Table(title=f"Multi-query against single-query, after RL ({num_tasks} held-out tasks)")
-    for heading in ("", "multi-query", "single-query", "claim", "holds"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("EM", f"{multi.em:.3f}", f"{single.em:.3f}", "not lower", _yes(multi.em >= single.em))
-    saved, wanted = comparison.fewer_rounds, FEWER_ROUNDS_GOAL
-    holds = f"{_yes(saved >= wanted)} ({saved:.0%})"
-    table.add_row("search rounds", f"{multi.rounds:.2f}", f"{single.rounds:.2f}", f"{wanted:.0%} fewer", holds)
-    return table
-
-
 def main() -> None:
     """Run the command line. A ``UserError`` and a full disk print one sentence and exit with status 2."""
     try:
@@ -559,7 +488,3 @@ def _run(config: RunConfig, place: Place, advice: str, num_profiled: int = 0, wo
 
 def _new_run_dir(name: str) -> str:
     return f"runs/{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"

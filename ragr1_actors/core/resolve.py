@@ -9,12 +9,12 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_origin
@@ -64,7 +64,11 @@ _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("cluster", "envs", "l
 _INSTALLED = tuple(
     f"{folder}{os.sep}" for folder in {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
 )
-_RECIPES = resources.files("ragr1_actors").joinpath("recipes")
+RECIPES = _ROOT / "ragr1_actors" / "recipes"
+"""A folder per method, with its recipes, its Python and what it claims; and recipes that are of no single method."""
+CLAIM_FILE = "claim.yaml"
+"""What a method claims, see ``ragr1_actors.training.claims.claim``; no recipe."""
+_MODULE_NAME = re.compile(r"([A-Za-z_]\w*):([A-Za-z_]\w*)", re.ASCII)
 
 
 def path_of(value: str | Path, *words: str) -> Path | None:
@@ -161,33 +165,49 @@ def _check_has_names(section: str, key: str, name: str) -> None:
 def read_recipe(name_or_path: str) -> Sections:
     """Return the sections of a recipe by name, or of a YAML file by path; keys are not checked yet.
 
+    ``my:X``, where ``my.py`` is a file beside the recipe, becomes a name that every process finds.
+
     ``ConfigError`` if there is no such recipe, or it does not hold sections of keys.
     """
-    path = path_of(name_or_path, *recipe_names())
-    if path is None:
-        sections = parse_yaml(_recipe_text(name_or_path), name_or_path)
-    elif path.suffix in RECIPE_ENDINGS:
-        sections = read_yaml_file(path, f"give an existing YAML file or one of: {', '.join(recipe_names())}")
-    else:
-        raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, recipe_names())}")
+    known = recipe_files()
+    path = known[name_or_path] if path_of(name_or_path, *known) is None else Path(name_or_path)
+    if path.suffix not in RECIPE_ENDINGS:
+        raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, known)}")
+    sections = read_yaml_file(path, f"give an existing YAML file or one of: {', '.join(known)}")
     sections = {} if sections is None else sections
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
-    return sections
+    found: Sections = _with_modules_beside(sections, path.parent)
+    return found
 
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the project."""
-    return sorted(file.name.removesuffix(".yaml") for file in _RECIPES.iterdir() if file.name.endswith(".yaml"))
+def recipe_files() -> dict[str, Path]:
+    """The recipes that ship with the project, by name: ``{"quickstart": .../recipes/rag_r1/quickstart.yaml}``."""
+    files = (file for pattern in ("*.yaml", "*/*.yaml") for file in RECIPES.glob(pattern) if file.name != CLAIM_FILE)
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def recipe_descriptions() -> dict[str, str]:
     """The first line of each recipe's opening comment, by the recipe's name."""
-    return {name: _recipe_text(name).partition("\n")[0].lstrip("# ") for name in recipe_names()}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files().items()}
+    return {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
 
 
-def _recipe_text(name: str) -> str:
-    return _RECIPES.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+def _with_modules_beside(value: Any, folder: Path) -> Any:
+    """Return the values of a recipe with its names ``my:X`` of files in its folder as names from everywhere.
+
+    In a recipe of the project they become ``ragr1_actors.recipes.METHOD.my:X``, in others ``FOLDER/my.py:X``.
+    """
+    if isinstance(value, dict):
+        return {key: _with_modules_beside(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_modules_beside(inner, folder) for inner in value]
+    found = _MODULE_NAME.fullmatch(value) if isinstance(value, str) else None
+    if found is None or not (file := folder / f"{found[1]}.py").is_file():
+        return value
+    if folder.is_relative_to(RECIPES):
+        return ".".join((*folder.relative_to(_ROOT).parts, value))
+    return f"{file}:{found[2]}"
 
 
 def _check_settings(config: RunConfig) -> None:
@@ -356,7 +376,8 @@ def load_object(name: str, known: Mapping[str, T | str]) -> T:
     """Return ``known[name]``, or import ``name`` where it has the form ``module:attribute``.
 
     Entries of ``known`` may have that form, too: what they need is imported only where they are used. The current
-    folder is importable, so that ``my_env:MyEnv`` finds ``./my_env.py``.
+    folder is importable, so that ``my_env:MyEnv`` finds ``./my_env.py``. A module may be the path of its file:
+    ``methods/my_env.py:MyEnv``, whose folder is importable then.
 
     Raises:
         ConfigError: the name is neither, the module or attribute does not exist, or the module cannot be imported.
@@ -364,12 +385,16 @@ def load_object(name: str, known: Mapping[str, T | str]) -> T:
     entry = known.get(name, name)
     if not isinstance(entry, str):
         return entry
-    module_name, colon, attribute = entry.partition(":")
+    module_name, colon, attribute = entry.rpartition(":")
     if not colon:
         raise ConfigError(f"got {name!r}, expected one of {', '.join(sorted(known))} or my_module:MyName")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    file = Path(module_name).absolute() if module_name.endswith(".py") else None
+    module_name, folder = (file.stem, str(file.parent)) if file else (module_name, os.getcwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     module = _import(name, module_name, is_known=name in known)
+    if file is not None and (taken := Path(f"{module.__file__}")).absolute() != file:
+        raise ConfigError(f"{name!r}: Python has another module {module_name} already, {taken}; rename {file.name}")
     if attribute not in vars(module):
         raise ConfigError(f"{name!r}: module {module_name} has no {attribute!r}; write it there, or mend the name")
     found: T = vars(module)[attribute]

@@ -27,7 +27,7 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.files import write_file
 from ragr1_actors.core.progress_bar import Shown, unseen
-from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_names, resolve
+from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_files, resolve
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, describe_loading, session_for
@@ -156,7 +156,7 @@ def _selection_config(
     for name in (assignment.partition("=")[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
-    path = path_of(source, *recipe_names())
+    path = path_of(source, *recipe_files())
     own_index = ""
     if path is None or path.suffix in RECIPE_ENDINGS or not (path.is_dir() or "/" in source):
         sections = read_recipe(source)

@@ -1,0 +1,114 @@
+"""``ragr1 recipes``, ``new`` and ``claims``: the methods that the project has, and whether they do what they claim."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ragr1_actors.cli import JsonLinesOption, JsonOption, console, print_error, print_json, print_line
+from ragr1_actors.core.advice import advised
+
+if TYPE_CHECKING:  # pyarrow is loaded inside the command
+    from ragr1_actors.lab.claim import Verdict
+    from ragr1_actors.lab.claims import ClaimTest
+
+
+def recipes(as_json: JsonOption = False) -> None:
+    """List the recipes that ship with the project, by method, and what each method claims."""
+    from ragr1_actors.core.resolve import recipe_descriptions
+    from ragr1_actors.lab.claim import claim_files, read_claim
+    from ragr1_actors.lab.methods import method_of
+
+    claims = {method: read_claim(method).claim for method in claim_files()}
+    rows = {
+        name: {"method": method_of(name), "description": description, "claim": claims.get(method_of(name), "")}
+        for name, description in recipe_descriptions().items()
+    }
+    if as_json:
+        print_json(rows)
+        return
+    for method in sorted({row["method"] for row in rows.values()}):
+        table = Table.grid(padding=(0, 2))
+        for name, row in rows.items():
+            if row["method"] == method:
+                table.add_row(f"  {name}", Text(row["description"]))
+        console.print(Text(method or "without a method", style="bold"), end="")
+        console.print(Text(f"  claims: {claims[method]}" if method in claims else ""))
+        console.print(table, highlight=False)
+
+
+def new(
+    method: Annotated[str, typer.Argument(help="A method, see `ragr1 recipes`.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
+) -> None:
+    """Copy the recipes and the Python of a method to a folder, to begin a method of your own from."""
+    from ragr1_actors.lab.methods import copy_method
+
+    for path in copy_method(method, folder):
+        description = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        print_line(f"{advised('train', str(path))}    {description}")
+
+
+def claims(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD ...] [section.key=value ...]", help="Default: all methods."),
+    ] = None,
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Where the runs are; those that are done are not made again.")
+    ] = Path("runs/claims"),
+    as_json: JsonLinesOption = False,
+) -> None:
+    """Train what the methods claim, each against its baseline; exit status 1 if a claim does not hold."""
+    from ragr1_actors.lab.claim import claim_files
+    from ragr1_actors.lab.claims import ClaimTest, make_runs
+
+    overrides = [word for word in words or () if "=" in word]
+    methods = [word for word in words or () if "=" not in word] or list(claim_files())
+    tests = [ClaimTest.plan(method, run_dir.absolute(), overrides) for method in dict.fromkeys(methods)]
+    _say_how_long(tests)
+    holds = True
+    table = Table("method", "check", "shown", "per seed", "holds", title="Claims")
+    for test in tests:
+        make_runs(test, lambda run: print_error(f"{run.name}: {advised(*run.command)}", style="default"))
+        found = test.verdicts()
+        holds = holds and all(verdict.holds for verdict in found)
+        if as_json:
+            for verdict in found:
+                print_json({"method": test.method, **asdict(verdict)})
+        for verdict in found:
+            table.add_row(test.method, verdict.check, _shown(verdict), _per_seed(verdict), _yes(verdict.holds))
+    if not as_json:
+        console.print(table, highlight=False)
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _say_how_long(tests: list[ClaimTest]) -> None:
+    left = [run for test in tests for run in test.runs if not run.is_done]
+    hours = sum(test.hours_left for test in tests)
+    if left:
+        print_error(
+            f"{len(left)} runs are to be made, about {hours:.1f} hours on two CPU cores; if they are interrupted, the "
+            "same command goes on",
+            style="default",
+        )
+
+
+def _shown(verdict: Verdict) -> str:
+    if verdict.interval is None:
+        return f"{verdict.value:.3f}"
+    return f"{verdict.value:+.3f} ({verdict.interval.low:+.3f} to {verdict.interval.high:+.3f})"
+
+
+def _per_seed(verdict: Verdict) -> str:
+    return ", ".join(f"{value:.3f}" for value in verdict.per_seed)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"

@@ -1,0 +1,244 @@
+"""What a method claims, and whether its runs show it. ``claim.yaml`` in the folder of a method::
+
+claim: as exact as with one query per turn, in at least 15 % fewer rounds
+paper: 2.15 rounds against 2.53 ...             what the paper reports, with its place
+differs: a generated world, a tiny policy ...   what is not as in the paper
+seeds: 3
+hours: 1.2                                      of all runs of all seeds, measured on two cores
+runs:
+  start: {recipe: quickstart, set: {training.num_iterations: 0}}
+  several: {recipe: quickstart, set: {policy.model: "{start}", sft.num_steps: 0}}    # where `start` ended
+  one: ...
+checks:
+  - {measure: rounds, of: several, over: one, at_most: 0.85}
+  - {measure: em, of: several, minus: one, at_least: -0.05, counts: interval}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ragr1_actors.core.errors import ConfigError, DataError, nearest
+from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, read_yaml_file, recipe_files
+from ragr1_actors.core.schema import read_trajectories
+from ragr1_actors.core.section import Section
+from ragr1_actors.runs.report import EvalResult, read_report
+from ragr1_actors.runs.scores import Interval, bootstrap, score
+from ragr1_actors.runs.telemetry.metrics import read_metrics
+
+SCORES = ("em", "f1", "rounds", "queries", "tokens")
+"""Numbers that each evaluated trajectory has, beside the measures of its environment."""
+
+
+class RunPlan(Section):
+    """One run of a claim, with each seed."""
+
+    recipe: str
+    """Name of a recipe of the project."""
+    set: dict[str, Any] = Field({})
+    """Keys of the recipe, ``training.lr: 1e-4``. ``{start}`` in a text is the directory of the run ``start``."""
+
+    def overrides(self, run_dirs: Mapping[str, Path]) -> dict[str, Any]:
+        """Return ``set`` with the directories of the runs before."""
+        return {key: _filled(value, run_dirs) for key, value in self.set.items()}
+
+
+def _filled(value: Any, run_dirs: Mapping[str, Path]) -> Any:
+    if isinstance(value, str):
+        for name, run_dir in run_dirs.items():
+            value = value.replace(f"{{{name}}}", str(run_dir))
+    return value
+
+
+class ClaimCheck(Section):
+    """A number of the runs, and its limit."""
+
+    measure: str
+    """``em``, ``f1``, ``rounds``, ``queries``, ``tokens`` or a measure of the environment: its mean over the evaluation
+    tasks after the last stage, and over the seeds. With ``reaches`` a metric of iterations, such as ``rollout/em``."""
+    of: str
+    """The run."""
+    minus: str = ""
+    """Another run: the difference is what counts, paired by seed and task."""
+    over: str = ""
+    """Another run: the ratio of the means is what counts."""
+    stage: Literal["sft", "rl"] = "rl"
+    """The evaluation after SFT, or the last one."""
+    reaches: float | None = None
+    """Counts the iterations until the metric has this value, in the mean of three in a row; never: all of them."""
+    at_least: float | None = None
+    at_most: float | None = None
+    counts: Literal["mean", "interval"] = "mean"
+    """Whether the mean must keep the limits, or the 95 % interval of the difference."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("expected one of at_least and at_most")
+        if self.minus and self.over:
+            raise ValueError("expected one of minus and over")
+        if self.counts == "interval" and (not self.minus or self.reaches is not None):
+            raise ValueError("an interval is that of a difference of evaluations: give minus, and no reaches")
+        return self
+
+    def __str__(self) -> str:
+        """Return it in words: ``em of several less one ≥ -0.05``."""
+        name = self.measure if self.reaches is None else f"iterations until {self.measure} is {self.reaches:g}"
+        name = name if self.stage == "rl" else f"{name} after SFT"
+        name = f"{name} of {self.of}"
+        name += f" less {self.minus}" if self.minus else f" ÷ {self.over}" if self.over else ""
+        return f"{name} ≥ {self.at_least:g}" if self.at_least is not None else f"{name} ≤ {self.at_most:g}"
+
+
+class Claim(Section):
+    """What a method claims."""
+
+    claim: str
+    """In one line, for people."""
+    paper: str
+    """What the paper reports, and where."""
+    differs: str
+    """What is not as in the paper."""
+    seeds: int = Field(1, ge=1)
+    """Each run is made with the seeds from 0."""
+    hours: float = Field(gt=0)
+    """Of all runs with all seeds, on two CPU cores."""
+    runs: dict[str, RunPlan] = Field(min_length=1)
+    """In the order in which they are made."""
+    checks: list[ClaimCheck] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        named = [name for check in self.checks for name in (check.of, check.minus, check.over) if name]
+        if wrong := [name for name in named if name not in self.runs]:
+            raise ValueError(f"there is no run {wrong[0]}{nearest(wrong[0], self.runs)}")
+        if wrong := [plan.recipe for plan in self.runs.values() if plan.recipe not in recipe_files()]:
+            raise ValueError(f"there is no recipe {wrong[0]}{nearest(wrong[0], recipe_files())}")
+        return self
+
+
+def claim_files() -> dict[str, Path]:
+    """The claims that the project makes, by method: ``{"rag_r1": .../recipes/rag_r1/claim.yaml}``."""
+    return {file.parent.name: file for file in sorted(RECIPES.glob(f"*/{CLAIM_FILE}"))}
+
+
+def read_claim(method: str) -> Claim:
+    """Return what a method claims; ``ConfigError`` if there is no such method."""
+    known = claim_files()
+    if method not in known:
+        raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
+    content = read_yaml_file(known[method], "it is a part of the project")
+    return Claim.read(content if isinstance(content, dict) else {}, str(known[method]))
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """A run directory of a claim, as far as its checks need it."""
+
+    path: Path
+
+    def mean(self, measure: str, stage: str) -> float:
+        """Return the mean that the report has; ``DataError`` if there is none."""
+        return _named(self._result(stage).by_name(), measure, self.path)
+
+    def scores(self, measure: str, stage: str) -> dict[str, float]:
+        """Return the measure of each task: ``{"world/eval/7": 1.0}``."""
+        own = self._result(stage).measures
+        path = self.path / "trajectories" / f"eval_{stage}.arrow"
+        ended = [one for group in read_trajectories(path) for one in group.trajectories]
+        found = {}
+        for one in (one for one in ended if not one.stop_reason.is_failure):
+            scored = score(one, own)
+            numbers = {name: float(getattr(scored, name)) for name in SCORES} | scored.measures
+            found[scored.task_id] = _named(numbers, measure, path)
+        return found
+
+    def iterations_until(self, metric: str, value: float) -> int:
+        """Return after how many iterations the mean of three has a value; all if it never has."""
+        rows = [row for row in read_metrics(self.path) if row["stage"] == "rl" and "time/iteration_s" in row]
+        values = [_named(row, metric, self.path) for row in rows]
+        reached = (end for end in range(3, len(values) + 1) if fmean(values[end - 3 : end]) >= value)
+        return next(reached, len(values))
+
+    def _result(self, stage: str) -> EvalResult:
+        results = {one.stage: one.eval for one in read_report(self.path).stages}
+        if stage not in results:
+            raise DataError(f"{self.path} has no evaluation after {stage}; delete it, and start the claim again")
+        return next(result for name, result in results.items() if name == stage)
+
+
+def _named(numbers: Mapping[str, Any], name: str, path: Path) -> float:
+    if name not in numbers:
+        raise DataError(f"{path} has no {name}{nearest(name, numbers)}; mend the measure in {CLAIM_FILE}")
+    return float(numbers[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the runs say of one check."""
+
+    check: str
+    """In words."""
+    value: float
+    """Mean over the seeds."""
+    per_seed: tuple[float, ...]
+    interval: Interval | None
+    """Of a paired difference; None for others."""
+    holds: bool
+
+
+def judge(check: ClaimCheck, runs: Mapping[str, Sequence[EvaluatedRun]]) -> Verdict:
+    """Return whether a check holds, by the runs of each name, one per seed.
+
+    Raises:
+        DataError: a run lacks the measure.
+    """
+    first, second = runs[check.of], runs.get(check.minus or check.over, ())
+    if check.minus and check.reaches is None:
+        return _paired(check, first, second)
+    values = tuple(_value(check, one) for one in first)
+    if check.over:
+        others = tuple(_value(check, one) for one in second)
+        value = fmean(values) / fmean(others) if any(others) else float("inf")
+        per_seed = tuple(a / b if b else float("inf") for a, b in zip(values, others, strict=True))
+    elif check.minus:
+        per_seed = tuple(a - _value(check, b) for a, b in zip(values, second, strict=True))
+        value = fmean(per_seed)
+    else:
+        value, per_seed = fmean(values), values
+    return Verdict(str(check), value, per_seed, None, _keeps(check, value, value))
+
+
+def _value(check: ClaimCheck, run: EvaluatedRun) -> float:
+    if check.reaches is not None:
+        return float(run.iterations_until(check.measure, check.reaches))
+    return run.mean(check.measure, check.stage)
+
+
+def _paired(check: ClaimCheck, first: Sequence[EvaluatedRun], second: Sequence[EvaluatedRun]) -> Verdict:
+    """Compare two runs task by task, seed by seed."""
+    differences: list[list[float]] = []
+    for one, other in zip(first, second, strict=True):
+        others = other.scores(check.measure, check.stage)
+        ours = one.scores(check.measure, check.stage)
+        differences.append([value - others[task] for task, value in ours.items() if task in others])
+        if not differences[-1]:
+            raise DataError(
+                f"{one.path} and {other.path} have no evaluated task in common; delete both and start again"
+            )
+    interval = bootstrap(np.asarray([value for seed in differences for value in seed], np.float64))
+    low, high = (interval.low, interval.high) if check.counts == "interval" else (interval.mean, interval.mean)
+    return Verdict(str(check), interval.mean, tuple(map(fmean, differences)), interval, _keeps(check, low, high))
+
+
+def _keeps(check: ClaimCheck, low: float, high: float) -> bool:
+    if check.at_least is not None:
+        return low >= check.at_least
+    return check.at_most is not None and high <= check.at_most

@@ -1,0 +1,47 @@
+"""The methods that the project has recipes of: a folder each in ``ragr1_actors/recipes``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ragr1_actors.core.errors import ConfigError, nearest
+from ragr1_actors.core.files import write_folder
+from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, recipe_files
+
+_NOT_COPIED = (CLAIM_FILE, "__init__.py", "__pycache__")
+
+
+def method_of(recipe: str) -> str:
+    """Return the method that a recipe of the project belongs to; empty if it is of none."""
+    folder = recipe_files()[recipe].parent
+    return "" if folder == RECIPES else folder.name
+
+
+def method_recipes() -> dict[str, list[str]]:
+    """The recipes of every method by its name: ``{"rank_r1": ["rank_r1", "rank_r1_7b"]}``."""
+    found: dict[str, list[str]] = {}
+    for name in recipe_files():
+        if method := method_of(name):
+            found.setdefault(method, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def copy_method(method: str, folder: Path) -> list[Path]:
+    """Copy the recipes and the Python of a method to a new folder, and return its recipes.
+
+    Raises:
+        ConfigError: there is no such method, or the folder exists already and is not empty.
+    """
+    known = method_recipes()
+    if method not in known:
+        raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty; name a new folder")
+    source = RECIPES / method
+
+    def write(writing: Path) -> None:
+        shutil.copytree(source, writing, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+
+    write_folder(folder, write, [f"{name}.yaml" for name in known[method]])
+    return [folder / f"{name}.yaml" for name in known[method]]

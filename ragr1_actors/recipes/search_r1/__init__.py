@@ -1,0 +1,1 @@
+"""Search-R1: one query per turn, PPO or GRPO, and a reward for the format."""

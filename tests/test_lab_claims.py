@@ -1,0 +1,193 @@
+"""What the claims say of runs: made-up run directories, whose figures are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.checker import made_up
+from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error
+from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
+from ragr1_actors.core.types import TrajectoryGroup
+from ragr1_actors.lab import claims
+from ragr1_actors.lab.claim import Claim, ClaimCheck, EvaluatedRun, judge, read_claim
+from ragr1_actors.lab.claims import ClaimTest, make_runs
+from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
+
+KEYS: dict[str, Any] = {
+    "claim": "better",
+    "paper": "by much",
+    "differs": "all",
+    "hours": 1.5,
+    "runs": {"start": {"recipe": "quickstart"}, "ours": {"recipe": "quickstart", "set": {"policy.model": "{start}"}}},
+    "checks": [{"measure": "em", "of": "ours", "minus": "start", "at_least": 0}],
+}
+
+
+def write_run(path: Path, right: Sequence[bool], ndcg: float = 0.5, rewards: Sequence[float] = ()) -> EvaluatedRun:
+    """Write a run whose evaluation answered tasks rightly or not, after iterations with mean ``rewards``."""
+    groups = []
+    for number, is_right in enumerate(right):
+        task = replace(made_up("").task, task_id=f"t/{number}")
+        answer = task.golden_answers[0] if is_right else "Oslo"
+        one = replace(made_up(answer), task=task, metrics={"ndcg": ndcg})
+        groups.append(TrajectoryGroup(task, (one,)))
+    em = sum(right) / len(right)
+    result = EvalResult(em, em, 1.0, 1.0, 1.0, 2.0, len(right), measures={"ndcg": ndcg})
+    path.mkdir(parents=True)
+    write_report(path, RunReport((StageReport("rl", result, 1.0),), 1.0, 1, TaskCounts(1, 1, 0, 0, 0)))
+    (path / "trajectories").mkdir()
+    write_trajectories(path / "trajectories" / "eval_rl.arrow", [groups_to_record_batch(groups)])
+    rows = [
+        {"stage": "rl", "iteration": number, "time/iteration_s": 1.0, "rollout/reward": reward}
+        for number, reward in enumerate(rewards, start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvaluatedRun(path)
+
+
+def check(**keys: Any) -> ClaimCheck:
+    return ClaimCheck.read({"measure": "em", "of": "ours", **keys}, "checks")
+
+
+def runs_of(folder: Path, **right: Sequence[Sequence[bool]]) -> Mapping[str, list[EvaluatedRun]]:
+    return {
+        name: [write_run(folder / name / str(seed), answers) for seed, answers in enumerate(seeds)]
+        for name, seeds in right.items()
+    }
+
+
+def test_a_number_has_a_limit(tmp_path: Path) -> None:
+    found = runs_of(tmp_path, ours=[[True, True], [True, False]])
+    assert judge(check(at_least=0.75), found).holds and not judge(check(at_least=0.76), found).holds
+    assert judge(check(at_most=0.75), found).holds and not judge(check(at_most=0.74), found).holds
+    verdict = judge(check(at_least=0.75), found)
+    assert (verdict.value, verdict.per_seed, verdict.interval) == (0.75, (1.0, 0.5), None)
+    assert verdict.check == "em of ours ≥ 0.75"
+    assert judge(check(measure="ndcg", at_least=0.5), found).holds  # of the environment
+
+
+def test_a_ratio_is_that_of_the_means(tmp_path: Path) -> None:
+    found = runs_of(tmp_path, ours=[[True, False], [False, False]], base=[[True, True], [False, True]])
+    verdict = judge(check(over="base", at_most=0.34), found)
+    assert verdict.value == pytest.approx(0.25 / 0.75) and verdict.holds
+    assert verdict.per_seed == (0.5, 0.0)
+    none = runs_of(tmp_path / "none", ours=[[True]], base=[[False]])
+    assert not judge(check(over="base", at_most=0.34), none).holds
+
+
+def test_a_difference_is_paired_by_task_and_seed(tmp_path: Path) -> None:
+    ours, base = [True] * 60 + [False] * 20, [False] * 30 + [True] * 30 + [False] * 20
+    found = runs_of(tmp_path, ours=[ours, base], base=[base, base])
+    verdict = judge(check(minus="base", at_least=0.1, counts="interval"), found)
+    assert verdict.value == pytest.approx(30 / 160) and verdict.per_seed == (0.375, 0.0)
+    assert verdict.interval is not None and 0.1 < verdict.interval.low < 30 / 160 < verdict.interval.high < 0.3
+    assert verdict.holds
+    assert not judge(check(minus="base", at_least=0.18, counts="interval"), found).holds
+    assert judge(check(minus="base", at_least=0.18), found).holds
+    assert judge(check(minus="base", at_most=0.26, counts="interval"), found).holds
+    assert not judge(check(minus="base", at_most=0.2, counts="interval"), found).holds
+
+
+def test_runs_without_a_common_task_are_refused(tmp_path: Path) -> None:
+    found = runs_of(tmp_path, ours=[[True]], base=[[True]])
+    (tmp_path / "base" / "0" / "trajectories" / "eval_rl.arrow").unlink()
+    task = replace(made_up("").task, task_id="t/other")
+    group = TrajectoryGroup(task, (replace(made_up("Oslo"), task=task, metrics={"ndcg": 0.5}),))
+    write_trajectories(tmp_path / "base/0/trajectories/eval_rl.arrow", [groups_to_record_batch([group])])
+    with pytest.raises(DataError, match="no evaluated task in common"):
+        judge(check(minus="base", at_least=0), found)
+
+
+def test_iterations_until_a_metric_has_a_value(tmp_path: Path) -> None:
+    found = {
+        "ours": [write_run(tmp_path / "ours", [True], rewards=[0.0, 0.9, 0.9, 0.9, 0.2])],
+        "base": [write_run(tmp_path / "base", [True], rewards=[0.0, 0.1, 0.9, 0.1, 0.2, 0.1, 0.1, 0.1])],
+    }
+    until = check(measure="rollout/reward", reaches=0.85, over="base", at_most=0.5)
+    assert judge(until, found).value == 4 / 8 and judge(until, found).holds  # a single 0.9 does not count
+    assert str(until) == "iterations until rollout/reward is 0.85 of ours ÷ base ≤ 0.5"
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"at_least": 1, "at_most": 2}, "expected one of at_least and at_most"),
+        ({}, "expected one of at_least and at_most"),
+        ({"at_least": 1, "minus": "a", "over": "b"}, "expected one of minus and over"),
+        ({"at_least": 1, "counts": "interval"}, "give minus"),
+        ({"at_least": 1, "minus": "a", "reaches": 1.0, "counts": "interval"}, "no reaches"),
+    ],
+)
+def test_a_check_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"runs": {"start": {"recipe": "quickstrat"}}}, "there is no recipe quickstrat; did you mean .quickstart"),
+        ({"checks": [{"measure": "em", "of": "our", "at_least": 0}]}, "there is no run our; did you mean .ours"),
+        ({"hours": 0}, "hours"),
+        ({"cliam": "x"}, "unknown key .*cliam"),
+    ],
+)
+def test_a_claim_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Claim.read(
+            KEYS | keys | ({"checks": [{"measure": "em", "of": "start", "at_least": 0}]} if "runs" in keys else {}), "x"
+        )
+
+
+def test_an_unknown_method_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown method 'rag_r2'; did you mean 'rag_r1'"):
+        read_claim("rag_r2")
+
+
+def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:
+    found = runs_of(tmp_path, ours=[[True]], base=[[True]])
+    for keys in ({}, {"minus": "base"}):
+        with pytest.raises(DataError, match="no ndgc; did you mean .ndcg"):
+            judge(check(measure="ndgc", at_least=0, **keys), found)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, root: Path) -> ClaimTest:
+    monkeypatch.setattr(claims, "read_claim", lambda method: Claim.read(KEYS | {"seeds": 2}, method))
+    return ClaimTest.plan("mine", root, ["training.lr=1"])
+
+
+def test_each_seed_starts_from_its_own_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    test = planned(monkeypatch, tmp_path)
+    assert [run.run_dir for run in test.runs] == [
+        tmp_path / "mine" / seed / name for seed in ("seed0", "seed1") for name in ("start", "ours")
+    ]
+    words = test.runs[3].command
+    assert f'policy.model="{tmp_path}/mine/seed1/start"' in words and "--auto-resume" in words
+    assert words.index("training.lr=1") > 0 and words.index("debugging.seed=1") > 0
+
+
+def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    test = planned(monkeypatch, tmp_path)
+    assert test.hours_left == 1.5
+    for run in test.runs[:3]:
+        write_run(run.run_dir, [True])
+    assert test.hours_left == 1.5 / 4
+    made: list[str] = []
+
+    class Ended:
+        returncode = 3
+
+    monkeypatch.setattr(claims.subprocess, "run", lambda command, check: made.append(command[-1]) or Ended)
+    seen: list[str] = []
+    with pytest.raises(RagR1Error, match="the run ours of mine ended with exit status 3"):
+        make_runs(test, lambda run: seen.append(str(run.run_dir)))
+    assert seen == [str(test.runs[3].run_dir)] and len(made) == 1
+    write_run(test.runs[3].run_dir, [True])
+    make_runs(test, lambda run: seen.append(run.name))
+    assert len(made) == 1 and [verdict.holds for verdict in test.verdicts()] == [True]

@@ -1,0 +1,69 @@
+"""Every recipe that two cores can train, for five iterations, from one start policy per grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.resolve import TINY
+from ragr1_actors.lab.methods import method_recipes
+from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
+from ragr1_actors.runs.telemetry.metrics import read_metrics
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.planning.preflight import check_names
+from ragr1_actors.training.stages import TrainingRun
+
+pytestmark = pytest.mark.engine
+
+IN_DRIVER = (
+    "env_runners.num_env_runners=0",
+    "learners.num_learners=0",
+    "retrieval.num_retrievers=0",
+    "training.train_batch_size=2",
+    "training.num_minibatches=1",
+    "evaluation.num_tasks=4",
+)
+START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
+Starts = Callable[[str], Path]
+
+
+def trainable() -> Iterator[str]:
+    for name in (name for names in method_recipes().values() for name in names):
+        if AlgorithmConfig.from_recipe(name).freeze().policy.model == TINY:
+            yield name
+
+
+def train(name: str, run_dir: Path, *keys: str) -> RunConfig:
+    config = with_newest_policy(AlgorithmConfig.from_recipe(name).override([*IN_DRIVER, *keys]).freeze())
+    check_names(config)
+    create_run_directory(config, run_dir)
+    TrainingRun(config, run_dir, Console(quiet=True)).execute()
+    return config
+
+
+@pytest.fixture(scope="module")
+def start_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    made: dict[str, Path] = {}
+
+    def start(name: str) -> Path:
+        config = AlgorithmConfig.from_recipe(name).freeze()
+        environment = config.environment.model_dump(include={"env", "tasks", "options", "prompt"})
+        grammar = json.dumps([environment, config.policy.options, config.env_runners.max_context_tokens], default=str)
+        if grammar not in made:
+            made[grammar] = tmp_path_factory.mktemp("start") / name
+            train(name, made[grammar], *START)
+        return made[grammar]
+
+    return start
+
+
+@pytest.mark.parametrize("name", list(trainable()))
+def test_a_recipe_trains(name: str, start_of: Starts, tmp_path: Path) -> None:
+    train(name, tmp_path, f"policy.model={start_of(name)}", "sft.num_steps=0", "training.num_iterations=5")
+    rows = [row for row in read_metrics(tmp_path) if row["stage"] == "rl" and "time/iteration_s" in row]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
