@@ -153,7 +153,7 @@ def test_an_unknown_method_names_the_nearest() -> None:
 def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:
     found = runs_of(tmp_path, ours=[[True]], base=[[True]])
     for keys in ({}, {"minus": "base"}):
-        with pytest.raises(DataError, match="no ndgc; did you mean .ndcg"):
+        with pytest.raises(DataError, match=r"no ndgc; did you mean .ndcg"):
             judge(check(measure="ndgc", at_least=0, **keys), found)
 
 
