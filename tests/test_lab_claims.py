@@ -183,7 +183,7 @@ def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, 
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr(claims.subprocess, "run", lambda command, check: made.append(command[-1]) or Ended)
+    monkeypatch.setattr(claims.subprocess, "run", lambda command, **_: made.append(command[-1]) or Ended)
     seen: list[str] = []
     with pytest.raises(RagR1Error, match="the run ours of mine ended with exit status 3"):
         make_runs(test, lambda run: seen.append(str(run.run_dir)))
