@@ -57,7 +57,7 @@ class RankEnv(TextEnv):
     }
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
-        """Take what every environment takes."""
+        """Keep the prompt and the retriever."""
         self._prompt, self._context = settings.prompt, context
 
     async def reset(self, task: Task) -> list[Message]:
@@ -74,8 +74,7 @@ class RankEnv(TextEnv):
     async def act(self, turn: Completion) -> StepResult:
         """End the trajectory with the label, ``"3"``; empty where the turn is not of the form."""
         label = said[1] if (said := _SAID.fullmatch(turn.text)) else ""
-        action = "rank" if label else MALFORMED
-        return StepResult(terminated=True, action=action, answer=label, calls=(self._call,))
+        return StepResult(terminated=True, action="rank" if label else MALFORMED, answer=label, calls=(self._call,))
 
 
 def retrieved(trajectory: Trajectory) -> list[str]:
@@ -91,7 +90,8 @@ def chosen(trajectory: Trajectory) -> str:
 
 def reranked(trajectory: Trajectory) -> list[str]:
     """Return the ids with the chosen candidate first, the others behind it as the retriever ranks them."""
-    return sorted(retrieved(trajectory), key=lambda one: one != chosen(trajectory))  # equal ones keep their order
+    first = chosen(trajectory)
+    return sorted(retrieved(trajectory), key=lambda one: one != first)  # equal ones keep their order
 
 
 def ndcg(trajectory: Trajectory, ids: Sequence[str]) -> float:
@@ -99,9 +99,9 @@ def ndcg(trajectory: Trajectory, ids: Sequence[str]) -> float:
 
     DCG is the sum of 1 / log2(place + 1) over the places of relevant passages (Järvelin and Kekäläinen 2002).
     """
-    relevant = trajectory.task.supporting_ids
+    relevant = trajectory.task.supporting_ids  # at least one
     dcg = sum(1 / math.log2(place + 1) for place, one in enumerate(ids[:K], 1) if one in relevant)
-    return dcg / sum(1 / math.log2(place + 1) for place in range(1, min(K, len(relevant)) + 1)) if relevant else 0.0
+    return dcg / sum(1 / math.log2(place + 1) for place in range(1, min(K, len(relevant)) + 1))
 
 
 async def best_first(trajectory: Trajectory, context: RewardContext) -> float:
