@@ -22,9 +22,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from envs.base import EnvContext
+from envs.base import EnvContext, StepResult, TextEnv
 from envs.sources import Split, TaskSource
-from ragr1_actors import Completion, Passage, StepResult, Task, TextEnv, ToolCall
+from ragr1_actors import Completion, Passage, Task, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, Sampling
 

@@ -19,10 +19,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from envs.base import EnvContext
+from envs.base import EnvContext, StepResult, TextEnv
 from envs.sources import Split, TaskSource
 from envs.world import Entity, EntityKind, make_world
-from ragr1_actors import Completion, Passage, RewardContext, StepResult, Task, TextEnv, ToolCall, Trajectory
+from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
 from retrieval.base import SEARCH
