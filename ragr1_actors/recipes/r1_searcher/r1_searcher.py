@@ -29,7 +29,12 @@ MAX_ANSWER_WORDS = 10
 """Of the published code: a longer answer is a fault."""
 _TURN = re.compile(r"\s*<think>.*?</think>\s*<(search|answer)>.*</\1>\s*", re.DOTALL)
 
-INSTRUCTIONS = ("Search for {}.", "Look {} up, please.", "{}: find the passage.", "Please search the passage on {} now.")
+INSTRUCTIONS = (
+    "Search for {}.",
+    "Look {} up, please.",
+    "{}: find the passage.",
+    "Please search the passage on {} now.",
+)
 """What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
 HASTY = 0.3
 """Share of the turns after an instruction that do not think, which is a fault."""
