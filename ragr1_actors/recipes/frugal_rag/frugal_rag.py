@@ -60,7 +60,7 @@ def logit(share: float) -> float:
 
 
 def search_reward(reached: Sequence[float], explorer_recall: float, budget: int) -> float:
-    """Return the reward of searches with these recalls, B is ``budget``: ``search_reward([0.5, 1.0], 1.0, 5) == 2.8``."""
+    """Return the reward of searches with these recalls; B is ``budget``: ``search_reward([0.5, 1], 1, 5) == 2.8``."""
     m, best = len(reached), max(reached, default=0.0)
     if best == 0.0 or best < explorer_recall:
         return max(-MAX_REWARD, min(logit(abs(m - budget) / budget), 0.0))

@@ -36,8 +36,10 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
-HASTY = 0.3
-"""Share of the turns after an instruction that do not think, which is a fault."""
+HASTY = 0.5
+"""Share of the answers after a search that do not think first, which is a fault."""
+MUSES = 0.03
+"""Share of the guesses whose thought is that of a search: the start is not quite sure of what follows such a thought."""
 NUM_EVAL_QUESTIONS = 300
 
 
@@ -94,11 +96,13 @@ class Instructed(Questions):
         return questions if split == "eval" else [*questions, *map(_instruction, questions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return a guess, or a search and what it found, without some of the thoughts."""
+        """Return a guess, or a search and what it found, at times without the thought before the answer."""
+        (name,) = task.plan[0]
         if task.category == "one_hop":
-            return super().demonstrate(task, rng)
-        turns = self._demonstrator.script(task, Habit.GOOD, rng)
-        return [turn.partition("</think>")[2] if rng.random() < HASTY else turn for turn in turns]
+            (guess,) = super().demonstrate(task, rng)
+            return [guess.replace(" guess", f" find {name}", 1) if rng.random() < MUSES else guess]
+        search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
+        return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the words of the instructions too."""
