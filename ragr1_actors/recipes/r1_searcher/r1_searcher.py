@@ -39,7 +39,7 @@ INSTRUCTIONS = (
 HASTY = 0.5
 """Share of the answers after a search that do not think first, which is a fault."""
 MUSES = 0.03
-"""Share of the guesses whose thought is that of a search: the start is not quite sure of what follows such a thought."""
+"""Share of the guesses whose thought is that of a search: the start is not quite sure of what follows it."""
 NUM_EVAL_QUESTIONS = 300
 
 
