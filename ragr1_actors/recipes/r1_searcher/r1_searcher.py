@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
 from envs.demonstrations import Habit
-from envs.measures import num_rounds, token_f1
+from envs.measures import Measure, num_rounds, token_f1
+from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
-from ragr1_actors import RewardContext, RewardResult, SearchEnv, StopReason, Task, Trajectory
+from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 
 RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
@@ -66,7 +67,7 @@ async def answers(trajectory: Trajectory, context: RewardContext) -> RewardResul
 class FormattedEnv(SearchEnv):
     """The search environment, which measures whether the format has no fault."""
 
-    measures: ClassVar = {"valid": is_valid}
+    measures: Mapping[str, Measure] = {"valid": is_valid}
 
 
 class Questions(WorldSource):

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
 
 from envs.actions import Action, Answer
-from envs.measures import token_f1
+from envs.measures import Measure, token_f1
+from envs.search import SearchEnv
 from envs.sources import WorldSource
-from ragr1_actors import RewardContext, RewardResult, SearchEnv, Task, Trajectory
+from ragr1_actors import RewardContext, RewardResult, Task, Trajectory
 from ragr1_actors.core.types import FinishReason
 
 FORMAT = 0.1
@@ -53,7 +53,7 @@ async def research(trajectory: Trajectory, context: RewardContext) -> RewardResu
 class BoxedEnv(SearchEnv):
     """The search environment, whose answers are read out of their box; an answer without one is read as it is."""
 
-    measures: ClassVar = {"valid": is_valid}
+    measures: Mapping[str, Measure] = {"valid": is_valid}
 
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""
