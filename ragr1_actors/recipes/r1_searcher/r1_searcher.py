@@ -39,8 +39,8 @@ INSTRUCTIONS = (
 """What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
 HASTY = 0.5
 """Share of the answers after a search that do not think first, which is a fault."""
-MUSES = 0.03
-"""Share of the guesses whose thought is that of a search: the start is not quite sure of what follows it."""
+NUM_ANSWERED = 200
+"""Questions beside 5,700 instructions: the start answers them, and is not quite sure of it."""
 NUM_EVAL_QUESTIONS = 300
 
 
@@ -85,7 +85,7 @@ class Questions(WorldSource):
 
 
 class Instructed(Questions):
-    """As many instructions to search beside the questions: what SFT teaches the start.
+    """Instructions to search, and some of the questions: what SFT teaches the start.
 
     An instruction is no question: it names what to search for, and the demonstration answers with one of the two facts
     that the passage has. So the start knows the tags, and not that a question is a reason to search.
@@ -94,14 +94,14 @@ class Instructed(Questions):
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return questions and instructions to train on, questions alone to evaluate."""
         questions = super().tasks(split)
-        return questions if split == "eval" else [*questions, *map(_instruction, questions, cycle(INSTRUCTIONS))]
+        if split == "eval":
+            return questions
+        return [*questions[:NUM_ANSWERED], *map(_instruction, questions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return a guess, or a search and what it found, at times without the thought before the answer."""
-        (name,) = task.plan[0]
         if task.category == "one_hop":
-            (guess,) = super().demonstrate(task, rng)
-            return [guess.replace(" guess", f" find {name}", 1) if rng.random() < MUSES else guess]
+            return super().demonstrate(task, rng)
         search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
         return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
 
