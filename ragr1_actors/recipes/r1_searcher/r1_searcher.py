@@ -1,0 +1,119 @@
+"""R1-Searcher's rewards of its two stages (arXiv:2503.05592, section 3), and a start that answers from memory.
+
+=====  ===================================================================================
+stage  reward
+=====  ===================================================================================
+1      0.5 for at least one search, and 0.5 for a format without a fault
+2      token F1 of the answer, less 2 for a format with a fault
+=====  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+from envs.demonstrations import Habit
+from envs.measures import Measure, num_rounds, token_f1
+from envs.search import SearchEnv
+from envs.sources import Split, WorldSource
+from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
+from ragr1_actors.core.config import EnvironmentSettings
+
+RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
+"""``R_retrieval`` and ``R_format`` of the first stage, the penalty of the second one."""
+MAX_ANSWER_WORDS = 10
+"""Of the published code: a longer answer is a fault."""
+_TURN = re.compile(r"\s*<think>.*?</think>\s*<(search|answer)>.*</\1>\s*", re.DOTALL)
+
+INSTRUCTIONS = (
+    "Search for {}.",
+    "Look {} up, please.",
+    "{}: find the passage.",
+    "Please search the passage on {} now.",
+)
+"""What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
+HASTY = 0.5
+"""Share of the answers after a search that do not think first, which is a fault."""
+NUM_ANSWERED = 200
+"""Questions beside 5,700 instructions: the start answers them, and is not quite sure of it."""
+NUM_EVAL_QUESTIONS = 300
+
+
+def is_valid(trajectory: Trajectory) -> float:
+    """Return 1.0 where each turn thinks, then acts, no turn writes documents, and a short answer ends it."""
+    texts = [turn.completion_text for turn in trajectory.turns]
+    is_short = len(trajectory.answer.split()) <= MAX_ANSWER_WORDS
+    is_framed = all(_TURN.fullmatch(text) and "<information>" not in text for text in texts)
+    return float(trajectory.stop_reason is StopReason.ANSWERED and is_short and is_framed)
+
+
+async def searches(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+    """Return the reward of stage 1; whether the answer is right does not count."""
+    searched, valid = float(num_rounds(trajectory) > 0), is_valid(trajectory)
+    return RewardResult(RETRIEVAL * searched + FORMAT * valid, parts={"searched": searched, "valid": valid})
+
+
+async def answers(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+    """Return the reward of stage 2; whether it searched does not count."""
+    valid, f1 = is_valid(trajectory), token_f1(trajectory.answer, trajectory.task.golden_answers)
+    return RewardResult(f1 + FAULT * (1 - valid), parts={"f1": f1, "valid": valid})
+
+
+class FormattedEnv(SearchEnv):
+    """The search environment, which measures whether the format has no fault."""
+
+    measures: Mapping[str, Measure] = {"valid": is_valid}
+
+
+class Questions(WorldSource):
+    """Questions of one hop about the generated world; a demonstration answers at once, with a guess."""
+
+    def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
+        """Take ``WorldOptions``; a world of one hop alone has too few questions."""
+        own = {"shares": {"one_hop": 0.5, "two_hop": 0.5}, "habits": {"one_hop": {Habit.GUESS: 1.0}}}
+        super().__init__(environment, {**own, **options})
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return 5,700 training questions, or 300 others; no two have the same answer in the same passage."""
+        found = [task for task in super().tasks("train") if task.category == "one_hop"]
+        return found[:NUM_EVAL_QUESTIONS] if split == "eval" else found[NUM_EVAL_QUESTIONS:]
+
+
+class Instructed(Questions):
+    """Instructions to search, and some of the questions: what SFT teaches the start.
+
+    An instruction is no question: it names what to search for, and the demonstration answers with one of the two facts
+    that the passage has. So the start knows the tags, and not that a question is a reason to search.
+    """
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return questions and instructions to train on, questions alone to evaluate."""
+        questions = super().tasks(split)
+        if split == "eval":
+            return questions
+        return [*questions[:NUM_ANSWERED], *map(_instruction, questions, cycle(INSTRUCTIONS))]
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
+        """Return a guess, or a search and what it found, at times without the thought before the answer."""
+        if task.category == "one_hop":
+            return super().demonstrate(task, rng)
+        search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
+        return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
+
+    def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
+        """Yield the words of the instructions too."""
+        yield from super().texts(tasks)
+        yield from INSTRUCTIONS
+
+
+def _instruction(question: Task, form: str) -> Task:
+    """Return the instruction to search for what a question asks about: ``Search for Ana Bell.``."""
+    (name,) = question.plan[0]
+    return replace(
+        question, task_id=f"{question.task_id}/instruction", question=form.format(name), category="instruction"
+    )
