@@ -25,9 +25,9 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -46,8 +46,7 @@ from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.rollout.strategy import Play
 
-MOMENTUM = 0.1
-"""Weight of a batch in r, alpha of the published code."""
+MOMENTUM = 0.1  # weight of a batch in r, alpha of the published code
 
 
 class ExploreOptions(Section):
@@ -82,7 +81,7 @@ class RexOptions(GroupOptions):
     keep_rate: float = Field(0.08, ge=0, le=1)
     """r at the start; ``keep_ratio`` of the published script. A run that is resumed starts again with it."""
     correct: bool = True
-    """Whether the denominator is the mixture; false takes the learner's own log-probs of the hints."""
+    """Whether the denominator is the mixture; false takes pi_old."""
 
 
 class RexLearner(GRPOLearner):
@@ -96,8 +95,7 @@ class RexLearner(GRPOLearner):
         """Read the hints with the policy's tokenizer."""
         super().build()
         explore = ExploreOptions.read(self.config.env_runners.strategy_options, "env_runners.strategy_options")
-        tokenizer = load_tokenizer(Path(self.policy_dir), self.config.policy)
-        self.hint_logprobs = tree_of([tokenizer.encode(hint) for hint in explore.hints])
+        self.hints = list(map(load_tokenizer(self.policy_dir, self.config.policy).encode, explore.hints))
         self.keep_rate = self.options.keep_rate
 
     def connect(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
@@ -135,11 +133,10 @@ class RexLearner(GRPOLearner):
 
     def probe_logprobs(self, probe: Trajectory, old: torch.Tensor, error_rate: float) -> torch.Tensor:
         """Return log mu of a probe's tokens, from their log-probs under the policy that sampled; ``[num_trained]``."""
-        mu, num_before = old.clone(), probe.num_copied_tokens
-        is_hint = probe.kinds == TokenKind.INJECTED
-        mu[:num_before] -= math.log(error_rate) / max(1, num_before)
+        mu, is_hint = old.clone(), probe.kinds == TokenKind.INJECTED
+        mu[: probe.num_copied_tokens] -= math.log(error_rate) / max(1, probe.num_copied_tokens)
         in_hint = torch.from_numpy(is_hint[np.isin(probe.kinds, sorted(self.trained_kinds))])
-        mu[in_hint] = torch.tensor(self.hint_logprobs(probe.token_ids[is_hint].tolist()))
+        mu[in_hint] = torch.tensor(frequencies(probe.token_ids[is_hint].tolist(), self.hints)).log()
         return mu
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,11 +144,7 @@ class RexLearner(GRPOLearner):
         return clipped_policy_loss(logprobs_M, columns["mixture_logprobs"], columns["advantages"], *self.clip)
 
 
-def tree_of(hints: Sequence[Sequence[int]]) -> Callable[[Sequence[int]], list[float]]:
-    """Return what gives a hint's log-probs among the hints: ``tree_of([[5, 6], [5, 7]])([5, 6]) == [0, -log 2]``."""
-    counts = Counter(tuple(hint[:length]) for hint in hints for length in range(len(hint) + 1))
-
-    def logprobs(hint: Sequence[int]) -> list[float]:
-        return [math.log(counts[tuple(hint[: at + 1])] / counts[tuple(hint[:at])]) for at in range(len(hint))]
-
-    return logprobs
+def frequencies(hint: Sequence[int], hints: Sequence[Sequence[int]]) -> list[float]:
+    """Return the share of each token behind those before it: ``frequencies([5, 6], [[5, 6], [5, 7]]) == [1, 0.5]``."""
+    counts = [sum(one[:length] == hint[:length] for one in hints) for length in range(len(hint) + 1)]
+    return [now / before for before, now in pairwise(counts)]
