@@ -49,13 +49,12 @@ class PromptOptions(Section):
 
 
 class Prompts(RolloutStrategy):
-    """Attempts with unlike examples."""
+    """Attempts with each text of examples in turn."""
 
     options_class = PromptOptions
-    options: PromptOptions
 
     async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
-        """Return attempts with each text of examples in turn."""
+        """Return the attempts."""
         examples = self.options.examples
         plays = (play(n, variant=examples[n % len(examples)]) for n in range(request.num_trajectories))
         return list(await asyncio.gather(*plays))

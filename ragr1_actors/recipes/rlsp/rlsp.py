@@ -13,9 +13,9 @@ wrong answer           0.0
 no answer             -0.5
 ====================  ===========
 
-The simplest exploration reward of the paper: more intermediate steps, with a falling gain, whether the answer is right or
-not. Its code subtracts ``scale / length`` (1000 over characters / 4) from the outcome, and for the 32B model weighs a
-judge's reward with 0.2 and the rest with 0.8, all of it in the whole run.
+The simplest exploration reward of the paper: more intermediate steps, with a falling gain, whether the answer is right
+or not. Its code subtracts ``scale / length`` (1000 over characters / 4) from the outcome, and for the 32B model weighs
+a judge's reward with 0.2 and the rest with 0.8, all of it in the whole run.
 """
 
 from __future__ import annotations
@@ -72,6 +72,4 @@ class Explored:
         """Return r."""
         weight = self.weight(context.progress)
         right, explored = outcome(trajectory), exploration(trajectory, self.options.scale)
-        return RewardResult(
-            (1 - weight) * right + weight * explored, parts={"outcome": right, "exploration": explored}
-        )
+        return RewardResult((1 - weight) * right + weight * explored, parts={"outcome": right, "exploration": explored})
