@@ -48,7 +48,7 @@ def outcome(trajectory: Trajectory) -> float:
     """Return the verifier's reward."""
     if trajectory.stop_reason is not StopReason.ANSWERED:
         return NO_ANSWER
-    return exact_match(trajectory.answer, trajectory.task.golden_answers)
+    return float(exact_match(trajectory.answer, trajectory.task.golden_answers))
 
 
 def exploration(trajectory: Trajectory, scale: float) -> float:
