@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from envs.call_grammars import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
@@ -152,7 +152,7 @@ class TextEnv(ABC):
     """What ``policy.chat_format: auto`` means for this environment: ``tags``, or ``auto`` for that of the template."""
     tools: Sequence[ToolSchema] = ()
     """The tools that the chat template describes to the policy, where the chat format is not ``tags``."""
-    measures: Mapping[str, Measure] = {}
+    measures: ClassVar[Mapping[str, Measure]] = {}
     """Numbers of a trajectory that has ended, by the name of their metric, beside those of ``envs/measures.py``."""
 
     @abstractmethod

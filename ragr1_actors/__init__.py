@@ -9,7 +9,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
+    from envs.actions import Answer as Answer
+    from envs.actions import Malformed as Malformed
+    from envs.actions import Search as Search
+    from envs.base import StepResult as StepResult
+    from envs.base import TextEnv as TextEnv
+    from envs.rewards import RewardContext as RewardContext
+    from envs.rewards import RewardResult as RewardResult
+    from envs.search import SearchEnv as SearchEnv
+    from envs.sources import TaskSource as TaskSource
+    from learners.learner import Learner as Learner
+    from ragr1_actors.core.types import Completion as Completion
+    from ragr1_actors.core.types import Record as Record
+    from ragr1_actors.core.types import StopReason as StopReason
+    from ragr1_actors.core.types import Task as Task
+    from ragr1_actors.core.types import TokenKind as TokenKind
+    from ragr1_actors.core.types import ToolCall as ToolCall
+    from ragr1_actors.core.types import Trajectory as Trajectory
+    from ragr1_actors.core.types import TrajectoryGroup as TrajectoryGroup
+    from ragr1_actors.rollout.strategy import RolloutStrategy as RolloutStrategy
+    from ragr1_actors.training.algorithm import Algorithm as Algorithm
+    from ragr1_actors.training.algorithm_config import AlgorithmConfig as AlgorithmConfig
+    from ragr1_actors.training.curriculum import Curriculum as Curriculum
+    from retrieval.base import Passage as Passage
+    from retrieval.base import Retriever as Retriever
 
 _PUBLIC = {
     "Algorithm": "ragr1_actors.training.algorithm",

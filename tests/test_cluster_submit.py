@@ -314,3 +314,29 @@ def test_a_job_that_is_not_there_is_one_sentence(address: str, tmp_path: Path) -
         done = submit(option, "raysubmit_none", "--address", address, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"the cluster at {address} has no job raysubmit_none; ragr1 submit --list" in done.stderr
+
+
+def test_a_project_outside_runs_on_the_wheel(address: str, tmp_path: Path) -> None:
+    """``examples/outside``, installed beside the wheel of the project, as its README says."""
+    source, installed, project = tmp_path / "source", tmp_path / "installed", tmp_path / "project"
+    made = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("ragr1_actors", "envs", "learners", "retrieval", "cluster"):
+        shutil.copytree(ROOT / name, source / name, ignore=made)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, source / name)
+    shutil.copytree(ROOT / "examples" / "outside", project, ignore=made)
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", installed]
+    built = subprocess.run([*install, source, project], capture_output=True, text=True, timeout=600, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    shutil.rmtree(project / "shop")  # what runs is what was installed
+
+    command = [BIN / "ray", "job", "submit", "--address", address, "--working-dir", project]
+    command += ["--runtime-env-json", json.dumps({"env_vars": {"PYTHONPATH": str(installed)}}), "--"]
+    command += ["python", "-m", "ragr1_actors", "train", "shop.yaml", "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = read_report(tmp_path / "run").stages[-1].eval.measures
+    assert set(measured) == {"paid"}
+    assert (installed / "ragr1_actors" / "recipes" / "search_r1" / "search_r1.py").is_file()
+    assert (installed / "ragr1_actors" / "recipes" / "search_r1" / "claim.yaml").is_file()
+    assert (installed / "ragr1_actors" / "recipes" / "search_r1" / "README.md").is_file()

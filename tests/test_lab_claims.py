@@ -153,7 +153,7 @@ def test_an_unknown_method_names_the_nearest() -> None:
 def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:
     found = runs_of(tmp_path, ours=[[True]], base=[[True]])
     for keys in ({}, {"minus": "base"}):
-        with pytest.raises(DataError, match="no ndgc; did you mean .ndcg"):
+        with pytest.raises(DataError, match=r"no ndgc; did you mean .ndcg"):
             judge(check(measure="ndgc", at_least=0, **keys), found)
 
 
@@ -183,7 +183,7 @@ def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, 
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr(claims.subprocess, "run", lambda command, check: made.append(command[-1]) or Ended)
+    monkeypatch.setattr(claims.subprocess, "run", lambda command, **_: made.append(command[-1]) or Ended)
     seen: list[str] = []
     with pytest.raises(RagR1Error, match="the run ours of mine ended with exit status 3"):
         make_runs(test, lambda run: seen.append(str(run.run_dir)))

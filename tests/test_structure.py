@@ -16,7 +16,7 @@ from processes import run_python
 
 import ragr1_actors
 from benchmarks import BENCHMARKS
-from ragr1_actors.core.resolve import recipe_files
+from ragr1_actors.core.resolve import RECIPES, recipe_files
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,14 +88,15 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_750, 33_700, 570
-"""Limits of the product's size. If you raise one, say why in the CHANGELOG."""
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 51_250, 34_050, 577
+"""Limits of the product's size, without the recipes. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 
 
 def test_the_product_keeps_its_size() -> None:
     num_lines = num_code_lines = num_classes = 0
-    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
+    files = (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
+    for path in (path for path in files if not path.is_relative_to(RECIPES)):
         text = path.read_text()
         nodes = list(ast.walk(ast.parse(text)))
         texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]

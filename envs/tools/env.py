@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import ClassVar
 
 from envs.actions import Malformed, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
@@ -34,7 +35,7 @@ class ToolEnv(TextEnv):
 
     options_class = ToolOptions
     chat_format = "auto"
-    measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
+    measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Make the tools of ``environment.tools`` and ``environment.mcp``."""

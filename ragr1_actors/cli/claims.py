@@ -15,7 +15,7 @@ from ragr1_actors.core.advice import advised
 
 if TYPE_CHECKING:  # pyarrow is loaded inside the command
     from ragr1_actors.lab.claim import Verdict
-    from ragr1_actors.lab.claims import ClaimTest
+    from ragr1_actors.lab.claims import ClaimedRun, ClaimTest
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -75,7 +75,7 @@ def claims(
     holds = True
     table = Table("method", "check", "shown", "per seed", "holds", title="Claims")
     for test in tests:
-        make_runs(test, lambda run: print_error(f"{run.name}: {advised(*run.command)}", style="default"))
+        make_runs(test, _say_begun, as_errors=as_json)
         found = test.verdicts()
         holds = holds and all(verdict.holds for verdict in found)
         if as_json:
@@ -98,6 +98,10 @@ def _say_how_long(tests: list[ClaimTest]) -> None:
             "same command goes on",
             style="default",
         )
+
+
+def _say_begun(run: ClaimedRun) -> None:
+    print_error(f"{run.name}: {advised(*run.command)}", style="default")
 
 
 def _shown(verdict: Verdict) -> str:

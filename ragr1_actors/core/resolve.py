@@ -388,17 +388,26 @@ def load_object(name: str, known: Mapping[str, T | str]) -> T:
     module_name, colon, attribute = entry.rpartition(":")
     if not colon:
         raise ConfigError(f"got {name!r}, expected one of {', '.join(sorted(known))} or my_module:MyName")
-    file = Path(module_name).absolute() if module_name.endswith(".py") else None
+    file = _module_file(module_name) if module_name.endswith(".py") else None
     module_name, folder = (file.stem, str(file.parent)) if file else (module_name, os.getcwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = _import(name, module_name, is_known=name in known)
-    if file is not None and (taken := Path(f"{module.__file__}")).absolute() != file:
+    if file is not None and (taken := Path(f"{module.__file__}").resolve()) != file:
         raise ConfigError(f"{name!r}: Python has another module {module_name} already, {taken}; rename {file.name}")
     if attribute not in vars(module):
         raise ConfigError(f"{name!r}: module {module_name} has no {attribute!r}; write it there, or mend the name")
     found: T = vars(module)[attribute]
     return found
+
+
+def _module_file(written: str) -> Path:
+    """Return the file of a module by its path from the folder that the driver started in.
+
+    An actor may be in another folder, and has the driver's in its ``sys.path``.
+    """
+    files = (Path(folder, written) for folder in (os.getcwd(), *sys.path))
+    return next((file for file in files if file.is_file()), Path(written)).resolve()
 
 
 def _import(name: str, module_name: str, is_known: bool) -> ModuleType:

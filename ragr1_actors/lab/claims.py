@@ -68,8 +68,8 @@ def _planned(claim: Claim, seed: int, folder: Path, overrides: Sequence[str]) ->
         yield ClaimedRun(name, run_dirs[name], (*words, "--auto-resume"))
 
 
-def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None]) -> None:
-    """Make the runs that are not done.
+def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_errors: bool = False) -> None:
+    """Make the runs that are not done; with ``as_errors`` what they print goes to standard error.
 
     Raises:
         RagR1Error: one of them failed; it has said why.
@@ -78,7 +78,8 @@ def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None]) -> None:
         if run.is_done:
             continue
         on_run(run)
-        ended = subprocess.run([sys.executable, "-m", "ragr1_actors", *run.command], check=False)
+        output = sys.stderr if as_errors else None
+        ended = subprocess.run([sys.executable, "-m", "ragr1_actors", *run.command], stdout=output, check=False)
         if ended.returncode:
             raise RagR1Error(
                 f"the run {run.name} of {test.method} ended with exit status {ended.returncode}, see above; the same "

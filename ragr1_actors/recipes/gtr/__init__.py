@@ -1,0 +1,1 @@
+"""GTR-T: questions are answered by SQL that the policy writes."""

@@ -1,0 +1,1 @@
+"""StepSearch: a reward per search, for the evidence that it adds."""

@@ -1,0 +1,53 @@
+"""StepSearch's rewards (arXiv:2505.15107): each search earns the evidence that it adds, less what was found before.
+
+Of n gold passages, with the hits of search turn t::
+
+    gain_t       = 1/n * sum_i max(0, c_i_t - m_i_(t-1))    c_i_t: how near the best hit is to gold passage i, in [0, 1]
+                                                            m_i_t: the best of all turns up to t
+    redundancy_t = share of the hits that an earlier turn had found
+    turn t earns   gain_t - redundancy_t
+    the answer     F1 + KEY * mean over the gold queries of the best token F1 of any query with it
+
+Here c is 1 for the gold passage itself and 0 for others; the paper has a similarity of texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envs.measures import token_f1
+from ragr1_actors import RewardContext, RewardResult, Task, ToolCall, Trajectory
+from retrieval.corpora.text import found_evidence
+
+KEY = 0.5
+"""Weight of the queries' match beside the F1 of the answer."""
+
+
+def key_match(task: Task, queries: Sequence[str]) -> float:
+    """Return the mean over the gold queries of ``task.plan`` of the best token F1: 1.0 if each was asked; 0 without."""
+    gold = [query for asked in task.plan for query in asked]
+    best = (max((token_f1(query, (wanted,)) for query in queries), default=0.0) for wanted in gold)
+    return sum(best) / len(gold) if gold else 0.0
+
+
+def search_reward(calls: Sequence[ToolCall], gold: set[str], known: set[str], seen: set[str]) -> float:
+    """Return ``gain - redundancy`` of a turn, and add what it found to ``known`` (evidence) and ``seen`` (passages)."""
+    hits = [record for call in calls for record in call.records]
+    found = found_evidence(gold, [hit.id for hit in hits], [hit.title for hit in hits])
+    gain = len(found - known) / len(gold) if gold else 0.0
+    redundancy = sum(hit.id in seen for hit in hits) / len(hits) if hits else 0.0
+    known |= found
+    seen |= {hit.id for hit in hits}
+    return gain - redundancy
+
+
+async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+    """Return the reward above, of which each turn has what it earned."""
+    task, known, seen = trajectory.task, set[str](), set[str]()
+    gold = set(task.supporting_ids)
+    steps = [search_reward(turn.calls, gold, known, seen) for turn in trajectory.turns]
+    f1 = token_f1(trajectory.answer, task.golden_answers)
+    key = key_match(task, [call.asked for call in trajectory.calls])
+    if steps:
+        steps[-1] += f1 + KEY * key
+    return RewardResult(sum(steps), tuple(steps), {"f1": f1, "key": key, "evidence": len(known) / max(1, len(gold))})
