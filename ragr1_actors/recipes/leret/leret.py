@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -106,9 +106,10 @@ class ExamplesEnv(SearchEnv):
 def with_prompt_of(bare: Trajectory, trajectory: Trajectory) -> Trajectory:
     """Return an attempt with the prompt of another one in place of its prompt."""
     new, own = (int(np.cumprod(one.kinds == TokenKind.PROMPT).sum()) for one in (bare, trajectory))
-    names = ("token_ids", "kinds", "logprobs", "policy_versions")
-    joined = {name: np.concatenate([getattr(bare, name)[:new], getattr(trajectory, name)[own:]]) for name in names}
-    return replace(trajectory, **joined)
+    parts: dict[str, Any] = {}
+    for name in ("token_ids", "kinds", "logprobs", "policy_versions"):
+        parts[name] = np.concatenate([getattr(bare, name)[:new], getattr(trajectory, name)[own:]])
+    return replace(trajectory, **parts)
 
 
 class BarePromptLearner(Learner):
@@ -127,8 +128,7 @@ class DistillLearner(BarePromptLearner):
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the best attempt."""
-        best = max(members, key=lambda one: one.reward)
-        return [best] if has_variance([one.reward for one in members]) else []
+        return [max(members, key=lambda one: one.reward)] if has_variance([one.reward for one in members]) else []
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return nothing."""
