@@ -36,6 +36,8 @@ from retrieval.base import Passage
 YEARS = range(1950, 2000)
 NUM_TRAIN_TASKS = 12_000
 NUM_EVAL_TASKS = 300
+_MAX_VAIN_DRAWS = 500
+"""Draws in a row without a new question, after which a category has no more."""
 CATEGORY_SHARES = {
     "one_hop": 0.12,
     "two_hop": 0.24,
@@ -209,13 +211,18 @@ def _make_tasks(
     shares: Sequence[tuple[str, float]],
     excluded: set[_Fact],
 ) -> tuple[Task, ...]:
-    """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled."""
+    """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled.
+
+    They are fewer where the world has not so many of a category: about 4,600 of three hops.
+    """
     tasks: dict[str, Task] = {}
     for category, share in shares:
-        wanted = len(tasks) + round(count * share)
-        while len(tasks) < wanted:
+        wanted, num_vain = len(tasks) + round(count * share), 0
+        while len(tasks) < wanted and num_vain < _MAX_VAIN_DRAWS:
             task = draw(category, rng)
-            if _fact(task) not in excluded:
+            is_new = task.question not in tasks and _fact(task) not in excluded
+            num_vain = 0 if is_new else num_vain + 1
+            if is_new:
                 tasks[task.question] = task
     shuffled = list(tasks.values())
     rng.shuffle(shuffled)

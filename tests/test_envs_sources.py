@@ -160,6 +160,12 @@ def test_the_world_has_tasks_passages_and_demonstrations() -> None:
     assert make_world(0).train_tasks[0] != task
 
 
+def test_a_world_of_one_category_has_no_more_tasks_than_there_are_questions() -> None:
+    world = make_world(0, {"three_hop": 1.0})
+    assert len(world.eval_tasks) == 300
+    assert 4000 < len(world.train_tasks) == len({task.question for task in world.train_tasks}) < 4640
+
+
 def test_files_are_one_source_and_have_the_split_that_named_them(tmp_path: Path) -> None:
     named = [task_file(tmp_path, "a", 3, level="hard"), task_file(tmp_path, "b", 2)]
     train, evaluation = opened(named), TaskSources.open(named, settings("world"), whole=True)

@@ -297,7 +297,7 @@ def test_a_wrong_option_is_named(algorithm: str, options: dict[str, Any], messag
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_the_options_of_every_recipe_are_its_algorithms(name: str) -> None:
     training = AlgorithmConfig.from_recipe(name).freeze().training
-    assert type(learner_options(training)) is OPTIONS[training.algorithm]
+    assert type(learner_options(training)) is load_object(training.algorithm, LEARNERS).options_class
 
 
 SEARCH_R1 = {

@@ -1,0 +1,1 @@
+"""LeReT: attempts with several prompts, compared by what they retrieve, and learned under one prompt."""

@@ -1,0 +1,1 @@
+"""RLSP: PPO on the outcome and on a separate reward for exploration, with a schedule."""

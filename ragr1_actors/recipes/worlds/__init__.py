@@ -1,0 +1,1 @@
+"""Worlds that the toy recipes of several methods share."""

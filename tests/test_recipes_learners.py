@@ -1,0 +1,139 @@
+"""The learners of recipes, against the formulas of their papers in plain loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from learners_common import Build, fill_columns, make_config, make_groups, make_trajectory
+
+from learners.algorithms.grpo import GRPOLearner
+from learners.train_batch import TrainBatch, make_batch
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.recipes.leret.leret import LeretLearner, with_prompt_of
+from ragr1_actors.recipes.rex_rag.rex_rag import RexLearner
+
+pytestmark = pytest.mark.engine
+
+HINTS = [[5, 6, 9], [5, 6, 10], [5, 7]]
+
+
+class Rex(RexLearner):
+    """Has hints of made-up tokens: the made-up policy has no tokenizer."""
+
+    def build(self) -> None:
+        GRPOLearner.build(self)
+        self.hints, self.keep_rate = HINTS, self.options.keep_rate
+
+
+def rex_config(**options: object) -> RunConfig:
+    algorithm = "ragr1_actors.recipes.rex_rag.rex_rag:RexLearner"
+    return make_config(training={"algorithm": algorithm, "num_minibatches": 2, "options": options})
+
+
+def probe(parent: Trajectory, hint: list[int], reward: float, number: int) -> Trajectory:
+    """The parent's first turn with its observation, a hint, and a turn of three tokens."""
+    cut = int(parent.turn_positions[1][0])
+    added = {
+        "token_ids": [*hint, 11, 12, 13],
+        "kinds": [TokenKind.INJECTED] * len(hint) + [TokenKind.MODEL] * 3,
+        "logprobs": [0.0] * len(hint) + [-1.0, -2.0, -0.5],
+        "policy_versions": [-1] * len(hint) + [0, 0, 0],
+    }
+    arrays = {
+        name: np.concatenate([getattr(parent, name)[:cut], np.array(values, getattr(parent, name).dtype)])
+        for name, values in added.items()
+    }
+    turns = (parent.turns[0], Turn("", 3, "answer"))
+    name = f"{parent.trajectory_id}/probe{number}"
+    copied = parent.turns[0].num_model_tokens
+    parts = {"trajectory_id": name, "parent": parent.trajectory_id, "turns": turns, "num_copied_tokens": copied}
+    return replace(parent, **arrays, **parts, reward=reward)
+
+
+def explored(seed: int = 0) -> list[TrajectoryGroup]:
+    """Three groups of four plain attempts, one of them right, and a probe with each hint."""
+    rng, groups = np.random.default_rng(seed), []
+    for number in range(3):
+        plain = [make_trajectory(rng, task_id=f"made/{number}", reward=float(index == 0)) for index in range(4)]
+        probes = [probe(plain[1 + n], hint, float(n == number), n) for n, hint in enumerate(HINTS)]
+        groups.append(TrajectoryGroup(plain[0].task, (*plain, *probes)))
+    return groups
+
+
+def batch_of(learner: RexLearner, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, list[float]]:
+    """The batch of an update, and its tokens' log-probs under the learner's policy."""
+    batch = make_batch(groups, learner.select_members, True, learner.trained_kinds)
+    assert batch is not None
+    return batch, learner.score(learner.policy_logprobs, batch.flat).tolist()
+
+
+def test_rex_rag_divides_by_the_mixture_of_policy_and_probes(build: Build) -> None:
+    learner, groups = build(Rex, rex_config(keep_rate=1.0)), explored()
+    batch, own = batch_of(learner, groups)
+    batch = fill_columns(learner, batch)
+    share, found, start = 9 / 21, batch.columns["mixture_logprobs"].tolist(), 0
+    frequencies = {(5,): 1.0, (5, 6): 2 / 3, (5, 7): 1 / 3, (5, 6, 9): 0.5, (5, 6, 10): 0.5}
+    for one in batch.trajectories:
+        kinds = [(kind, at) for at, kind in enumerate(one.kinds.tolist()) if kind in (1, 4)]
+        hint: tuple[int, ...] = ()
+        for place, (kind, at) in enumerate(kinds):
+            old = math.exp(own[start + place] if kind == TokenKind.INJECTED else one.logprobs[at])
+            mu = 0.0
+            if one.parent and kind == TokenKind.INJECTED:
+                hint = (*hint, int(one.token_ids[at]))
+                mu = frequencies[hint]
+            elif one.parent:
+                is_before = place < one.num_copied_tokens
+                mu = old / 0.75 ** (1 / one.num_copied_tokens) if is_before else old
+            assert found[start + place] == pytest.approx(math.log((1 - share) * old + share * mu), abs=1e-4)
+        start += len(kinds)
+    assert start == len(found)
+
+
+def test_rex_rag_keeps_the_probes_with_the_likeliest_hints(build: Build) -> None:
+    learner, groups = build(Rex, rex_config(keep_rate=0.25)), explored()
+    batch, own = batch_of(learner, groups)
+    start, means = 0, {}
+    for one in batch.trajectories:
+        kinds = [kind for kind in one.kinds.tolist() if kind in (1, 4)]
+        hint = [own[start + place] for place, kind in enumerate(kinds) if kind == TokenKind.INJECTED]
+        start += len(kinds)
+        if one.parent:
+            means[one.trajectory_id] = sum(hint) / len(hint)
+    kept = [one for group in learner.connect(groups) for one in group.trajectories]
+    best = sorted(means, key=lambda name: -means[name])[:3]  # a quarter of the twelve plain attempts
+    assert {one.trajectory_id for one in kept if one.parent} == set(best)
+    assert len(kept) == 15
+    assert learner.keep_rate == pytest.approx(0.9 * 0.25 + 0.1 * 3 / 9)
+
+
+def test_leret_pairs_each_attempt_with_those_of_the_next_lower_score(build: Build) -> None:
+    (group,) = make_groups(0, num_groups=1, group_size=6)
+    scores, written = (
+        [0.5, 1.0, 0.0, 0.5, 1.0, 0.25],
+        ["a", "b", "c", "d", "b", "e"],
+    )  # the second "b" is no new attempt
+    members = [
+        replace(one, reward=score, turns=tuple(replace(turn, completion_text=text) for turn in one.turns))
+        for one, score, text in zip(group.trajectories, scores, written, strict=True)
+    ]
+    config = make_config(training={"algorithm": "ragr1_actors.recipes.leret.leret:LeretLearner"})
+    found = build(LeretLearner, config).select_members([replace(one, turns=one.turns[-1:]) for one in members])
+    texts = [one.turns[0].completion_text for one in found]
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    assert sorted(pairs) == [("a", "e"), ("b", "a"), ("b", "d"), ("d", "e"), ("e", "c")]
+    assert all(better.reward > worse.reward for better, worse in zip(found[::2], found[1::2], strict=True))
+
+
+def test_leret_learns_an_attempt_under_the_bare_prompt() -> None:
+    bare, other = make_groups(1, num_groups=1, group_size=2)[0].trajectories
+    found = with_prompt_of(bare, other)
+    num_bare, num_other = ((one.kinds == TokenKind.PROMPT).sum() for one in (bare, other))
+    assert found.token_ids.tolist() == [*bare.token_ids[:num_bare], *other.token_ids[num_other:]]
+    assert found.kinds.tolist() == [*bare.kinds[:num_bare], *other.kinds[num_other:]]
+    assert found.turn_lengths == other.turn_lengths
+    assert found.num_model_tokens == other.num_model_tokens
