@@ -1,13 +1,13 @@
 """OREO's two losses (arXiv:2412.16145, section 3), and the baseline that learns from what was right alone.
 
-The soft Bellman equation of a policy pi with the reference mu, which sampled, for the token ``a_t`` in the state ``s_t``::
+The soft Bellman equation of a policy pi with the reference mu, which sampled, for token ``a_t`` in state ``s_t``::
 
     V(s_t) - V(s_t+1) = r_t - beta log(pi(a_t | s_t) / mu(a_t | s_t))
 
 Summed to the end, with ``R_t`` the rewards from ``t`` on, it says what each of the two learns from all of T tokens::
 
-    value    1/T sum_t ( V(s_t) - R_t + beta sum_{i>=t} log pi/mu )^2                              pi is a constant
-    policy   1/T sum_t ( V(s_t) - R_t + beta sum_{i>t} log pi/mu + beta log pi/mu(a_t | s_t) )^2   only the last term learns
+    value    1/T sum_t ( V(s_t) - R_t + beta sum_{i>=t} log pi/mu )^2                          pi is constant
+    policy   1/T sum_t ( V(s_t) - R_t + beta sum_{i>t} log pi/mu + beta log pi/mu(a_t|s_t) )^2   the last term learns
 
 plus ``training.kl_coeff`` times KL(pi, mu). A wrong trajectory teaches, too, and a token is compared with what was
 expected before it: a habit that is right by chance half of the time loses against one that is always right.
@@ -59,7 +59,7 @@ class OreoLearner(PPOLearner):
         return {"ref_logprobs": self.reference_logprobs(batch.flat)}
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Return what V and ``beta log pi/mu`` of each token should be: ``returns`` and ``advantages``, ``[M]`` each."""
+        """Return what V and ``beta log pi/mu`` should be: ``returns`` and ``advantages``, ``[M]`` each."""
         values_M = self.score(self.critic, batch.flat)
         own_M = self.options.beta * (self.score(self.policy_logprobs, batch.flat) - batch.columns["ref_logprobs"])
         returns_M = to_the_end(turn_rewards(batch).to(own_M.dtype) - own_M, batch.flat.model_lengths)

@@ -1,0 +1,1 @@
+"""Toy worlds that several methods share."""
