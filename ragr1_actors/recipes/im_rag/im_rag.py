@@ -19,10 +19,12 @@ The paper measures a distance between texts; here a passage is a supporting one 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
-from envs.measures import searches
-from ragr1_actors import RewardContext, RewardResult, SearchEnv, Trajectory
+from envs.measures import Measure, searches
+from envs.rewards import RewardContext, RewardResult
+from envs.search import SearchEnv
+from ragr1_actors.core.types import Trajectory
 from retrieval.corpora.text import found_evidence
 
 
@@ -56,4 +58,4 @@ async def progress_at_end(trajectory: Trajectory, context: RewardContext) -> flo
 class QuestionerEnv(SearchEnv):
     """The search environment, which measures the evidence recall."""
 
-    measures: ClassVar = {"recall": recall}
+    measures: Mapping[str, Measure] = {"recall": recall}

@@ -21,17 +21,19 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
-from envs.measures import exact_match, num_queries, token_f1
-from envs.search import LAST_TURN_NOTICE, search_prompt
-from ragr1_actors import Passage, RewardContext, RolloutStrategy, SearchEnv, StepResult, Task, Trajectory
+from envs.base import StepResult
+from envs.measures import Measure, exact_match, num_queries, token_f1
+from envs.rewards import RewardContext
+from envs.search import LAST_TURN_NOTICE, SearchEnv, search_prompt
 from ragr1_actors.core.resolve import load_object
-from ragr1_actors.core.types import MALFORMED, ChatModel, Message, Sampling, StopReason
+from ragr1_actors.core.types import MALFORMED, ChatModel, Message, Sampling, StopReason, Task, Trajectory
 from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.strategy import Play
+from ragr1_actors.rollout.strategy import Play, RolloutStrategy
 from ragr1_actors.training.curriculum import Shuffle
 from ragr1_actors.training.task_stats import Stats
+from retrieval.base import Passage
 from retrieval.local import inner_retriever
 
 MAX_QUERIES, MAX_QUERY_WORDS = 4, 20
@@ -58,7 +60,7 @@ async def skill(trajectory: Trajectory, context: RewardContext) -> float:
     faults, count = num_faults(trajectory), len(trajectory.calls)
     if trajectory.variant:
         return float(faults == 0)
-    is_paid = context.progress < context.options.get("bonus_until", 1.0)
+    is_paid = context.progress < float(context.options.get("bonus_until", 1.0))
     faults += is_paid and count == 0
     return (-faults or 1.0) + is_paid * (0.0, 3.0, 4.0)[min(count, 2)] + refusals(trajectory)
 
@@ -77,7 +79,7 @@ def level_of(task: Task) -> str:
 class OnlyLevels(Shuffle):
     """The curriculum of stage 1, the hardest tasks: ``environment.curriculum_options={levels: [very_hard]}``."""
 
-    options_class = None
+    options_class = None  # type: ignore[assignment]  # the mapping as it is
 
     def skip(self, task: Task, stats: Stats) -> bool:
         """Return whether the task has another level."""
@@ -101,7 +103,7 @@ class ToolForHard(RolloutStrategy):
 class UR2Env(SearchEnv):
     """Search where the prompt offers it. In an evaluation it always does."""
 
-    measures: ClassVar = {  # each over all tasks, and 0 for those that it is not about
+    measures: Mapping[str, Measure] = {  # each over all tasks, and 0 for those that it is not about
         "needless": lambda one: 0.0 if one.task.supporting_ids else num_queries(one),
         "needed_em": lambda one: exact_match(one.answer, one.task.golden_answers) if one.task.supporting_ids else 0.0,
     }
