@@ -1,1 +1,1 @@
-"""Worlds that the toy recipes of several methods share."""
+"""Toy worlds that several methods share."""
