@@ -65,6 +65,7 @@ LONGEST_FIRST = (
     "test_cluster_elastic",
     "test_cluster_session",
     "test_training_hangs",
+    "test_recipes_train",
     "test_cluster_submit",
     "test_cluster_hosts",
     "test_retrieval_fleet_group",

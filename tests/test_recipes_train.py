@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.resolve import TINY
-from ragr1_actors.lab.methods import method_recipes
+from ragr1_actors.core.resolve import TINY, recipe_files
+from ragr1_actors.lab.methods import method_of, method_recipes
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.preflight import check_names
 from ragr1_actors.training.stages import TrainingRun
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 IN_DRIVER = (
     "env_runners.num_env_runners=0",
@@ -51,6 +51,8 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     made: dict[str, Path] = {}
 
     def start(name: str) -> Path:
+        first = f"{method_of(name)}_start"  # of a method with several stages
+        name = first if first in recipe_files() else name
         config = AlgorithmConfig.from_recipe(name).freeze()
         environment = config.environment.model_dump(include={"env", "tasks", "options", "prompt"})
         grammar = json.dumps([environment, config.policy.options, config.env_runners.max_context_tokens], default=str)
