@@ -13,7 +13,7 @@ from learners.algorithms.grpo import GRPOLearner
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup, Turn
-from ragr1_actors.recipes.leret.leret import LeretLearner, with_prompt_of
+from ragr1_actors.recipes.leret.leret import DistillLearner, LeretLearner, with_prompt_of
 from ragr1_actors.recipes.rex_rag.rex_rag import RexLearner
 
 pytestmark = pytest.mark.engine
@@ -127,6 +127,31 @@ def test_leret_pairs_each_attempt_with_those_of_the_next_lower_score(build: Buil
     pairs = list(zip(texts[::2], texts[1::2], strict=True))
     assert sorted(pairs) == [("a", "e"), ("b", "a"), ("b", "d"), ("d", "e"), ("e", "c")]
     assert all(better.reward > worse.reward for better, worse in zip(found[::2], found[1::2], strict=True))
+
+
+def test_leret_makes_the_better_attempts_likelier_under_the_bare_prompt(build: Build) -> None:
+    groups = make_groups(2, num_groups=2, group_size=3)
+    scored = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(one, reward=0.5 * n, turns=tuple(replace(turn, completion_text=f"{n}") for turn in one.turns))
+                for n, one in enumerate(group.trajectories)
+            ),
+        )
+        for group in groups
+    ]
+    for learner_class in (DistillLearner, LeretLearner):
+        name = f"ragr1_actors.recipes.leret.leret:{learner_class.__name__}"
+        learner = build(learner_class, make_config(training={"algorithm": name, "lr": 1e-2}))
+        best = [[with_prompt_of(group.trajectories[0], group.trajectories[2])] for group in scored]
+        batch = make_batch([replace(g, trajectories=tuple(b)) for g, b in zip(scored, best, strict=True)], list, True)
+        assert batch is not None
+        before = learner.score(learner.policy_logprobs, batch.flat).sum()
+        for _ in range(3):
+            metrics = learner.update(scored)
+        assert metrics["num_steps"] == 1
+        assert learner.score(learner.policy_logprobs, batch.flat).sum() > before
 
 
 def test_leret_learns_an_attempt_under_the_bare_prompt() -> None:
