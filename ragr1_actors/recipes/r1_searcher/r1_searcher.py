@@ -40,7 +40,7 @@ INSTRUCTIONS = (
 HASTY = 0.5
 """Share of the answers after a search that do not think first, which is a fault."""
 NUM_ANSWERED = 20
-"""Questions beside 5,700 instructions: the fewer, the more often the start searches for a question, about 1 in 1,000."""
+"""Questions beside 5,700 instructions: the fewer, the more often it searches for one; with 200, 1 in 10,000 times."""
 NUM_EVAL_QUESTIONS = 300
 
 
