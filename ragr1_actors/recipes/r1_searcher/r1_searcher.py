@@ -39,8 +39,8 @@ INSTRUCTIONS = (
 """What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
 HASTY = 0.5
 """Share of the answers after a search that do not think first, which is a fault."""
-NUM_ANSWERED = 200
-"""Questions beside 5,700 instructions: the start answers them, and is not quite sure of it."""
+NUM_ANSWERED = 20
+"""Questions beside 5,700 instructions: the fewer, the more often it searches for one; with 200, 1 in 10,000 times."""
 NUM_EVAL_QUESTIONS = 300
 
 
