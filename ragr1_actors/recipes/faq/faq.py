@@ -2,9 +2,9 @@
 
 The bot, its retriever and who rates its answers are the environment. The policy sees the queries and its own actions::
 
-    What is the fee of Alma?  <act>fetch</act>
-    And why is that so?       <act>skip</act>        the bot still has the passage
-    Thank you!                <act>skip</act>
+    What is the fee of Alma?   <act>fetch</act>
+    Why is this fee so high?   <act>skip</act>       the bot still has the passage
+    Thank you!                 <act>skip</act>
 
 Each turn has a reward by its action and by the rating of the answer. A good answer without a fetch pays most, a bad one
 without a fetch least. The values are this project's; those of the paper are not known to it::
