@@ -10,7 +10,7 @@ Each turn has a reward by its action and by the rating of the answer. A good ans
 without a fetch least. The values are this project's; those of the paper are not known to it::
 
               good   bad
-    fetch       1    -1
+    fetch       0    -1
     skip        2    -2
     else       -2    -2
 """
@@ -29,7 +29,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, Sampling
 
 FETCH, SKIP = "fetch", "skip"
-REWARDS: Mapping[str, tuple[float, float]] = {FETCH: (-1.0, 1.0), SKIP: (-2.0, 2.0), MALFORMED: (-2.0, -2.0)}
+REWARDS: Mapping[str, tuple[float, float]] = {FETCH: (-1.0, 0.0), SKIP: (-2.0, 2.0), MALFORMED: (-2.0, -2.0)}
 """By action: the reward of a bad answer, and of a good one."""
 _ACT = re.compile(rf"\s*<act>\s*({FETCH}|{SKIP})\s*</act>\s*")
 
