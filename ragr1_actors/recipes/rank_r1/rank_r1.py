@@ -137,14 +137,14 @@ class BirthDecades(TaskSource):
         return replace(task, golden_answers=(str(shown(task, candidates).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> Ana Bell 1951</think><answer>[3]</answer>``, of the right candidate or any."""
+        """Return ``<think> found 1951</think><answer>[3]</answer>``, of the right candidate or any."""
         order = shown(task, task.meta["candidates"])
         label = int(task.golden_answers[0]) if rng.random() < GOOD else rng.randint(1, len(order))
-        person = self._people[order[label - 1]]
-        return [f"<think> {person.name} {person.year}</think><answer>[{label}]</answer>"]
+        year = self._people[order[label - 1]].year
+        return [f"<think> found {year}</think><answer>[{label}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage, question and label."""
-        yield from map(str, range(1, TOY_SET_SIZE + 1))
+        yield from (f" found [{label}]" for label in range(1, TOY_SET_SIZE + 1))
         yield from (f" {passage.text}" for passage in self.passages())
         yield from (task.question for task in tasks)
