@@ -140,7 +140,7 @@ def _session(task_id: str, rng: random.Random) -> Task:
     needs: list[str] = []
     topics: list[tuple[str, str]] = []
     while len(queries) < NUM_QUERIES:
-        kind = rng.choice(("new", "again", "follow_up", "small_talk")) if topics else "new"
+        kind = rng.choice(("new", "again", "follow_up", "follow_up", "small_talk")) if topics else "new"
         if kind in ("new", "again"):
             topics.append((rng.choice(ASPECTS), rng.choice(CARDS)) if kind == "new" else rng.choice(topics))
         aspect, card = topics[-1]
