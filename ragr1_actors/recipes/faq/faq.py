@@ -2,15 +2,15 @@
 
 The bot, its retriever and who rates its answers are the environment. The policy sees the queries and its own actions::
 
-    What is the fee of Alma?  <act>fetch</act>
-    And why is that so?       <act>skip</act>        the bot still has the passage
-    Thank you!                <act>skip</act>
+    What is the fee of Alma?   <act>fetch</act>
+    Why is this fee so high?   <act>skip</act>       the bot still has the passage
+    Thank you!                 <act>skip</act>
 
 Each turn has a reward by its action and by the rating of the answer. A good answer without a fetch pays most, a bad one
 without a fetch least. The values are this project's; those of the paper are not known to it::
 
               good   bad
-    fetch       1    -1
+    fetch       0    -1
     skip        2    -2
     else       -2    -2
 """
@@ -20,16 +20,17 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from envs.base import EnvContext, StepResult, TextEnv
+from envs.measures import Measure
 from envs.sources import Split, TaskSource
 from ragr1_actors import Completion, Passage, Task, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, Sampling
 
 FETCH, SKIP = "fetch", "skip"
-REWARDS: Mapping[str, tuple[float, float]] = {FETCH: (-1.0, 1.0), SKIP: (-2.0, 2.0), MALFORMED: (-2.0, -2.0)}
+REWARDS: Mapping[str, tuple[float, float]] = {FETCH: (-1.0, 0.0), SKIP: (-2.0, 2.0), MALFORMED: (-2.0, -2.0)}
 """By action: the reward of a bad answer, and of a good one."""
 _ACT = re.compile(rf"\s*<act>\s*({FETCH}|{SKIP})\s*</act>\s*")
 
@@ -42,7 +43,7 @@ class FaqEnv(TextEnv):
     """
 
     stop = ("</act>",)
-    measures: ClassVar = {
+    measures: Mapping[str, Measure] = {
         "accuracy": lambda ended: ended.metrics.get("good", 0.0) / max(1, len(ended.turns)),
         "fetched_tokens": lambda ended: ended.metrics.get("tokens_fetched", 0.0),
     }
@@ -139,7 +140,7 @@ def _session(task_id: str, rng: random.Random) -> Task:
     needs: list[str] = []
     topics: list[tuple[str, str]] = []
     while len(queries) < NUM_QUERIES:
-        kind = rng.choice(("new", "again", "follow_up", "small_talk")) if topics else "new"
+        kind = rng.choice(("new", "again", "follow_up", "follow_up", "small_talk")) if topics else "new"
         if kind in ("new", "again"):
             topics.append((rng.choice(ASPECTS), rng.choice(CARDS)) if kind == "new" else rng.choice(topics))
         aspect, card = topics[-1]

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
+from envs.measures import Measure
 from envs.sources import Split, TaskSource
 from envs.world import Entity, EntityKind, make_world
 from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
@@ -37,7 +37,7 @@ NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
 GOOD = 0.4
-"""Share of the demonstrations that name the right candidate; the others name one at random."""
+"""Share of the demonstrations that name the right candidate; the others name any. All read the years of all first."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -50,7 +50,7 @@ class RankEnv(TextEnv):
     """Shows what the retriever finds for the question; one turn names the best of it."""
 
     stop = ("</answer>",)
-    measures: ClassVar = {
+    measures: Mapping[str, Measure] = {
         "ndcg": lambda ended: ndcg(ended, reranked(ended)),
         "retriever_ndcg": lambda ended: ndcg(ended, retrieved(ended)),
         "ndcg_gain": lambda ended: ndcg(ended, reranked(ended)) - ndcg(ended, retrieved(ended)),
@@ -137,14 +137,14 @@ class BirthDecades(TaskSource):
         return replace(task, golden_answers=(str(shown(task, candidates).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> Ana Bell 1951</think><answer>[3]</answer>``, of the right candidate or any."""
+        """Return ``<think> [1] 1962 [2] 1951</think><answer>[2]</answer>``, with the right label or any."""
         order = shown(task, task.meta["candidates"])
         label = int(task.golden_answers[0]) if rng.random() < GOOD else rng.randint(1, len(order))
-        person = self._people[order[label - 1]]
-        return [f"<think> {person.name} {person.year}</think><answer>[{label}]</answer>"]
+        read = "".join(f" [{at}] {self._people[one].year}" for at, one in enumerate(order, 1))
+        return [f"<think>{read}</think><answer>[{label}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage, question and label."""
-        yield from map(str, range(1, TOY_SET_SIZE + 1))
+        yield from (f" [{label}]" for label in range(1, TOY_SET_SIZE + 1))
         yield from (f" {passage.text}" for passage in self.passages())
         yield from (task.question for task in tasks)
