@@ -30,12 +30,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 
 YEARS = range(1950, 2000)
 NUM_TRAIN_TASKS = 12_000
 NUM_EVAL_TASKS = 300
+_MOST_IN_VAIN = 20_000
+"""Questions drawn one after another that are none new, after which there are taken to be no more."""
 CATEGORY_SHARES = {
     "one_hop": 0.12,
     "two_hop": 0.24,
@@ -212,10 +215,18 @@ def _make_tasks(
     """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled."""
     tasks: dict[str, Task] = {}
     for category, share in shares:
-        wanted = len(tasks) + round(count * share)
+        before, in_vain = len(tasks), 0
+        wanted = before + round(count * share)
         while len(tasks) < wanted:
             task = draw(category, rng)
-            if _fact(task) not in excluded:
+            is_new = task.question not in tasks and _fact(task) not in excluded
+            in_vain = 0 if is_new else in_vain + 1
+            if in_vain > _MOST_IN_VAIN:
+                raise ConfigError(
+                    f"the world has about {len(tasks) - before:,} {split} questions of {category}, and its share of "
+                    f"{share:g} asks for {wanted - before:,}; give it a smaller share"
+                )
+            if is_new:
                 tasks[task.question] = task
     shuffled = list(tasks.values())
     rng.shuffle(shuffled)
