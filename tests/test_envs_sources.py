@@ -147,11 +147,6 @@ def task_file(folder: Path, name: str, count: int, **fields: Any) -> str:
     return str(folder / f"{name}.json")
 
 
-def test_a_share_of_more_questions_than_the_world_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the world has about 4,\d+ train questions of three_hop.* asks for 8,400"):
-        make_world(0, {"three_hop": 0.7, "one_hop": 0.3})
-
-
 def test_the_world_has_tasks_passages_and_demonstrations() -> None:
     sources = opened({"source": "world", "options": {"seed": 7}})
     world = make_world(7)

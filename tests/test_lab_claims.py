@@ -15,7 +15,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.lab import claims
-from ragr1_actors.lab.claim import Claim, ClaimCheck, EvaluatedRun, judge, read_claim
+from ragr1_actors.lab.claim import Claim, ClaimCheck, EvaluatedRun, RunPlan, judge, read_claim
 from ragr1_actors.lab.claims import ClaimTest, make_runs
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 
@@ -170,6 +170,12 @@ def test_each_seed_starts_from_its_own_start(monkeypatch: pytest.MonkeyPatch, tm
     words = test.runs[3].command
     assert f'policy.model="{tmp_path}/mine/seed1/start"' in words and "--auto-resume" in words
     assert words.index("training.lr=1") > 0 and words.index("debugging.seed=1") > 0
+
+
+def test_directories_of_runs_are_put_into_lists_and_mappings() -> None:
+    keys = {"environment.tasks": [{"source": "my:Explored", "options": {"run": "{start}/x", "k": 3}}]}
+    filled = RunPlan(recipe="quickstart", set=keys).overrides({"start": Path("/runs/a")})
+    assert filled == {"environment.tasks": [{"source": "my:Explored", "options": {"run": "/runs/a/x", "k": 3}}]}
 
 
 def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

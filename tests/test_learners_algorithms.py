@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -342,7 +341,7 @@ def test_published_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_recipes_say_how_their_mean_differs_and_invent_no_hardware(name: str) -> None:
-    text = resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    text = recipe_files()[name].read_text(encoding="utf-8")
     comments = text.replace("\n# ", " ")
     assert "theirs is one over micro-batches of means over tokens" in comments
     assert re.search(r"8 (A100|H100)(?! of)", comments)
@@ -352,7 +351,7 @@ def test_published_recipes_say_how_their_mean_differs_and_invent_no_hardware(nam
 def test_published_recipes_correct_as_little_as_their_papers_and_say_so(name: str) -> None:
     config = AlgorithmConfig.from_recipe(name).freeze()
     assert not {"tis_clip", "sequence_correction"} & config.training.options.keys()
-    text = resources.files("ragr1_actors").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    text = recipe_files()[name].read_text(encoding="utf-8")
     paper = "RAG-R1" if name.startswith("ragr1") else "Search-R1"
     assert f"As in {paper}, nothing corrects for it" in text
     offered = re.findall(r"\{kind: \w+\}", text)

@@ -17,14 +17,17 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.lab.methods import method_recipes
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.training.planning.preflight import check_room
 from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
-KILT, WIKI_18 = 29_000_000, 21_015_324
+KILT, WIKI_18, MS_MARCO = 29_000_000, 21_015_324, 8_841_823
 RECIPES = [("ragr1_mq_7b", KILT), ("ragr1_sq_7b", KILT), ("search_r1_7b", WIKI_18), ("search_r1_grpo_7b", WIKI_18)]
+FULL_SIZE = [name for names in method_recipes().values() for name in names if name.endswith("b")]
+"""Names that end with the size of the model: ``ragr1_mq_7b``, ``faq_05b``."""
 FOUR_GPUS = [
     "learners.num_learners=2",
     "env_runners.num_env_runners=1",
@@ -47,6 +50,12 @@ def test_the_7b_recipes_fit_eight_gpus_of_80_gb(recipe: str, num_passages: int) 
     assert plan.problems == []
     assert plan.num_gpus == 8
     assert plan.times.search_s < plan.times.generation_s / 3
+
+
+@pytest.mark.parametrize("recipe", FULL_SIZE)
+def test_the_full_size_recipes_of_all_methods_fit(recipe: str) -> None:
+    num_passages = MS_MARCO if recipe == "rank_r1_7b" else WIKI_18
+    assert make_plan(configured(recipe), NODE, num_passages).problems == []
 
 
 @pytest.mark.parametrize(

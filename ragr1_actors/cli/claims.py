@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ragr1_actors.cli import JsonLinesOption, JsonOption, console, print_error, print_json, print_line
 from ragr1_actors.core.advice import advised
+from ragr1_actors.core.errors import UserError, shortened
 
 if TYPE_CHECKING:  # pyarrow is loaded inside the command
     from ragr1_actors.lab.claim import Verdict
@@ -71,6 +72,9 @@ def claims(
     overrides = [word for word in words or () if "=" in word]
     methods = [word for word in words or () if "=" not in word] or list(claim_files())
     tests = [ClaimTest.plan(method, run_dir.absolute(), overrides) for method in dict.fromkeys(methods)]
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"--run-dir: {shortened(str(run_dir))} is a file; give a folder")
+    run_dir.mkdir(parents=True, exist_ok=True)
     _say_how_long(tests)
     holds = True
     table = Table("method", "check", "shown", "per seed", "holds", title="Claims")

@@ -67,7 +67,7 @@ _INSTALLED = tuple(
 RECIPES = _ROOT / "ragr1_actors" / "recipes"
 """A folder per method, with its recipes, its Python and what it claims; and recipes that are of no single method."""
 CLAIM_FILE = "claim.yaml"
-"""What a method claims, see ``ragr1_actors.training.claims.claim``; no recipe."""
+"""What a method claims, see ``ragr1_actors.lab.claim``; no recipe."""
 _MODULE_NAME = re.compile(r"([A-Za-z_]\w*):([A-Za-z_]\w*)", re.ASCII)
 
 
@@ -193,15 +193,22 @@ def recipe_descriptions() -> dict[str, str]:
     return {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
 
 
-def _with_modules_beside(value: Any, folder: Path) -> Any:
+def _with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None = None) -> Any:
     """Return the values of a recipe with its names ``my:X`` of files in its folder as names from everywhere.
 
     In a recipe of the project they become ``ragr1_actors.recipes.METHOD.my:X``, in others ``FOLDER/my.py:X``.
     """
+    known = {} if known is None else known  # by identity: YAML's aliases may repeat one list, or be inside themselves
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, dict):
-        return {key: _with_modules_beside(inner, folder) for key, inner in value.items()}
+        filled = known[id(value)] = dict[Any, Any]()
+        filled |= {key: _with_modules_beside(inner, folder, known) for key, inner in value.items()}
+        return filled
     if isinstance(value, list):
-        return [_with_modules_beside(inner, folder) for inner in value]
+        listed = known[id(value)] = list[Any]()
+        listed += [_with_modules_beside(inner, folder, known) for inner in value]
+        return listed
     found = _MODULE_NAME.fullmatch(value) if isinstance(value, str) else None
     if found is None or not (file := folder / f"{found[1]}.py").is_file():
         return value

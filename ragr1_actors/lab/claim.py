@@ -51,6 +51,10 @@ class RunPlan(Section):
 
 
 def _filled(value: Any, run_dirs: Mapping[str, Path]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(inner, run_dirs) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, run_dirs) for inner in value]
     if isinstance(value, str):
         for name, run_dir in run_dirs.items():
             value = value.replace(f"{{{name}}}", str(run_dir))

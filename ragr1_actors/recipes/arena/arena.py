@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.measures import Measure, exact_match
+from envs.measures import exact_match
 from envs.sources import Split, WorldSource
 from envs.world import EntityKind
 from ragr1_actors import Completion, Passage, RewardContext, RewardResult, Task, Trajectory
@@ -45,7 +45,7 @@ class ArenaEnv(TextEnv):
     """Shows the task's passages, ``meta: {passages: [{id: p1, text: ...}]}``, labelled from 1; one turn is all."""
 
     stop = ("</answer>",)
-    measures: Mapping[str, Measure] = {"cited": lambda ended: float(relevance(ended) == 1)}
+    measures: ClassVar = {"cited": lambda ended: float(relevance(ended) == 1)}
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Keep the prompt."""

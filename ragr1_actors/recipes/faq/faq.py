@@ -20,10 +20,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.measures import Measure
 from envs.sources import Split, TaskSource
 from ragr1_actors import Completion, Passage, Task, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
@@ -43,7 +42,7 @@ class FaqEnv(TextEnv):
     """
 
     stop = ("</act>",)
-    measures: Mapping[str, Measure] = {
+    measures: ClassVar = {
         "accuracy": lambda ended: ended.metrics.get("good", 0.0) / max(1, len(ended.turns)),
         "fetched_tokens": lambda ended: ended.metrics.get("tokens_fetched", 0.0),
     }

@@ -18,10 +18,9 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.demonstrations import Habit
-from envs.measures import Measure
 from envs.options import SearchOptions
 from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
@@ -98,7 +97,7 @@ class FrugalEnv(SearchEnv):
     """The search environment, which measures the recall of all searches together."""
 
     options_class = FrugalOptions
-    measures: Mapping[str, Measure] = {"recall": lambda ended: max(recalls(ended), default=0.0)}
+    measures: ClassVar = {"recall": lambda ended: max(recalls(ended), default=0.0)}
 
 
 class Explorer(WorldSource):

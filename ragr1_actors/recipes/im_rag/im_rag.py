@@ -19,9 +19,9 @@ The paper measures a distance between texts; here a passage is a supporting one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import ClassVar
 
-from envs.measures import Measure, searches
+from envs.measures import searches
 from envs.rewards import RewardContext, RewardResult
 from envs.search import SearchEnv
 from ragr1_actors.core.types import Trajectory
@@ -58,4 +58,4 @@ async def progress_at_end(trajectory: Trajectory, context: RewardContext) -> flo
 class QuestionerEnv(SearchEnv):
     """The search environment, which measures the evidence recall."""
 
-    measures: Mapping[str, Measure] = {"recall": recall}
+    measures: ClassVar = {"recall": recall}

@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.demonstrations import Habit
-from envs.measures import Measure, num_rounds, token_f1
+from envs.measures import num_rounds, token_f1
 from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
 from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
@@ -67,7 +67,7 @@ async def answers(trajectory: Trajectory, context: RewardContext) -> RewardResul
 class FormattedEnv(SearchEnv):
     """The search environment, which measures whether the format has no fault."""
 
-    measures: Mapping[str, Measure] = {"valid": is_valid}
+    measures: ClassVar = {"valid": is_valid}
 
 
 class Questions(WorldSource):

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.measures import Measure
 from envs.sources import Split, TaskSource
 from envs.world import Entity, EntityKind, make_world
 from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
@@ -50,7 +50,7 @@ class RankEnv(TextEnv):
     """Shows what the retriever finds for the question; one turn names the best of it."""
 
     stop = ("</answer>",)
-    measures: Mapping[str, Measure] = {
+    measures: ClassVar = {
         "ndcg": lambda ended: ndcg(ended, reranked(ended)),
         "retriever_ndcg": lambda ended: ndcg(ended, retrieved(ended)),
         "ndcg_gain": lambda ended: ndcg(ended, reranked(ended)) - ndcg(ended, retrieved(ended)),

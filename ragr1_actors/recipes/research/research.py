@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from envs.actions import Action, Answer
-from envs.measures import Measure, token_f1
+from envs.measures import token_f1
 from envs.search import SearchEnv
 from envs.sources import WorldSource
 from ragr1_actors import RewardContext, RewardResult, Task, Trajectory
@@ -53,7 +54,7 @@ async def research(trajectory: Trajectory, context: RewardContext) -> RewardResu
 class BoxedEnv(SearchEnv):
     """The search environment, whose answers are read out of their box; an answer without one is read as it is."""
 
-    measures: Mapping[str, Measure] = {"valid": is_valid}
+    measures: ClassVar = {"valid": is_valid}
 
     def parse(self, completion: str) -> Action:
         """Read the turn's one action."""

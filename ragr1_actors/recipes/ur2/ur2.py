@@ -21,10 +21,10 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.base import StepResult
-from envs.measures import Measure, exact_match, num_queries, token_f1
+from envs.measures import exact_match, num_queries, token_f1
 from envs.rewards import RewardContext
 from envs.search import LAST_TURN_NOTICE, SearchEnv, search_prompt
 from ragr1_actors.core.resolve import load_object
@@ -103,7 +103,7 @@ class ToolForHard(RolloutStrategy):
 class UR2Env(SearchEnv):
     """Search where the prompt offers it. In an evaluation it always does."""
 
-    measures: Mapping[str, Measure] = {  # each over all tasks, and 0 for those that it is not about
+    measures: ClassVar = {  # each over all tasks, and 0 for those that it is not about
         "needless": lambda one: 0.0 if one.task.supporting_ids else num_queries(one),
         "needed_em": lambda one: exact_match(one.answer, one.task.golden_answers) if one.task.supporting_ids else 0.0,
     }
