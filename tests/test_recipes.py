@@ -30,6 +30,19 @@ TOKENIZER = ByteTokenizer()
 _IN_BYTES = ("env_runners.max_context_tokens=8192", "env_runners.max_new_tokens_per_turn=1000")
 
 
+class Finds(DictRetriever):
+    """Finds what it is told to find, or else the passage whose title is the query."""
+
+    def __init__(self, passages: list[Passage], found: Mapping[str, list[str]]) -> None:
+        super().__init__(passages)
+        by_id = {passage.id: passage for passage in passages}
+        self.found = {query: [by_id[name] for name in ids] for query, ids in found.items()}
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        by_title = await super().search(queries, k)
+        return [self.found.get(query, hits)[:k] for query, hits in zip(queries, by_title, strict=True)]
+
+
 @dataclass(frozen=True)
 class Fixed:
     """Five trajectories of a method, with what they must be: a file of ``tests/recipes``.
@@ -42,6 +55,8 @@ class Fixed:
     task: Mapping[str, Any]
     trajectories: list[dict[str, Any]]
     passages: list[list[str]] = field(default_factory=list)
+    found: dict[str, list[str]] = field(default_factory=dict)
+    """Ids of the passages that a query finds; another query finds the passage of this title."""
     keys: list[str] = field(default_factory=list)
     progress: float = 0.5
     together: bool = False
@@ -61,7 +76,7 @@ class Fixed:
             environment=config.environment, env_runners=config.env_runners, retrieval=config.retrieval
         )
         engine = ScriptedEngine({f"t/{n}": script for n, script in enumerate(scripts)}, TOKENIZER.encode)
-        retriever = DictRetriever([Passage(*passage) for passage in self.passages])
+        retriever = Finds([Passage(*passage) for passage in self.passages], self.found)
         runner = EnvRunner(sampler, TOKENIZER, retriever, engine)
         task, context = (
             Task("t", **{name: _frozen(value) for name, value in self.task.items()}),

@@ -1,0 +1,1 @@
+"""Deep-DxSearch: a diagnosis with tools for similar patients and for diseases."""

@@ -1,0 +1,1 @@
+"""MMOA-RAG: query rewriter, selector and generator, one policy in three roles."""

@@ -1,0 +1,1 @@
+"""s3: a searcher that is trained against a frozen generator."""
