@@ -18,6 +18,7 @@ The reward of the released recipe, 0 where a turn has no form of the above or th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -57,7 +58,7 @@ def match_reward(trajectory: Trajectory) -> float:
 def recall(gold: str, said: Sequence[str]) -> float:
     """Return the cube root of the share of the words of ``gold`` that occur in ``said``."""
     words, known = gold.lower().split(), {word for one in said for word in one.lower().split()}
-    return (sum(word in known for word in words) / len(words)) ** (1 / 3)
+    return math.cbrt(sum(word in known for word in words) / len(words))
 
 
 async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResult:
