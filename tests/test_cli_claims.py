@@ -56,6 +56,15 @@ def test_a_method_is_copied_once(tmp_path: Path) -> None:
     assert "exists and is not empty; name a new folder" in invoke("new", "search_r1", str(tmp_path / "mine"))[1]
     assert "unknown method 'serch_r1'; did you mean 'search_r1'?" in invoke("new", "serch_r1", str(tmp_path / "b"))[1]
     assert not (tmp_path / "b").exists()
+    (tmp_path / "file").write_text("")
+    for taken in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        assert invoke("new", "search_r1", str(taken))[1].count("; name a") == 1, taken
+
+
+def test_a_method_is_copied_into_an_empty_folder_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("new", "gtr", ".")[0] == 0
+    assert (Path.cwd() / "gtr.yaml").samefile("gtr.yaml")
 
 
 def test_an_unknown_method_has_no_claims(tmp_path: Path) -> None:

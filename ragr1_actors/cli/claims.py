@@ -41,6 +41,7 @@ def recipes(as_json: JsonOption = False) -> None:
         console.print(Text(method or "without a method", style="bold"), end="")
         console.print(Text(f"  claims: {claims[method]}" if method in claims else ""))
         console.print(table, highlight=False)
+    print_line(f"which claims were shown: docs/methods.md; put one to the test with: {advised('claims', 'METHOD')}")
 
 
 def new(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ragr1_actors.core.errors import ConfigError, nearest
-from ragr1_actors.core.files import write_folder
+from ragr1_actors.core.errors import ConfigError, nearest, one_line
 from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, recipe_files
 
 _NOT_COPIED = (CLAIM_FILE, "__init__.py", "__pycache__")
@@ -31,17 +30,16 @@ def copy_method(method: str, folder: Path) -> list[Path]:
     """Copy the recipes and the Python of a method to a new folder, and return its recipes.
 
     Raises:
-        ConfigError: there is no such method, or the folder exists already and is not empty.
+        ConfigError: there is no such method, or the folder is not empty or cannot be written.
     """
     known = method_recipes()
     if method not in known:
         raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; name a new folder")
-    source = RECIPES / method
-
-    def write(writing: Path) -> None:
-        shutil.copytree(source, writing, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
-
-    write_folder(folder, write, [f"{name}.yaml" for name in known[method]])
+    ignored = shutil.ignore_patterns(*_NOT_COPIED)
+    try:
+        shutil.copytree(RECIPES / method, folder, ignore=ignored, dirs_exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {one_line(error)}; name another folder") from error
     return [folder / f"{name}.yaml" for name in known[method]]
