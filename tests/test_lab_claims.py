@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_world import wait_for
 
 from envs.checker import made_up
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error
@@ -185,11 +188,7 @@ def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, 
         write_run(run.run_dir, [True])
     assert test.hours_left == 1.5 / 4
     made: list[str] = []
-
-    class Ended:
-        returncode = 3
-
-    monkeypatch.setattr(claims.subprocess, "run", lambda command, **_: made.append(command[-1]) or Ended)
+    monkeypatch.setattr(claims, "_train", lambda run, output: made.append(run.name) or 3)
     seen: list[str] = []
     with pytest.raises(RagR1Error, match="the run ours of mine ended with exit status 3"):
         make_runs(test, lambda run: seen.append(str(run.run_dir)))
@@ -197,3 +196,38 @@ def test_runs_that_are_done_are_not_made_again(monkeypatch: pytest.MonkeyPatch, 
     write_run(test.runs[3].run_dir, [True])
     make_runs(test, lambda run: seen.append(run.name))
     assert len(made) == 1 and [verdict.holds for verdict in test.verdicts()] == [True]
+
+
+def test_an_interrupt_is_given_on_and_its_checkpoint_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, signal, sys, time\n"
+        "def end(number, frame):\n"
+        "    time.sleep(0.5)\n"
+        f"    pathlib.Path({str(saved)!r}).touch()\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "signal.pause()\n"
+    )
+    program.chmod(0o755)
+
+    class Interrupted(subprocess.Popen[bytes]):
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> int:
+            self.waits += 1
+            if self.waits == 1:
+                assert wait_for(begun.exists, 60)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(claims.sys, "executable", str(program))
+    monkeypatch.setattr(claims.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_runs(planned(monkeypatch, tmp_path), lambda run: None)
+    assert saved.exists()

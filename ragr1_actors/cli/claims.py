@@ -75,7 +75,10 @@ def claims(
     tests = [ClaimTest.plan(method, run_dir.absolute(), overrides) for method in dict.fromkeys(methods)]
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir: {shortened(str(run_dir))} is a file; give a folder")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir: {shortened(str(run_dir))}: {error.strerror}; give another folder") from error
     _say_how_long(tests)
     holds = True
     table = Table("method", "check", "shown", "per seed", "holds", title="Claims")

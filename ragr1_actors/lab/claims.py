@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from ragr1_actors.core.errors import RagR1Error
 from ragr1_actors.lab.claim import Claim, EvaluatedRun, Verdict, judge, read_claim
@@ -78,10 +79,22 @@ def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_error
         if run.is_done:
             continue
         on_run(run)
-        output = sys.stderr if as_errors else None
-        ended = subprocess.run([sys.executable, "-m", "ragr1_actors", *run.command], stdout=output, check=False)
-        if ended.returncode:
+        status = _train(run, sys.stderr if as_errors else None)
+        if status:
             raise RagR1Error(
-                f"the run {run.name} of {test.method} ended with exit status {ended.returncode}, see above; the same "
-                "command goes on with it"
+                f"the run {run.name} of {test.method} ended with exit status {status}, see above; the same command "
+                "goes on with it"
             )
+
+
+def _train(run: ClaimedRun, output: TextIO | None) -> int:
+    """Make a run and return its exit status; an interrupt is given on to it, and its checkpoint is waited for."""
+    command = [sys.executable, "-m", "ragr1_actors", *run.command]
+    # a session for itself: Ctrl-C in a terminal would reach it twice, and the second one ends it without a checkpoint
+    with subprocess.Popen(command, stdout=output, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
