@@ -283,8 +283,8 @@ PRINTS_JSON = {
     "report": ["RUN"],
     "simulate": ["quickstart", "--iterations", "1", "--runners", "1", "--retrievers", "1"],
 }
-ELSEWHERE = {"bench", "chaos", "doctor", "rescore", "select"}
-"""The commands "bench", "doctor" and "rescore" print several lines of JSON."""
+ELSEWHERE = {"bench", "chaos", "claims", "doctor", "rescore", "select"}
+"""The commands "bench", "claims", "doctor" and "rescore" print several lines of JSON."""
 
 
 @pytest.fixture(scope="module")
