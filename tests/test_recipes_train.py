@@ -12,6 +12,7 @@ from rich.console import Console
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import TINY, recipe_files
 from ragr1_actors.lab.methods import method_of, method_recipes
+from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -32,9 +33,11 @@ START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "t
 Starts = Callable[[str], Path]
 
 
-def trainable() -> Iterator[str]:
+def small(*, is_trained: bool) -> Iterator[str]:
+    """Recipes with a tiny policy: those that train, or those that only evaluate."""
     for name in (name for names in method_recipes().values() for name in names):
-        if AlgorithmConfig.from_recipe(name).freeze().policy.model == TINY:
+        config = AlgorithmConfig.from_recipe(name).freeze()
+        if config.policy.model == TINY and is_trained == bool(config.sft.num_steps or config.training.num_iterations):
             yield name
 
 
@@ -64,8 +67,14 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     return start
 
 
-@pytest.mark.parametrize("name", list(trainable()))
+@pytest.mark.parametrize("name", list(small(is_trained=True)))
 def test_a_recipe_trains(name: str, start_of: Starts, tmp_path: Path) -> None:
     train(name, tmp_path, f"policy.model={start_of(name)}", "sft.num_steps=0", "training.num_iterations=5")
     rows = [row for row in read_metrics(tmp_path) if row["stage"] == "rl" and "time/iteration_s" in row]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", list(small(is_trained=False)))
+def test_a_recipe_without_training_evaluates(name: str, tmp_path: Path) -> None:
+    train(name, tmp_path)
+    assert [stage.stage for stage in read_report(tmp_path).stages] == ["start", "rl"]
